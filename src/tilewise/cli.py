@@ -1,0 +1,32 @@
+"""The `tilewise` command: demo, trace, bench and explain."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the `tilewise` command."""
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        sys.exit("tilewise: the command line needs the 'cli' extra: pip install 'tilewise[cli]'")
+    _app()()
+
+
+def _app():  # type: ignore[no-untyped-def]
+    import typer
+
+    app = typer.Typer(
+        help="Exact attention, tile by tile.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    )
+
+    @app.callback()
+    def root() -> None:
+        """Exact attention, tile by tile."""
+
+    return app
+
+
+if __name__ == "__main__":
+    main()

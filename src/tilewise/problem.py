@@ -1,0 +1,397 @@
+"""One attention problem: its tensors, its options, and all semantic validation.
+
+Every face of the library ends here. `Inputs` holds the tensors in the canonical layout, `Options` the
+scalars, and `describe` checks both and returns an `AttentionProblem`: a frozen, hashable description
+that says everything a backend needs to know to accept or refuse, and nothing about values.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.mask import Visibility
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 576
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call.
+
+    Dense and cached: query (batch, seqlen_q, num_heads, head_dim), key (batch, seqlen_k, num_kv_heads,
+    head_dim), value (..., head_dim_v). Packed: (total, heads, dim) with `cu_seqlens_*` (batch + 1,).
+    Paged: key and value are (num_pages, page_size, num_kv_heads, dim) with `page_table` (batch, pages).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_k: Tensor | None = None  # (batch,) keys in use, counted from position 0
+    leftpad_k: Tensor | None = None  # (batch,) leading keys to ignore
+    page_table: Tensor | None = None
+    mask: Tensor | None = None  # bool, 4-D, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
+    bias: Tensor | None = None  # float, 4-D, broadcastable likewise
+    alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
+    sinks: Tensor | None = None  # (num_heads,) logits
+    dropout_seed: Tensor | None = None  # () int64
+
+
+class Options(NamedTuple):
+    """The scalars of one call. `None` bounds are unbounded; `max_seqlen_*` serve packed problems."""
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    deterministic: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+class Gradients(NamedTuple):
+    """Gradients of `Inputs`; `bias` and `sinks` are None where the problem has none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Shapes, dtypes and semantics of one attention call, without its values."""
+
+    batch: int
+    seqlen_q: int  # packed: the longest sequence if it was given, else the total
+    seqlen_k: int  # cached and paged: the capacity
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device_type: str
+    scale: float
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    mask_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    is_packed: bool = False
+    has_seqlens_k: bool = False
+    page_size: int | None = None
+    needs_grad: bool = False  # of anything
+    bias_needs_grad: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size is not None
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_left is not None or self.window_right is not None
+
+    def visibility(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Visibility:
+        """The visible keys of one sequence; lengths default to the problem's own."""
+        right = self.window_right
+        if self.causal:
+            right = 0 if right is None else min(0, right)
+        return Visibility(
+            self.seqlen_q if seqlen_q is None else seqlen_q,
+            self.seqlen_k if seqlen_k is None else seqlen_k,
+            self.window_left,
+            right,
+        )
+
+
+def describe(inputs: Inputs, options: Options) -> AttentionProblem:
+    """Validate a call and describe it.
+
+    Checks everything that shapes, dtypes, devices and scalars can tell; `check_values` checks what only
+    values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
+
+    Raises:
+        ValueError: an argument has a wrong shape or value; the message names it and says what is right.
+        TypeError: an argument has a wrong dtype.
+        NotImplementedError: a gradient that does not exist is asked for.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    signatures = tuple(
+        None if t is None else (t.shape, t.dtype, t.device, grad_enabled and t.requires_grad) for t in inputs
+    )
+    return _describe(signatures, options)
+
+
+class _Signature(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(raw: tuple, options: Options) -> AttentionProblem:
+    signatures = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
+    query, key, value = signatures.query, signatures.key, signatures.value
+    _check_dtypes_and_devices(signatures)
+    is_packed = signatures.cu_seqlens_q is not None
+    is_paged = signatures.page_table is not None
+    batch = _check_shapes(signatures, is_packed, is_paged)
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    page_size = key.shape[1] if is_paged else None
+    if is_packed:
+        seqlen_q = query.shape[0] if options.max_seqlen_q is None else options.max_seqlen_q
+        seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
+    else:
+        seqlen_q = query.shape[1]
+        seqlen_k = signatures.page_table.shape[1] * key.shape[1] if is_paged else key.shape[1]
+    _check_scalars(options, signatures.dropout_seed is not None)
+    _check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
+    return AttentionProblem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=query.dtype,
+        device_type=query.device.type,
+        scale=head_dim**-0.5 if options.scale is None else float(options.scale),
+        causal=options.causal,
+        window_left=options.window_left,
+        window_right=options.window_right,
+        softcap=float(options.softcap),
+        dropout_p=float(options.dropout_p),
+        deterministic=options.deterministic,
+        mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
+        bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
+        has_alibi=signatures.alibi_slopes is not None,
+        has_sinks=signatures.sinks is not None,
+        is_packed=is_packed,
+        has_seqlens_k=signatures.seqlens_k is not None,
+        page_size=page_size,
+        needs_grad=any(s is not None and s.needs_grad for s in signatures),
+        bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
+    )
+
+
+def _check_dtypes_and_devices(s: Inputs) -> None:
+    if s.query.dtype not in DTYPES:
+        raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
+    for name, t in (("key", s.key), ("value", s.value)):
+        if t.dtype != s.query.dtype:
+            raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}")
+    for name, t in zip(Inputs._fields, s, strict=True):
+        if t is not None and name != "dropout_seed" and t.device != s.query.device:
+            raise ValueError(f"{name}.device={t.device} must equal query.device={s.query.device}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "leftpad_k", "page_table"):
+        t = getattr(s, name)
+        if t is not None and t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}.dtype={t.dtype} must be int32 or int64")
+    if s.mask is not None and s.mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask.dtype={s.mask.dtype} must be torch.bool (True = attend); pass additive scores as bias"
+        )
+    for name in ("bias", "alibi_slopes", "sinks"):
+        t = getattr(s, name)
+        if t is not None and not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+
+
+def _check_shapes(s: Inputs, is_packed: bool, is_paged: bool) -> int:
+    """Check ranks, head sizes and heads; return the batch size."""
+    rank, shape = (3, "(total, heads, head_dim)") if is_packed else (4, "(batch, seqlen, heads, head_dim)")
+    for name in ("query", "key", "value"):
+        t = getattr(s, name)
+        if t.ndim != rank:
+            raise ValueError(f"{name}.shape={tuple(t.shape)} has {t.ndim} dimensions, must have {rank}: {shape}")
+    q, k, v = tuple(s.query.shape), tuple(s.key.shape), tuple(s.value.shape)
+    for name, size in (("query", q[-1]), ("value", v[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}.shape[-1]={size} (head size) must be between 1 and {MAX_HEAD_DIM}")
+    if k[-1] != q[-1]:
+        raise ValueError(f"key.shape[-1]={k[-1]} (head size) must equal query.shape[-1]={q[-1]}")
+    if v[:-1] != k[:-1]:
+        raise ValueError(f"value.shape={v} must equal key.shape={k} in all but the last dimension")
+    heads, kv_heads = q[-2], k[-2]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}")
+    if is_packed:
+        return _check_packed_shapes(s)
+    batch = q[0]
+    if not is_paged and k[0] != batch:
+        raise ValueError(f"key.shape[0]={k[0]} (batch) must equal query.shape[0]={batch}")
+    if is_paged and (s.page_table.ndim != 2 or s.page_table.shape[0] != batch or k[1] < 1):
+        raise ValueError(
+            f"page_table.shape={tuple(s.page_table.shape)} must be (batch={batch}, pages a sequence) "
+            f"and the page size {k[1]} at least 1"
+        )
+    if is_paged and s.seqlens_k is None:
+        raise ValueError("seqlens_k=None must give each sequence's length when page_table is given")
+    for name in ("seqlens_k", "leftpad_k"):
+        t = getattr(s, name)
+        if t is not None and tuple(t.shape) != (batch,):
+            raise ValueError(f"{name}.shape={tuple(t.shape)} must be (batch,)=({batch},)")
+    return batch
+
+
+def _check_packed_shapes(s: Inputs) -> int:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        t = getattr(s, name)
+        if t is None or t.ndim != 1 or t.shape[0] < 1:
+            found = None if t is None else tuple(t.shape)
+            raise ValueError(f"{name}.shape={found} must be (batch + 1,): offsets of each sequence's start")
+    if s.cu_seqlens_q.shape != s.cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k.shape={tuple(s.cu_seqlens_k.shape)} must equal "
+            f"cu_seqlens_q.shape={tuple(s.cu_seqlens_q.shape)}"
+        )
+    return s.cu_seqlens_q.shape[0] - 1
+
+
+def _check_scalars(options: Options, has_seed: bool) -> None:
+    for name, bound in (("left", options.window_left), ("right", options.window_right)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"window {name}={bound} must be None (unbounded) or at least 0")
+    if not (math.isfinite(options.softcap) and options.softcap >= 0):
+        raise ValueError(f"softcap={options.softcap} must be 0 (off) or a positive finite number")
+    if not 0 <= options.dropout_p < 1:
+        raise ValueError(f"dropout_p={options.dropout_p} must be in [0, 1)")
+    if options.dropout_p > 0 and not has_seed:
+        raise ValueError(f"dropout_seed=None must be a () int64 tensor when dropout_p={options.dropout_p}")
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        bound = getattr(options, name)
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name}={bound} must be at least 0")
+
+
+def _check_score_tensors(
+    s: Inputs, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
+) -> None:
+    """mask, bias, alibi_slopes and sinks: everything that changes scores."""
+    full = (batch, heads, seqlen_q, seqlen_k)
+    for name in ("mask", "bias"):
+        t = getattr(s, name)
+        if t is None:
+            continue
+        fits = t.ndim == 4 and all(a in (1, b) for a, b in zip(t.shape[:2], full[:2]))
+        if fits and not is_packed:  # packed: lengths are known only to check_values
+            fits = all(a in (1, b) for a, b in zip(t.shape[2:], full[2:]))
+        if not fits:
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must be broadcastable to "
+                f"(batch, heads, seqlen_q, seqlen_k)={full}"
+            )
+    if s.alibi_slopes is not None:
+        if tuple(s.alibi_slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes.shape={tuple(s.alibi_slopes.shape)} must be "
+                f"(heads,)=({heads},) or (batch, heads)=({batch}, {heads})"
+            )
+        if s.alibi_slopes.needs_grad:  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                "alibi_slopes.requires_grad=True has no gradient here: pass -slope * distance as bias"
+            )
+    if s.sinks is not None and tuple(s.sinks.shape) != (heads,):
+        raise ValueError(f"sinks.shape={tuple(s.sinks.shape)} must be (heads,)=({heads},): one logit a head")
+
+
+class Span(NamedTuple):
+    """One sequence of a ragged problem: its rows in query and in key."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+def spans(problem: AttentionProblem, inputs: Inputs) -> list[Span]:
+    """The rows of each sequence, read from the length tensors (which must be valid: `check_values`).
+
+    Packed: rows of the packed tensors. Otherwise rows of that batch entry, `k0` being its left padding.
+    """
+    if problem.is_packed:
+        q, k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()  # type: ignore[union-attr]
+        return [Span(*row) for row in zip(q[:-1], q[1:], k[:-1], k[1:])]
+    ends = [problem.seqlen_k] * problem.batch if inputs.seqlens_k is None else inputs.seqlens_k.tolist()
+    starts = [0] * problem.batch if inputs.leftpad_k is None else inputs.leftpad_k.tolist()
+    return [Span(0, problem.seqlen_q, k0, k1) for k0, k1 in zip(starts, ends)]
+
+
+def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) -> None:
+    """Check what only values can tell: offsets, lengths and page indices. Reads length tensors only.
+
+    Raises:
+        ValueError: naming the tensor, the offending value and what is right.
+    """
+    if problem.is_packed:
+        _check_cu_seqlens("q", inputs.cu_seqlens_q, inputs.query.shape[0], options.max_seqlen_q)
+        _check_cu_seqlens("k", inputs.cu_seqlens_k, inputs.key.shape[0], options.max_seqlen_k)
+        longest_q = max((s.q1 - s.q0 for s in spans(problem, inputs)), default=0)
+        longest_k = max((s.k1 - s.k0 for s in spans(problem, inputs)), default=0)
+        for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
+            if t is not None and (
+                (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k)
+            ):
+                raise ValueError(
+                    f"{name}.shape={tuple(t.shape)} must cover the longest sequence: ({longest_q}, {longest_k})"
+                )
+        return
+    if inputs.seqlens_k is not None or inputs.leftpad_k is not None:
+        for i, span in enumerate(spans(problem, inputs)):
+            if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
+                raise ValueError(
+                    f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
+                    f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
+                )
+            if inputs.page_table is not None and problem.page_size:
+                used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
+                if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
+                    raise ValueError(
+                        f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
+                    )
+
+
+def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest: int | None) -> None:
+    offsets = cu_seqlens.tolist()  # type: ignore[union-attr]
+    name = f"cu_seqlens_{side}"
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(f"{name}=[{offsets[0]}, ..., {offsets[-1]}] must start at 0 and end at total={total}")
+    for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:])):
+        if b < a:
+            raise ValueError(f"{name}[{i + 1}]={b} must be at least {name}[{i}]={a}: offsets never decrease")
+        if longest is not None and b - a > longest:
+            raise ValueError(f"max_seqlen_{side}={longest} must be at least the longest sequence, {b - a}")
