@@ -72,6 +72,53 @@ def online_softmax_step(
     return OnlineSoftmaxStep(m_new, l, acc, m_tile, correction, p)
 
 
+def recompute_step(
+    s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """First half of one backward tile: P = exp(S - lse), dV += P^T dO, dP = dO V^T. Returns (p, dp).
+
+    Args:
+        s: scores [n, block_q, block_k]. Overwritten with p.
+        v: values [n, block_k, head_dim_v].
+        lse: [n, block_q, 1], finite: 0 stands for a row whose scores are all -inf.
+        do: gradient of the output [n, block_q, head_dim_v].
+        dv: [n, block_k, head_dim_v], added to in place.
+        keep: dropout factor, as in `online_softmax_step`; dp carries it.
+    """
+    p = s.sub_(lse).exp_()
+    dv.baddbmm_((p if keep is None else p * keep).mT, do)
+    dp = torch.bmm(do, v.mT)
+    if keep is not None:
+        dp *= keep
+    return p, dp
+
+
+def gradient_step(
+    p: Tensor,
+    dp: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    tanh: Tensor | None = None,
+) -> Tensor:
+    """Second half of one backward tile: dS = P * (dP - delta), dQ += dS K, dK += dS^T Q. Returns ds.
+
+    Args:
+        p, dp: of `recompute_step`. dp is overwritten with ds.
+        delta: rowsum(dO * O) - dlse [n, block_q, 1].
+        q, k: [n, block_q, head_dim], [n, block_k, head_dim].
+        dq, dk: shaped like q and k, added to in place.
+        tanh: of the softcapped scores; the scores before the cap have the gradient ds * (1 - tanh^2).
+    """
+    ds = dp.sub_(delta).mul_(p)
+    ds_uncapped = ds if tanh is None else (1 - tanh * tanh).mul_(ds)
+    dq.baddbmm_(ds_uncapped, k)
+    dk.baddbmm_(ds_uncapped.mT, q)
+    return ds
+
+
 class Segment(NamedTuple):
     """Batch entries that share one visibility: a chunk of a dense batch, or one ragged sequence."""
 
@@ -82,13 +129,13 @@ class Segment(NamedTuple):
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out (like query, head_dim_v) and lse (batch, heads, seqlen_q) or packed (heads, total_q)."""
+    """out (contiguous, like query with head_dim_v) and lse (batch, heads, seqlen_q) or packed (heads, total_q)."""
     query = inputs.query
-    out = empty_like_query(problem, query)
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse_shape = (query.shape[1], query.shape[0]) if problem.is_packed else _lse_shape(problem)
     lse = query.new_empty(lse_shape, dtype=problem.compute_dtype)
-    for segment in _segments(problem, inputs):
-        tiles = _Tiles(problem, inputs, segment)
+    for segment in segments(problem, inputs):
+        tiles = Tiles(problem, inputs, segment)
         out_rows, lse_rows = tiles.rows(out), tiles.lse_rows(lse)
         for i0, i1 in tiles.query_tiles():
             tile_out, tile_lse = _forward_tile(tiles, i0, i1)
@@ -97,7 +144,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _forward_tile(tiles: _Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
+def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     m, l = tiles.initial_statistics(i0, i1)
     acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
@@ -119,12 +166,12 @@ def backward(
     dlse: Tensor | None,
 ) -> Gradients:
     """Gradients by recomputation from lse; each has the dtype of its input. Deterministic."""
-    dq, dk, dv = (torch.zeros_like(t) for t in (inputs.query, inputs.key, inputs.value))
+    dq, dk, dv = (t.new_zeros(t.shape) for t in (inputs.query, inputs.key, inputs.value))
     bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
-    for segment in _segments(problem, inputs):
-        tiles = _Tiles(problem, inputs, segment)
+    for segment in segments(problem, inputs):
+        tiles = Tiles(problem, inputs, segment)
         n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
         dk_sum = dq.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
         dv_sum = dq.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
@@ -154,7 +201,7 @@ def backward(
 
 
 def _backward_tile(
-    tiles: _Tiles,
+    tiles: Tiles,
     i0: int,
     i1: int,
     do: Tensor,
@@ -171,23 +218,15 @@ def _backward_tile(
     for j0, j1 in tiles.key_tiles(i0, i1):
         k, v = tiles.key(j0, j1), tiles.value(j0, j1)
         s, tanh = tiles.scores(q, i0, i1, j0, j1)
-        p = s.sub_(lse).exp_()  # [n, group * block_q, block_k]
         keep = tiles.keep(i0, i1, j0, j1)
-        dv_sum[:, j0:j1].baddbmm_((p if keep is None else p * keep).mT, do)
-        dp = torch.bmm(do, v.mT)
-        if keep is not None:
-            dp *= keep
-        ds = dp.sub_(delta).mul_(p)
+        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep)
+        ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
         if dbias is not None:
-            _add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
-        if tanh is not None:
-            ds *= 1 - tanh * tanh
-        dq.baddbmm_(ds, k)
-        dk_sum[:, j0:j1].baddbmm_(ds.mT, q)  # q carries the scale
+            add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
     return dq.mul_(tiles.problem.scale)
 
 
-class _Tiles:
+class Tiles:
     """Cuts one segment into tiles: folded queries, key and value tiles, scores with every option."""
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, segment: Segment) -> None:
@@ -321,19 +360,11 @@ class _Tiles:
         return self.fold(kept) / (1 - problem.dropout_p)
 
 
-def empty_like_query(problem: AttentionProblem, query: Tensor) -> Tensor:
-    """Uninitialized output: query's shape with head_dim_v, dimensions in query's memory order."""
-    shape = (*query.shape[:-1], problem.head_dim_v)
-    order = sorted(range(query.ndim - 1), key=lambda dim: -query.stride(dim))
-    dense = query.new_empty([shape[dim] for dim in order] + [shape[-1]])
-    return dense.permute(*(order.index(dim) for dim in range(query.ndim - 1)), query.ndim - 1)
-
-
 def _lse_shape(problem: AttentionProblem) -> tuple[int, int, int]:
     return problem.batch, problem.num_heads, problem.seqlen_q
 
 
-def _segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Segment]:
+def segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Segment]:
     """Ragged problems: one segment a sequence. Dense: chunks of the batch that keep a tile in cache."""
     if problem.num_heads == 0:
         return
@@ -350,7 +381,7 @@ def _segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Segment]:
         yield Segment(sequences, rows_q, rows_k, problem.visibility())
 
 
-def _add_reduced(total: Tensor, tile: Tensor) -> None:
+def add_reduced(total: Tensor, tile: Tensor) -> None:
     """total += tile, summed over the dimensions in which total is broadcast."""
     dims = [d for d in range(tile.ndim) if total.shape[d] == 1 and tile.shape[d] != 1]
     total += tile.sum(dims, keepdim=True) if dims else tile

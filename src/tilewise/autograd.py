@@ -1,0 +1,234 @@
+"""Differentiation of the operators: reverse mode, twice, forward mode, vmap and torch.func.
+
+Compiled code calls the operators themselves, whose autograd formulas AOTAutograd traces. Eager code goes
+through two `autograd.Function`s that use the same formulas, because only those work under torch.func.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch, ops
+from tilewise.problem import Inputs, Options, describe
+
+_N = len(Inputs._fields)
+_BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
+
+
+def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+    """out and lse, differentiable: the one entry that the public API calls.
+
+    Raises:
+        ValueError, TypeError: see `tilewise.problem.describe` and `check_values`.
+        NotImplementedError: see `tilewise.dispatch.choose`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.attention(*inputs, *options, backend)
+    problem = describe(inputs, options)
+    name = dispatch.choose(problem, backend)
+    if not problem.needs_grad and _is_plain_eager(inputs.query):
+        return ops.launch(problem, inputs, options, name)
+    return Attention.apply(*inputs, *options, backend)
+
+
+def _is_plain_eager(query: Tensor) -> bool:
+    """No transform, tracing mode or tensor subclass has to see the operator."""
+    return (
+        type(query) in (Tensor, torch.nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_N], *output)
+    ctx.scalars = inputs[_N:]
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `attention`'s arguments, `backward` being the operator or its Function."""
+    *tensors, out, lse = ctx.saved_tensors
+    none = (None,) * len(ctx.scalars)
+    if dout is None and dlse is None:
+        return (*(None,) * _N, *none)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = backward(dout, dlse, out, lse, *tensors, *ctx.scalars)
+    return (*_place(Inputs(*tensors), grads), *none)
+
+
+def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[: 4 + _N])
+    ctx.scalars = inputs[4 + _N :]
+    ctx.set_materialize_grads(False)
+
+
+def differentiate_twice(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of `attention_backward`'s arguments."""
+    dout, dlse, out, lse, *tensors = ctx.saved_tensors
+    inputs = Inputs(*tensors)
+    g_dout, g_dlse, *grads = torch.ops.tilewise.attention_double_backward(
+        _present(inputs, tangents), dout, dlse, out, lse, *tensors, *ctx.scalars
+    )
+    # out and lse are functions of the inputs: their part is already in the gradients of the inputs.
+    leading = (g_dout, None if dlse is None else g_dlse, None, None)
+    return (*leading, *_place(inputs, tuple(grads)), *(None,) * len(ctx.scalars))
+
+
+def _present(inputs: Inputs, tangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Tangents of query, key, value, bias and sinks, None for those the call does not have."""
+    q, k, v, bias, sinks = tangents
+    return [q, k, v, None if inputs.bias is None else bias, None if inputs.sinks is None else sinks]
+
+
+def _place(inputs: Inputs, grads: tuple[Tensor, ...]) -> Inputs:
+    """The gradients of query, key, value, bias and sinks in the places of `Inputs`."""
+    q, k, v, bias, sinks = _present(inputs, grads)
+    return Inputs(q, k, v, bias=bias, sinks=sinks)  # type: ignore[arg-type]
+
+
+class Attention(torch.autograd.Function):
+    """`tilewise::attention` for eager code and torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.tilewise.attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        save(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:_N], *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return differentiate(AttentionBackward.apply, ctx, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        *tensors, out, lse = ctx.saved_tensors
+        dots = Inputs(*tangents[:_N])
+        directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
+        return torch.ops.tilewise.attention_jvp(directions, out, lse, *tensors, *ctx.scalars)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _vmap(Attention.apply, 0, info, in_dims, arguments)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """`tilewise::attention_backward` for eager code and torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return torch.ops.tilewise.attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save_backward(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[: 4 + _N])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Second derivatives are symmetric, so the tangent by the inputs is their double backward; the
+        backward is linear in dout and dlse, so the tangent by those is the backward itself."""
+        dout, dlse, out, lse, *tensors = ctx.saved_tensors
+        dout_dot, dlse_dot, dots = tangents[0], tangents[1], Inputs(*tangents[4 : 4 + _N])
+        directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
+        rest = (out, lse, *tensors, *ctx.scalars)
+        grads = torch.ops.tilewise.attention_double_backward(directions, dout, dlse, *rest)[2:]
+        if dout_dot is None and dlse_dot is None:
+            return tuple(grads)
+        dout_dot = torch.zeros_like(out) if dout_dot is None else dout_dot
+        linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest)
+        return tuple(a + b for a, b in zip(grads, linear))
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return differentiate_twice(ctx, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _vmap(AttentionBackward.apply, 4, info, in_dims, arguments)
+
+
+def _vmap(
+    function: Callable[..., tuple[Tensor, ...]],
+    leading: int,
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    arguments: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the new dimension into the batch where the problem is dense; otherwise run one by one.
+
+    `leading` arguments (dout, dlse, out, lse) come before `Inputs` and always have a batch dimension.
+    """
+    inputs, dims = arguments[leading : leading + _N], in_dims[leading : leading + _N]
+    folds = all(
+        t is None or (name in _BATCHED_BY_FOLDING and t.ndim == 4 + (dim is not None))
+        for name, t, dim in zip(Inputs._fields, inputs, dims)
+    )
+    query = Inputs(*inputs).query
+    batch = query.movedim(dims[0], 0).shape[1] if dims[0] is not None else query.shape[0]
+    tensors, tensor_dims = arguments[: leading + _N], in_dims[: leading + _N]
+    stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, tensor_dims)]
+    folds = folds and all(t is None or t.shape[1] == batch for t in stacked)
+    if folds:
+        folded = [None if t is None else t.flatten(0, 1) for t in stacked]
+        results = function(*folded, *arguments[leading + _N :])
+        outputs = [r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1) for r in results]
+    else:
+        rows = [
+            function(*(None if t is None else t[n] for t in stacked), *arguments[leading + _N :])
+            for n in range(info.batch_size)
+        ]
+        outputs = [torch.stack(column) for column in zip(*rows)]
+    return tuple(outputs), (0,) * len(outputs)
+
+
+def _stack(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The mapped dimension first; a tensor without one is repeated as a view."""
+    if t is None:
+        return None
+    return t.movedim(dim, 0) if dim is not None else t.expand(size, *t.shape)
+
+
+torch.library.register_autograd(
+    "tilewise::attention",
+    lambda ctx, dout, dlse: differentiate(torch.ops.tilewise.attention_backward, ctx, dout, dlse),
+    setup_context=save,
+    lib=ops.library,
+)
+torch.library.register_autograd(
+    "tilewise::attention_backward", differentiate_twice, setup_context=save_backward, lib=ops.library
+)
+
+
+def _loop_vmap(name: str) -> None:
+    """vmap of an operator whose first argument is a list of tangents: run one by one and stack."""
+    operator = getattr(torch.ops.tilewise, name)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        def pick(t: Any, dim: Any, n: int) -> Any:
+            if isinstance(t, list):
+                return [pick(item, item_dim, n) for item, item_dim in zip(t, dim)]
+            return t if dim is None else t.select(dim, n)
+
+        rows = [
+            operator(*(pick(t, dim, n) for t, dim in zip(arguments, in_dims))) for n in range(info.batch_size)
+        ]
+        outputs = tuple(torch.stack(column) for column in zip(*rows))
+        return outputs, (0,) * len(outputs)
+
+    torch.library.register_vmap(f"tilewise::{name}", rule, lib=ops.library)
+
+
+_loop_vmap("attention_jvp")
+_loop_vmap("attention_double_backward")

@@ -1,0 +1,157 @@
+"""PyTorch operators: schemas, kernels and fakes. `tilewise.autograd` makes them differentiable.
+
+    tilewise::attention                  (Inputs, Options, backend)                            -> out, lse
+    tilewise::attention_backward         (dout, dlse, out, lse, Inputs, Options, backend)      -> gradients
+    tilewise::attention_double_backward  (tangents, dout, dlse, out, lse, Inputs, ...)         -> gradients
+    tilewise::attention_jvp              (tangents, out, lse, Inputs, Options, backend)        -> tangents
+
+An operator takes tensors and scalars only, so `Inputs` and `Options` travel flattened and are rebuilt
+inside; backends and plans are chosen there, out of sight of tracing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.cpu import second_order
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
+    "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? dropout_seed"
+)
+_OPTIONS = (
+    "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
+    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? backend"
+)
+_N = len(Inputs._fields)
+
+library = torch.library.Library("tilewise", "DEF")
+library.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
+library.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    f"attention_double_backward(Tensor?[] tangents, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    f"attention_jvp(Tensor?[] tangents, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+
+
+def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: str) -> tuple[Tensor, Tensor]:
+    """Check what only values can tell, then run the named backend."""
+    check_values(problem, inputs, options)
+    return dispatch.load(name).forward(problem, inputs)
+
+
+def _rebuild(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
+    return Inputs(*arguments[:_N]), Options(*arguments[_N:-1]), arguments[-1]
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, backend = _rebuild(arguments)
+    problem = describe(inputs, options)
+    return launch(problem, inputs, options, dispatch.choose(problem, backend))
+
+
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, _, _ = _rebuild(arguments)
+    query, dtype = inputs.query, inputs.query.dtype
+    lse_dtype = dtype if dtype == torch.float64 else torch.float32
+    rows = query.shape[:-2] if query.ndim == 4 else (query.shape[0],)
+    lse_shape = (rows[0], query.shape[2], rows[1]) if query.ndim == 4 else (query.shape[1], rows[0])
+    out = query.new_empty((*query.shape[:-1], inputs.value.shape[-1]))
+    return out, query.new_empty(lse_shape, dtype=lse_dtype)
+
+
+def _attention_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, options, backend = _rebuild(arguments)
+    problem = describe(inputs, options)
+    name = dispatch.choose(problem, backend, is_backward=True)
+    if name == "aten" and (dlse is not None or inputs.bias is not None):
+        name = "tiled"
+    grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
+    return _no_none(grads, dout)
+
+
+def _attention_backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, _, _ = _rebuild(arguments)
+    return _no_none(_empty_gradients(inputs), dout)
+
+
+def _empty_gradients(inputs: Inputs) -> Gradients:
+    fresh = (None if t is None else t.new_empty(t.shape) for t in (*inputs[:3], inputs.bias, inputs.sinks))
+    return Gradients(*fresh)  # type: ignore[arg-type]
+
+
+def _no_none(tensors: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """An operator returns tensors only: an empty one stands for None."""
+    return tuple(like.new_empty(0) if t is None else t for t in tensors)
+
+
+def _attention_double_backward(
+    tangents: list[Tensor | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    inputs, options, _ = _rebuild(arguments)
+    problem = describe(inputs, options)
+    directions = _fill_tangents(inputs, tangents)
+    return _no_none(second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions), dout)
+
+
+def _attention_double_backward_fake(
+    tangents: list[Tensor | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    inputs, _, _ = _rebuild(arguments)
+    return _no_none((torch.empty_like(out), torch.empty_like(lse), *_empty_gradients(inputs)), dout)
+
+
+def _attention_jvp(
+    tangents: list[Tensor | None], out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    inputs, options, _ = _rebuild(arguments)
+    return second_order.jvp(describe(inputs, options), inputs, out, lse, _fill_tangents(inputs, tangents))
+
+
+def _attention_jvp_fake(
+    tangents: list[Tensor | None], out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+def _fill_tangents(inputs: Inputs, tangents: list[Tensor | None]) -> Gradients:
+    """Tangents of query, key, value, bias and sinks; a missing one of the first three is zero."""
+    filled = [torch.zeros_like(t) if d is None else d for t, d in zip(inputs[:3], tangents[:3])]
+    return Gradients(*filled, *tangents[3:])
+
+
+_KERNELS = {
+    "attention": (_attention, _attention_fake),
+    "attention_backward": (_attention_backward, _attention_backward_fake),
+    "attention_double_backward": (_attention_double_backward, _attention_double_backward_fake),
+    "attention_jvp": (_attention_jvp, _attention_jvp_fake),
+}
+for _name, (_kernel, _fake) in _KERNELS.items():
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
