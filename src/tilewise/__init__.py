@@ -1,0 +1,20 @@
+"""tilewise: exact attention, tile by tile."""
+
+from tilewise import reference
+from tilewise.api import attention, attention_varlen, attention_with_cache
+from tilewise.cache import KVCache
+from tilewise.explain import Explanation, explain
+from tilewise.integrations.sdpa import scaled_dot_product_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "KVCache",
+    "attention",
+    "attention_varlen",
+    "attention_with_cache",
+    "explain",
+    "reference",
+    "scaled_dot_product_attention",
+]

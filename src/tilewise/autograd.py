@@ -183,7 +183,10 @@ def _vmap(
     if folds:
         folded = [None if t is None else t.flatten(0, 1) for t in stacked]
         results = function(*folded, *arguments[leading + _N :])
-        outputs = [r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1) for r in results]
+        outputs = [
+            r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1)
+            for r in results
+        ]
     else:
         rows = [
             function(*(None if t is None else t[n] for t in stacked), *arguments[leading + _N :])

@@ -18,13 +18,19 @@ def _app():  # type: ignore[no-untyped-def]
     import typer
 
     app = typer.Typer(
-        help="Exact attention, tile by tile.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+        help="Exact attention, tile by tile.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
     )
 
     @app.callback()
     def root() -> None:
         """Exact attention, tile by tile."""
 
+    from tilewise.learn.command import trace
+
+    app.command()(trace)
     return app
 
 

@@ -49,5 +49,7 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
     reason = load(backend).supports(problem)
     if reason is not None:
         serving = [name for name, other in refusals(problem).items() if other is None]
-        raise NotImplementedError(f"backend={backend!r} {reason}; {' or '.join(map(repr, serving))} would serve")
+        raise NotImplementedError(
+            f"backend={backend!r} {reason}; {' or '.join(map(repr, serving))} would serve"
+        )
     return backend

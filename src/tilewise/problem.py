@@ -235,7 +235,9 @@ def _check_shapes(s: Inputs, is_packed: bool, is_paged: bool) -> int:
     for name in ("query", "key", "value"):
         t = getattr(s, name)
         if t.ndim != rank:
-            raise ValueError(f"{name}.shape={tuple(t.shape)} has {t.ndim} dimensions, must have {rank}: {shape}")
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} has {t.ndim} dimensions, must have {rank}: {shape}"
+            )
     q, k, v = tuple(s.query.shape), tuple(s.key.shape), tuple(s.value.shape)
     for name, size in (("query", q[-1]), ("value", v[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -389,7 +391,9 @@ def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest:
     offsets = cu_seqlens.tolist()  # type: ignore[union-attr]
     name = f"cu_seqlens_{side}"
     if offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(f"{name}=[{offsets[0]}, ..., {offsets[-1]}] must start at 0 and end at total={total}")
+        raise ValueError(
+            f"{name}=[{offsets[0]}, ..., {offsets[-1]}] must start at 0 and end at total={total}"
+        )
     for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:])):
         if b < a:
             raise ValueError(f"{name}[{i + 1}]={b} must be at least {name}[{i}]={a}: offsets never decrease")

@@ -226,7 +226,9 @@ def _packed_backward(
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
     for n, part in enumerate(_unpack(query, key, value, options)):
         part_dlse = None if dlse is None else dlse[None, :, part.rows_q]
-        g = attention_backward(dout[None, part.rows_q], *part.tensors, dlse=part_dlse, dtype=dtype, **part.options)
+        g = attention_backward(
+            dout[None, part.rows_q], *part.tensors, dlse=part_dlse, dtype=dtype, **part.options
+        )
         dq[part.rows_q], dk[part.rows_k], dv[part.rows_k] = g.query[0], g.key[0], g.value[0]
         if dbias is not None and g.bias is not None:
             row = dbias[n : n + 1] if dbias.shape[0] > 1 else dbias

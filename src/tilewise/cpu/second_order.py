@@ -158,9 +158,7 @@ def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
     return _Tile(p, s_dot, a_dot, slope, curvature, tiles.keep(i0, i1, j0, j1))
 
 
-def _tangent_walk(
-    tiles: Tiles, dots: Tiles, rows: _Rows, out_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _tangent_walk(tiles: Tiles, dots: Tiles, rows: _Rows, out_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """First walk: lse. [n, rows, 1], O. [n, rows, head_dim_v] and, with dO, r [n, rows, 1]."""
     lse_dot = torch.zeros_like(rows.lse)
     if rows.p_sink is not None and rows.sink_dot is not None:
@@ -203,7 +201,9 @@ def _gradient_walk(
             c, e, kept = c * t.keep, e * t.keep, t.p * t.keep
         gs = t.p * (c * (t.s_dot - lse_dot) + e - delta * t.s_dot - total)
         if gbias is not None:
-            add_reduced(tiles.score_rows(gbias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1))
+            add_reduced(
+                tiles.score_rows(gbias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1)
+            )
         ga_dot = t.p * (c - delta)
         if t.slope is not None and t.curvature is not None:
             gs = gs * t.slope + ga_dot * t.curvature * t.a_dot

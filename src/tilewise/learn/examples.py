@@ -35,6 +35,7 @@ class Example:
     learning_rate: float | None = None  # of its weight update, with the identity as layer input
     without_max: bool = False  # also show the softmax that does not subtract the maximum
     scale: float = 1.0
+    digits: int = 4  # that show what the example is about
 
     def tensors(self) -> Tensors:
         import torch
@@ -130,6 +131,7 @@ _ALL = (
         block_q=1,
         block_k=1,
         without_max=True,
+        digits=6,
     ),
     Example(
         "underflow-100-200-300",
@@ -139,6 +141,7 @@ _ALL = (
         block_q=1,
         block_k=1,
         without_max=True,
+        digits=6,
     ),
 )
 

@@ -16,7 +16,6 @@ and keeps the running output in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -109,27 +108,23 @@ def forward(
             raise ValueError(f"{name} must be one of {choices}, got {choice!r}")
     operands = _operands(query, key, value, block_q, block_k, scale, causal)
     walk = _ForwardWalk(operands, order, normalize)
-    steps = tuple(walk.step(tile) for tile in operands.visible_tiles(order))
+    tiles = operands.tiles(order)
+    steps = tuple(walk.step(tile) for tile in tiles if tile.kind is not TileKind.EMPTY)
     finals = tuple(walk.final(i, rows) for i, rows in enumerate(operands.query_tiles()))
-    out, lse = (
-        operands.q.new_zeros(len(operands.q), operands.v.shape[1]),
-        operands.q.new_zeros(len(operands.q)),
-    )
-    for final in finals:
-        out[as_slice(final.rows)], lse[as_slice(final.rows)] = final.out, final.lse
+    seqlen_q, seqlen_k, dim_v = len(operands.q), len(operands.k), operands.v.shape[1]
     return Trace(
-        out,
-        lse,
-        steps,
-        finals,
-        operands.skipped_tiles(order),
-        {"o": out.numel(), "l": lse.numel(), "m": lse.numel()} if order == "fa1" else {},
-        (len(operands.q), len(operands.k)),
-        operands.blocks,
-        order,
-        normalize,
-        operands.scale,
-        causal,
+        out=torch.cat([operands.v.new_zeros(0, dim_v), *(final.out for final in finals)]),
+        lse=torch.cat([operands.v.new_zeros(0), *(final.lse for final in finals)]),
+        steps=steps,
+        finals=finals,
+        skipped=tuple(tile for tile in tiles if tile.kind is TileKind.EMPTY),
+        initial_stores={"o": seqlen_q * dim_v, "l": seqlen_q, "m": seqlen_q} if order == "fa1" else {},
+        shape=(seqlen_q, seqlen_k),
+        blocks=operands.blocks,
+        order=order,
+        normalize=normalize,
+        scale=operands.scale,
+        causal=causal,
     )
 
 
@@ -157,14 +152,13 @@ def backward(
         [[-0.5, 0.5]]
     """
     trace = forward(query, key, value, block_q, block_k, scale=scale, causal=causal)
-    if dout.shape != trace.out.shape:
-        raise ValueError(
-            f"dout must have the output's shape {tuple(trace.out.shape)}, got {tuple(dout.shape)}"
-        )
+    shape = tuple(trace.out.shape)
+    if dout.shape != shape:
+        raise ValueError(f"dout must have the output's shape {shape}, got {tuple(dout.shape)}")
     operands = _operands(query, key, value, block_q, block_k, scale, causal)
     do = dout.detach().to(torch.float64)
     walk = _BackwardWalk(operands, trace, do, (do * trace.out).sum(-1))
-    steps = tuple(walk.step(tile) for tile in operands.visible_tiles("fa2"))
+    steps = tuple(walk.step(step.tile) for step in trace.steps)
     return BackwardTrace(walk.dq * operands.scale, walk.dk, walk.dv, walk.delta, steps, trace)
 
 
@@ -182,25 +176,17 @@ class _Operands:
     def query_tiles(self) -> list[range]:
         return _cut(len(self.q), self.blocks.block_q)
 
-    def visible_tiles(self, order: str) -> Iterator[Tile]:
-        return (tile for tile in self._tiles(order) if tile.kind is not TileKind.EMPTY)
+    def tiles(self, order: str) -> list[Tile]:
+        """Every tile of the score matrix, in the order of the walk."""
+        queries = list(enumerate(self.query_tiles()))
+        keys = list(enumerate(_cut(len(self.k), self.blocks.block_k)))
+        if order == "fa1":
+            return [self._tile(i, j, rows, cols) for j, cols in keys for i, rows in queries]
+        return [self._tile(i, j, rows, cols) for i, rows in queries for j, cols in keys]
 
-    def skipped_tiles(self, order: str) -> tuple[Tile, ...]:
-        return tuple(tile for tile in self._tiles(order) if tile.kind is TileKind.EMPTY)
-
-    def _tiles(self, order: str) -> Iterator[Tile]:
-        queries, keys = (
-            list(enumerate(self.query_tiles())),
-            list(enumerate(_cut(len(self.k), self.blocks.block_k))),
-        )
-        pairs = (
-            ((q, k) for k in keys for q in queries)
-            if order == "fa1"
-            else ((q, k) for q in queries for k in keys)
-        )
-        for (i, rows), (j, cols) in pairs:
-            kind = self.visibility.tile_kind(rows.start, rows.stop, cols.start, cols.stop)
-            yield Tile(i, j, rows, cols, kind)
+    def _tile(self, i: int, j: int, rows: range, cols: range) -> Tile:
+        kind = self.visibility.tile_kind(rows.start, rows.stop, cols.start, cols.stop)
+        return Tile(i, j, rows, cols, kind)
 
     def scores(self, tile: Tile) -> Tensor:
         """[1, block_q, block_k]: the tile functions of the CPU backend want a batch dimension."""
@@ -267,19 +253,15 @@ class _ForwardWalk:
 
     def _traffic(self, tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
         """Elements this visit moves: the inner loop's tile always, the outer loop's when it is new."""
-        (_, dim), dim_v, n, n_k = (
-            self.operands.q.shape,
-            self.operands.v.shape[1],
-            len(tile.rows),
-            len(tile.cols),
-        )
-        query, keys = {"q": n * dim}, {"k": n_k * dim, "v": n_k * dim_v}
+        dim, dim_v = self.operands.q.shape[1], self.operands.v.shape[1]
+        query = {"q": len(tile.rows) * dim}
+        keys = {"k": len(tile.cols) * dim, "v": len(tile.cols) * dim_v}
         outer = ("j", tile.j) if self.order == "fa1" else ("i", tile.i)
         is_new, self.resident = outer != self.resident, outer
         if self.order == "fa2":
-            return ({**query, **keys} if is_new else keys), {}
-        state = {"o": n * dim_v, "l": n, "m": n}  # Algorithm 1, lines 8, 12 and 13
-        return ({**keys, **query, **state} if is_new else {**query, **state}), state
+            return (query | keys if is_new else keys), {}
+        state = {"o": len(tile.rows) * dim_v, "l": len(tile.rows), "m": len(tile.rows)}
+        return (keys | query | state if is_new else query | state), state  # Algorithm 1, lines 6, 8, 12, 13
 
 
 @dataclass(eq=False)
@@ -295,9 +277,8 @@ class _BackwardWalk:
     dv: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dq, self.dk, self.dv = (
-            torch.zeros_like(t) for t in (self.operands.q, self.operands.k, self.operands.v)
-        )
+        operands = self.operands
+        self.dq, self.dk, self.dv = (torch.zeros_like(t) for t in (operands.q, operands.k, operands.v))
 
     def step(self, tile: Tile) -> BackwardStep:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
@@ -319,8 +300,8 @@ def _operands(
         if tensor.ndim != 2:
             raise ValueError(f"{name} must be 2-D (seqlen, head_dim), got shape {tuple(tensor.shape)}")
     for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {size}")
     one_head = Inputs(*(t.detach()[None, :, None] for t in (query, key, value)))
     problem = describe(one_head, Options(causal=causal, scale=scale))  # checks dtypes, shapes and scale
     q, k, v = (t.detach().to(torch.float64) for t in (query, key, value))

@@ -1,0 +1,286 @@
+"""The public functions: defaults and layout, then one call down.
+
+Every face ends in `tilewise.autograd.attention(inputs, options, backend)`. What shapes mean and what is
+refused is decided in `tilewise.problem`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import autograd, dispatch
+from tilewise.cache import KVCache
+from tilewise.problem import Inputs, Options, describe
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, `softmax(scale * Q K^T + ...) V`, in O(N) memory.
+
+    Args:
+        query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16; with
+            layout="bhsd", (batch, num_heads, seqlen_q, head_dim). Head sizes 1 to 576.
+        key: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads (GQA, MQA).
+        value: (batch, seqlen_k, num_kv_heads, head_dim_v).
+        causal: hide the future; the last query is aligned with the last key (bottom-right).
+        window: (left, right): keys seen before and after each query's aligned position; None unbounded.
+        mask: bool, True = attend, broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
+        bias: float, added to the scores, broadcastable likewise; differentiable.
+        alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
+        softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
+        sinks: (num_heads,) logits that join the softmax without a value; differentiable.
+        dropout_p: probability in [0, 1) of dropping an attention weight.
+        scale: softmax scale; None is 1 / sqrt(head_dim).
+        layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
+        return_lse: also return the log-sum-exp of each query's scores; differentiable.
+        deterministic: ask for gradients that are equal bit for bit from run to run.
+        generator: draws the dropout seed.
+        backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
+
+    Returns:
+        out in query's dtype and layout with head_dim_v, its memory ordered (batch, seqlen, heads, dim);
+        with return_lse also lse (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64).
+        A query that sees no key has out 0, lse -inf (its sink's logit if it has one) and zero gradients.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it and says what does.
+        NotImplementedError: the backend asked for does not serve the call; the message names one that does.
+
+    Source: Dao et al., FlashAttention (2022), section 3; Dao, FlashAttention-2 (2023), section 3.
+
+    Example:
+        >>> q = torch.ones(1, 3, 2, 8); k = torch.ones(1, 5, 1, 8); v = torch.arange(5.0).view(1, 5, 1, 1)
+        >>> attention(q, k, v, causal=True)[0, :, 0, 0]
+        tensor([1.0000, 1.5000, 2.0000])
+    """
+    inputs = canonical_inputs(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        alibi_slopes,
+        sinks,
+        dropout_p=dropout_p,
+        layout=layout,
+        generator=generator,
+    )
+    options = Options(causal, *window_bounds(window), softcap, dropout_p, scale, deterministic)
+    out, lse = autograd.attention(inputs, options, backend)
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over packed sequences: no padding is stored or computed.
+
+    Sequence `n` is rows `cu_seqlens_q[n]:cu_seqlens_q[n + 1]` of query and `cu_seqlens_k[n]:
+    cu_seqlens_k[n + 1]` of key and value; sequences do not see each other.
+
+    Args:
+        query: (total_q, num_heads, head_dim).
+        key: (total_k, num_kv_heads, head_dim).
+        value: (total_k, num_kv_heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64, from 0 to total, never decreasing.
+        max_seqlen_q, max_seqlen_k: the longest sequence, if known.
+        mask, bias: broadcastable to (batch, num_heads, longest_q, longest_k), positions counted from each
+            sequence's start.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        out (total_q, num_heads, head_dim_v); with return_lse also lse (num_heads, total_q).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `attention`.
+
+    Example:
+        >>> q = k = torch.ones(5, 1, 8); v = torch.arange(5.0).view(5, 1, 1)
+        >>> starts = torch.tensor([0, 2, 5])
+        >>> attention_varlen(q, k, v, starts, starts).flatten()
+        tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
+    """
+    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    inputs = canonical_inputs(
+        query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
+    )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options = Options(
+        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, max_seqlen_q, max_seqlen_k
+    )
+    out, lse = autograd.attention(inputs, options, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_with_cache(
+    query: Tensor,
+    cache: KVCache,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, then attend to all that it holds.
+
+    Prefill, chunked prefill and decoding are this one call: each sequence's last query is aligned with
+    its last cached key.
+
+    Args:
+        query: (batch, new_tokens, num_heads, head_dim) in `layout`.
+        cache: keys and values so far; appended to in place if key and value are given.
+        key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or None to append nothing.
+        value: (batch, new_tokens, num_kv_heads, head_dim_v).
+        mask, bias: broadcastable to (batch, num_heads, new_tokens, cache capacity).
+
+    The other arguments are those of `attention`. Gradients reach query only.
+
+    Returns:
+        As `attention`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `attention`, and when the cache would overflow or a
+            new key or value requires grad. The cache is then unchanged.
+
+    Example:
+        >>> cache = KVCache(1, 8, 1, 4, dtype=torch.float32)
+        >>> x = torch.ones(1, 3, 1, 4)
+        >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
+        (torch.Size([1, 3, 1, 4]), [3])
+    """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache")
+    new = {"query": query} | ({} if key is None and value is None else {"key": key, "value": value})
+    query, *appended = _to_bshd(layout, **new)
+    inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)._replace(
+        seqlens_k=cache.lengths
+    )
+    options = Options(causal, *window_bounds(window), softcap, scale=scale)
+    if appended:
+        if not torch.compiler.is_compiling():
+            dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged
+        cache.append(*appended)
+    out, lse = autograd.attention(inputs, options, backend)
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def canonical_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    layout: str = "bshd",
+    generator: torch.Generator | None = None,
+) -> Inputs:
+    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views with a contiguous last
+    dimension, masks with four dimensions, and a dropout seed if one is needed."""
+    query, key, value = _to_bshd(layout, query=query, key=key, value=value)
+    scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    _check_tensors(**{name: t for name, t in scores.items() if t is not None})
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
+    return Inputs(
+        query,
+        key,
+        value,
+        mask=_four_dimensions(mask),
+        bias=_four_dimensions(bias),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_seed=seed,
+    )
+
+
+def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
+    """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout={layout!r} must be 'bshd' or 'bhsd'")
+    _check_tensors(**tensors)
+    views = []
+    for t in tensors.values():
+        if t.ndim and t.stride(-1) != 1 and t.shape[-1] > 1:
+            t = t.contiguous()
+        views.append(t.transpose(1, 2) if layout == "bhsd" and t.ndim == 4 else t)
+    return views
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+
+
+def _four_dimensions(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.ndim >= 4 else t.reshape((1,) * (4 - t.ndim) + t.shape)
+
+
+def window_bounds(window: Window | None) -> Window:
+    """The (left, right) bounds of a window argument; raises ValueError if it is none."""
+    if window is None:
+        return None, None
+    fits = isinstance(window, tuple | list) and len(window) == 2
+    if not fits or any(bound is not None and (not isinstance(bound, int) or bound < 0) for bound in window):
+        raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")
+    return window[0], window[1]

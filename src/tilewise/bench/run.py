@@ -1,0 +1,260 @@
+"""Running a suite: gate, then interleaved rounds, then a record of everything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.bench import gate, memory, results
+from tilewise.bench.cases import Case, find_suite
+from tilewise.bench.errors import BenchError, Refusal
+from tilewise.bench.inputs import Data
+from tilewise.bench.peers import Peer, Prepared, find_peers
+from tilewise.bench.timing import Stopwatch, stopwatch
+
+MIN_ROUNDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to run. `budget` is seconds: no case is started after it; None is no limit."""
+
+    suite: str
+    filter: str | None = None
+    peers: tuple[str, ...] = ()
+    quick: bool = False
+    rounds: int = MIN_ROUNDS
+    seed: int | None = None
+    json: Path | None = None
+    budget: float | None = None
+
+
+@dataclasses.dataclass
+class Plan:
+    """A run with everything that can be refused already checked."""
+
+    settings: Settings
+    device: str
+    cases: list[Case]
+    peers: list[Peer]
+    unavailable: dict[str, str]
+
+
+def plan(settings: Settings) -> Plan:
+    """Check the settings and choose cases and peers.
+
+    Raises:
+        BenchError: unknown suite or peer, no GPU for a GPU suite, no case left, or nowhere to write to.
+    """
+    suite = find_suite(settings.suite)
+    device = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    peers = find_peers(settings.peers or suite.peers or ("all",))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchError(f"suite {settings.suite!r} needs a CUDA GPU, PyTorch sees none; try --suite cpu")
+    cases = list(suite.build(settings.quick, device))
+    if settings.filter is not None:
+        try:
+            cases = [case for case in cases if re.search(settings.filter, case.name)]
+        except re.error as error:
+            raise BenchError(f"--filter {settings.filter!r} is not a regular expression: {error}") from error
+        if not cases:
+            raise BenchError(f"--filter {settings.filter!r} leaves no case of suite {settings.suite!r}")
+    if settings.rounds < 1:
+        raise BenchError(f"--rounds {settings.rounds} must be at least 1")
+    if settings.json is not None:
+        results.check_writable(settings.json)
+    unavailable = {peer.name: reason for peer in peers if (reason := peer.unavailable(device)) is not None}
+    available = [peer for peer in peers if peer.name not in unavailable]
+    return Plan(settings, device, cases, available, unavailable)
+
+
+Report = Callable[[int, dict[str, Any]], None]  # (cases done, the record of the last one)
+
+
+def run(plan: Plan, report: Report | None = None) -> results.Results:
+    """Run every case; after each, write the file (if any) and call `report`."""
+    settings, started = plan.settings, time.monotonic()
+    clock = stopwatch(plan.device)
+    seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
+    found: results.Results = {
+        "schema_version": results.SCHEMA_VERSION,
+        "kind": results.KIND,
+        "suite": settings.suite,
+        "quick": settings.quick,
+        "rounds": settings.rounds,
+        "seed": seed,
+        "complete": False,
+        **results.environment(plan.device),
+        "method": memory.method(plan.device) if settings.suite == "memory" else clock.method,
+        "ceilings": clock.ceilings(),
+        "unavailable": plan.unavailable,
+        "cases": [],
+        "not_run": [],
+    }
+    for number, case in enumerate(plan.cases):
+        if settings.budget is not None and time.monotonic() - started > settings.budget:
+            found["not_run"].append(case.name)
+            continue
+        record = run_case(case, plan.peers, plan.device, clock, settings, seed)
+        found["cases"].append(record)
+        if settings.json is not None:
+            results.save(found, settings.json)
+        if report is not None:
+            report(number + 1, record)
+    for name, again in clock.ceilings().items():  # clocks drift: both ends of the run count
+        found["ceilings"][name]["samples"] += again["samples"]
+    found["complete"] = not found["not_run"]
+    found["seconds"] = round(time.monotonic() - started, 1)
+    if settings.json is not None:
+        results.save(found, settings.json)
+    return found
+
+
+def run_case(
+    case: Case, peers: Sequence[Peer], device: str, clock: Stopwatch, settings: Settings, seed: int
+) -> dict[str, Any]:
+    """The record of one case: what every peer did, or why it did not."""
+    record: dict[str, Any] = {"name": case.name, "case": case.to_json()}
+    record |= {"bytes": case.cache_bytes()} if case.kind == "decode" else {"flops": case.flops()}
+    entries: dict[str, results.Entry] = {}
+    data = Data(case, device, seed)
+    if case.kind == "memory":
+        for peer in peers:
+            entries[peer.name] = _attempt(lambda peer=peer: _measure_memory(case, peer, data), peer)
+    else:
+        ready: dict[str, tuple[Prepared, int, int]] = {}
+        for peer in peers:
+            entries[peer.name] = _attempt(
+                lambda peer=peer: _prepare(case, peer, data, clock, settings, ready), peer
+            )
+        _measure_rounds(ready, entries, clock, settings.rounds)
+    record["peers"] = entries
+    del data
+    _free(device)
+    return record
+
+
+def _attempt(work: Callable[[], results.Entry], peer: Peer) -> results.Entry:
+    """An entry, whatever happens: refusals and failures are results too."""
+    try:
+        return work()
+    except (Refusal, NotImplementedError) as refusal:
+        return {"status": "refused", "reason": _one_line(refusal)}
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {"status": "refused", "reason": "out of memory"}
+    except Exception as error:  # whatever a foreign kernel raises must not end the run
+        return {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _measure_memory(case: Case, peer: Peer, data: Data) -> results.Entry:
+    return {"status": "ok", "samples": [[memory.measure(case, peer.name, data)]]}
+
+
+def _prepare(
+    case: Case,
+    peer: Peer,
+    data: Data,
+    clock: Stopwatch,
+    settings: Settings,
+    ready: dict[str, tuple[Prepared, int, int]],
+) -> results.Entry:
+    """Set up, pick the better layout, warm up, check. Only what passes is put into `ready`."""
+    layout, prepared, seconds = _best_layout(case, peer, data, clock)
+    with prepared.context():
+        verdict = gate.check(case, data, prepared.results())
+    entry: results.Entry = {"layout": layout, "error": verdict.error, "limit": verdict.limit}
+    if prepared.detail is not None:
+        entry["detail"] = prepared.detail
+    if verdict.fault is not None:
+        return {"status": "wrong", "reason": verdict.fault, **entry}
+    count, inner = clock.plan(seconds, settings.quick)
+    ready[peer.name] = (prepared, count, inner)
+    return {"status": "ok", **entry, "inner": inner, "samples": []}
+
+
+def _best_layout(case: Case, peer: Peer, data: Data, clock: Stopwatch) -> tuple[str, Prepared, float]:
+    candidates: list[tuple[str, Prepared, float]] = []
+    refusal: Exception | None = None
+    for layout in peer.layouts(case):
+        try:
+            prepared = peer.prepare(case, data, layout)
+            with prepared.context():
+                candidates.append((layout, prepared, clock.warm_up(prepared.call)))
+        except Exception as error:
+            if len(peer.layouts(case)) == 1:
+                raise
+            refusal = refusal or error
+    if not candidates:
+        assert refusal is not None
+        raise refusal
+    return min(candidates, key=lambda candidate: candidate[2])
+
+
+def _measure_rounds(
+    ready: dict[str, tuple[Prepared, int, int]],
+    entries: dict[str, results.Entry],
+    clock: Stopwatch,
+    rounds: int,
+) -> None:
+    """Peers take turns, another one first each round and every other round backwards."""
+    names = list(ready)
+    with _no_garbage_collection():
+        for number in range(rounds):
+            shift = number % max(1, len(names))
+            order = names[shift:] + names[:shift]
+            for name in order if number % 2 == 0 else reversed(order):
+                prepared, count, inner = ready[name]
+                with prepared.context():
+                    samples = clock.sample(prepared.call, count, inner)
+                entries[name]["samples"].append([float(f"{s:.6g}") for s in samples])
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_sound(found: results.Results) -> bool:
+    """Whether tilewise was right on every case that it did not refuse."""
+    return not any(
+        entry["status"] in ("wrong", "failed")
+        for record in found["cases"]
+        for name, entry in record["peers"].items()
+        if name.split(":")[0] == "tilewise"
+    )
+
+
+def describe_record(record: dict[str, Any]) -> str:
+    """One line for a person who waits."""
+    from tilewise.bench.report import cell
+
+    parts = [f"{name} {cell(record, entry)}" for name, entry in record["peers"].items()]
+    return f"{record['name']}: " + ", ".join(parts)
+
+

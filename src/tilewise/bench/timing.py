@@ -1,0 +1,114 @@
+"""Stopwatches and ceilings."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+class Stopwatch(ABC):
+    """Times calls on one kind of device. All times are seconds."""
+
+    method: str  # said in the result file
+    target: float  # seconds of measuring a peer and round should take
+    most: int  # samples a peer and round at most
+
+    @abstractmethod
+    def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
+        """`count` timings of one call; each the mean of `inner` calls in a row where that is needed."""
+
+    @abstractmethod
+    def plan(self, seconds: float, quick: bool) -> tuple[int, int]:
+        """(count, inner) for a call that takes about `seconds`."""
+
+    @abstractmethod
+    def ceilings(self) -> dict[str, dict[str, Any]]:
+        """What this device reaches at best, measured now: a matrix product and a large read."""
+
+    def warm_up(self, call: Call) -> float:
+        """Call until caches, allocators and clocks have settled; the time of one call afterwards."""
+        self.sample(call, 1)
+        first = min(self.sample(call, 2))
+        if first < 0.1:
+            self.sample(call, min(20, max(1, math.ceil(0.02 / max(first, 1e-6)))))
+        return min(self.sample(call, 2))
+
+
+class CpuStopwatch(Stopwatch):
+    method = (
+        "time.perf_counter_ns; calls shorter than 0.2 ms are timed several in a row; inputs stay in the "
+        "CPU's caches where they fit"
+    )
+    target, most = 0.05, 50
+
+    def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter_ns()
+            for _ in range(inner):
+                call()
+            times.append((time.perf_counter_ns() - start) / inner * 1e-9)
+        return times
+
+    def plan(self, seconds: float, quick: bool) -> tuple[int, int]:
+        inner = max(1, math.ceil(2e-4 / seconds))
+        count = round(self.target * (0.4 if quick else 1.0) / (seconds * inner))
+        return min(self.most, max(1, count)), inner
+
+    def ceilings(self) -> dict[str, dict[str, Any]]:
+        a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
+        block = torch.randn(64 << 20)  # 256 MiB
+        matmul = self.sample(lambda: a @ b, 7)
+        read = self.sample(lambda: block.sum(), 7)
+        return {
+            "matmul": {"what": "float32 matmul 1536^3", "flops": 2 * 1536**3, "samples": matmul},
+            "read": {"what": "sum of 256 MiB of float32", "bytes": block.nbytes, "samples": read},
+        }
+
+
+class CudaStopwatch(Stopwatch):
+    method = (
+        "CUDA events around each call; before each, 512 MiB or four times the L2 cache are written, so that "
+        "inputs come from memory and launch overhead hides behind the writing"
+    )
+    target, most = 0.02, 50
+
+    def __init__(self) -> None:
+        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
+        self.flush = torch.empty(max(512 << 20, 4 * cache), dtype=torch.int8, device="cuda")
+
+    def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in pairs:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+
+    def plan(self, seconds: float, quick: bool) -> tuple[int, int]:
+        count = round(self.target * (0.4 if quick else 1.0) / seconds)
+        return min(self.most, max(2 if seconds < 0.05 else 1, count)), 1
+
+    def ceilings(self) -> dict[str, dict[str, Any]]:
+        a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        block = torch.randn(1 << 30, device="cuda")  # 4 GiB
+        self.sample(lambda: a @ b, 10)
+        matmul = self.sample(lambda: a @ b, 15)
+        read = self.sample(lambda: block.sum(), 15)
+        return {
+            "matmul": {"what": "bfloat16 matmul 8192^3", "flops": 2 * 8192**3, "samples": matmul},
+            "read": {"what": "sum of 4 GiB of float32", "bytes": block.nbytes, "samples": read},
+        }
+
+
+def stopwatch(device: str) -> Stopwatch:
+    return CudaStopwatch() if device == "cuda" else CpuStopwatch()

@@ -1,0 +1,66 @@
+"""What a kernel is told: `Config` while it is built, one block of 64-bit words when it is called.
+
+This file knows nothing of LLVM, so that a process which finds its kernels in the cache never loads the
+code that builds them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+POINTERS = (
+    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dq_sum", "turn",
+    "mask", "bias", "slopes", "sinks", "spans", "page_table", "partial", "scratch",
+)  # fmt: skip
+FLOATS = ("scale", "softcap")
+TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
+SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
+INTEGERS = (
+    "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
+    "lse_b", "lse_h", "slopes_b", "score_k0", "page_size", "page_b", "scratch_bytes", "seqlen_q", "splits", "split_keys",
+    *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
+    *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
+)  # fmt: skip
+FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
+WORD = {name: i for i, name in enumerate(FIELDS)}
+COUNTER = (len(FIELDS) + 15) // 8 * 8  # the shared counters have cache lines of their own
+SLOTS = COUNTER + 8
+WORDS = SLOTS + 8
+UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is compiled into a kernel. Everything else (lengths, strides, windows) is read at run time."""
+
+    kind: str  # of query, key, value and out: f64, f32, bf16, f16
+    head_dim: int
+    head_dim_v: int
+    vectors: int  # query vectors of a tile, 1 to 3
+    has_softcap: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    has_mask: bool = False
+    bias_kind: str = ""
+    has_dbias: bool = False
+    is_paged: bool = False
+
+
+class Block:
+    """The words of one call, in memory that stays where it is."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(8 * WORDS + 64)
+        self.address = -(-ctypes.addressof(self.memory) // 64) * 64
+        self.words = (ctypes.c_int64 * WORDS).from_address(self.address)
+
+    def update(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self.words[WORD[name]] = _bits(value) if name in FLOATS else value
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("q", struct.pack("d", x))[0]

@@ -1,0 +1,321 @@
+"""What the kernels share: arguments, rows in and out, the micro-kernel, one tile of scores.
+
+Queries stand in vector lanes. A tile of scores is kept transposed, s[key, query], so that a row of K or V
+is read as it lies in memory, one broadcast number at a time; the softmax over keys runs down the rows of s
+without a horizontal step; and a mask is a comparison of lanes. Only q enters and out leaves transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
+from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.vector import (
+    Emitter,
+    Operand,
+    Ptr,
+    Rows,
+    Scalar,
+    Value,
+    Var,
+    either,
+    fma,
+    loop,
+    maximum,
+    minimum,
+    number,
+    transpose,
+)
+
+BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
+Grid = list[list[Var]]  # accumulators [rows][vectors]
+
+
+class Shape:
+    """The sizes of one kernel, all known while it is built."""
+
+    def __init__(self, config: Config, target: Target) -> None:
+        self.config = config
+        self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
+        self.item = 8 if self.kind == "f64" else 4
+        self.lanes = target.vector_bytes // self.item
+        self.rows = target.rows
+        self.vectors = config.vectors
+        self.block_q = self.lanes * config.vectors  # queries of a tile
+        step = max(self.lanes, self.rows)
+        self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
+        self.exp_degree = {"f64": 13, "f32": 6}.get(config.kind, 5)
+
+    def constant(self, x: float) -> Value:
+        return number(x, self.kind, self.lanes)
+
+    def columns(self) -> list[int]:
+        """Where each vector of a tile's queries starts."""
+        return [v * self.lanes for v in range(self.vectors)]
+
+
+def round_up(x: int, step: int) -> int:
+    return -(-x // step) * step
+
+
+class Arguments:
+    """The argument block; every field is one 64-bit word, read once on entry."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+        self.block = Ptr(emitter.function.args[0], "i64")
+        self.values: dict[str, Value] = {}
+
+    def __getattr__(self, name: str) -> Value:
+        values = self.__dict__["values"]
+        if name not in values:
+            kind = "f64" if name in FLOATS else "i64"
+            with self.emitter.on_entry():
+                values[name] = self.block[WORD[name]].as_kind(kind).load()
+        return values[name]
+
+    def ptr(self, name: str, kind: str) -> Ptr:
+        assert name in POINTERS
+        if name not in self.values:
+            with self.emitter.on_entry():
+                self.values[name] = self.block[WORD[name]].as_kind("ptr").load()
+        return Ptr(self.values[name].ir, kind)
+
+    @property
+    def counter(self) -> Ptr:
+        return self.block[COUNTER]
+
+    def thread_scratch(self) -> Ptr:
+        """This thread's own part of the scratch memory."""
+        slot = self.block[SLOTS].fetch_add(1)
+        return self.ptr("scratch", "bool")[slot * self.scratch_bytes]
+
+
+class Scratch:
+    """Hands out aligned areas of a block of memory, at offsets known while the kernel is built."""
+
+    def __init__(self, shape: Shape, base: Ptr) -> None:
+        self.shape, self.base, self.bytes = shape, base, 0
+
+    def rows(self, count: int, width: int) -> Rows:
+        offset = self.bytes
+        self.bytes = round_up(offset + count * width * self.shape.item, 64)
+        return Rows(self.base[offset].as_kind(self.shape.kind), width)
+
+
+def pieces(start: int, stop: int, lanes: int) -> Iterator[tuple[int, int]]:
+    """Cut [start, stop) into (column, width) with widths that are powers of two up to `lanes`."""
+    while start < stop:
+        width = lanes
+        while start % width or start + width > stop:
+            width //= 2
+        yield start, width
+        start += width
+
+
+def load_rows(shape: Shape, dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
+    """dst[r, :dim] = source(r), with zeros up to dst's width; rows from n to count repeat the last one.
+
+    A repeated row is as finite as the row itself, so a weight of 0 times it brings in no NaN of its own.
+    """
+    assert isinstance(dst.stride, int)
+    for r in loop(0, count):
+        row = source(minimum(r, n - 1))
+        for c, width in pieces(0, dim, shape.lanes):
+            dst[r, c].store(as_kind(row[c].load(width), shape.kind))
+        for c, width in pieces(dim, dst.stride, shape.lanes):
+            dst[r, c].store(number(0.0, shape.kind, width))
+
+
+def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scalar, dim: int) -> None:
+    """target(r)[:dim] = src[r] for r < n, rounded to the stored type."""
+    for r in loop(0, n):
+        row = target(r)
+        for c, width in pieces(0, dim, shape.lanes):
+            row[c].store(src[r, c].load(width))
+
+
+def transpose_rows(shape: Shape, dst: Rows, src: Rows, count: int, width: Scalar, factor: Operand | None = None) -> None:
+    """dst[c, r] = src[r, c] * factor for r < count, c < width; both multiples of the lanes."""
+    lanes = shape.lanes
+    for r in loop(0, count, lanes):
+        for c in loop(0, width, lanes):
+            square = transpose([src[r, c][i * int(src.stride)].load(lanes) for i in range(lanes)])  # type: ignore[arg-type]
+            for i, row in enumerate(square):
+                dst[c, r][i * int(dst.stride)].store(row if factor is None else row * factor)  # type: ignore[arg-type]
+
+
+def outer_sums(
+    shape: Shape,
+    rows: int,
+    vectors: int,
+    n: Scalar,
+    a: Callable[[int, Scalar], Ptr],
+    b: Callable[[Scalar], Ptr],
+) -> Grid:
+    """The micro-kernel: acc[r][v] = sum over k < n of a(r, k), one number, times b(k), `vectors` vectors.
+
+    rows x vectors accumulators stay in registers; a step loads `vectors` vectors and broadcasts `rows`
+    numbers for rows * vectors multiply-adds. Every matrix product of every kernel is this loop.
+    """
+    zero = shape.constant(0.0)
+    acc = [[Var(zero) for _ in range(vectors)] for _ in range(rows)]
+    unroll = 2 if isinstance(n, int) and n % 2 == 0 else 1
+    for k0 in loop(0, n, unroll):
+        for k in (k0, k0 + 1)[:unroll]:
+            b_row = [b(k)[v * shape.lanes].load(shape.lanes) for v in range(vectors)]
+            for r in range(rows):
+                a_rk = a(r, k).splat(shape.lanes)
+                for v in range(vectors):
+                    acc[r][v].set(fma(a_rk, b_row[v], acc[r][v]))
+    return acc
+
+
+class Head:
+    """One head of one sequence: where its rows are, and which keys its queries see.
+
+    Query i sees the keys j of [i + offset - left, i + offset + right] that exist (`tilewise.mask`).
+    """
+
+    def __init__(self, shape: Shape, args: Arguments, batch: Value, head: Value) -> None:
+        self.shape, self.args, self.batch, self.head = shape, args, batch, head
+        self.kv_head = head // args.group
+        span = args.ptr("spans", "i64")[batch * args.span_stride]
+        self.q_row0, self.seqlen_q, self.k_row0, self.seqlen_k = (span[i].load() for i in range(4))
+        self.offset = self.seqlen_k - self.seqlen_q
+
+    def query_row(self, name: str, i: Scalar) -> Ptr:
+        """Row i of q, out, do or dq."""
+        args = self.args
+        base = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
+        row = base + (self.q_row0 + i) * getattr(args, f"{name}_n")
+        return args.ptr(name, self.shape.config.kind)[row]
+
+    def key_row(self, name: str, j: Value) -> Ptr:
+        """Row j of k, v, dk or dv."""
+        args, row = self.args, self.k_row0 + j
+        outer = self.batch
+        if self.shape.config.is_paged:
+            page = self.batch * args.page_b + row // args.page_size
+            outer, row = args.ptr("page_table", "i32")[page].load(), row % args.page_size
+        base = outer * getattr(args, f"{name}_b") + self.kv_head * getattr(args, f"{name}_h")
+        return args.ptr(name, self.shape.config.kind)[base + row * getattr(args, f"{name}_n")]
+
+    def statistic(self, name: str, i: Scalar) -> Ptr:
+        """Query i's entry of lse or dlse."""
+        row = self.batch * self.args.lse_b + self.head * self.args.lse_h + self.q_row0 + i
+        return self.args.ptr(name, self.shape.kind)[row]
+
+    def score_row(self, name: str, kind: str, i: Scalar, j: Scalar) -> Ptr:
+        """Where (query i, key j) stands in mask, bias or dbias."""
+        args = self.args
+        row = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
+        row = row + getattr(args, f"{name}_i") * i + self.k_row0 * args.score_k0 + j
+        return args.ptr(name, kind)[row]
+
+    def key_range(self, q0: Scalar, q1: Scalar) -> tuple[Value, Value]:
+        """The keys [k0, k1) that at least one of the queries [q0, q1) may see."""
+        k0 = maximum(0, self.offset + q0 - self.args.left)
+        k1 = minimum(self.seqlen_k, self.offset + q1 + self.args.right)
+        return k0, k1
+
+    def query_range(self, k0: Scalar, k1: Scalar) -> tuple[Value, Value]:
+        """The queries [q0, q1) that may see at least one of the keys [k0, k1)."""
+        q0 = maximum(0, -self.offset + k0 - self.args.right)
+        q1 = minimum(self.seqlen_q, -self.offset + k1 + self.args.left)
+        return q0, q1
+
+
+class Scores:
+    """The score tile of queries [q0, q0 + block_q) against the keys of one block, with every option.
+
+    Scores come in units of log 2. q carries scale * log2(e); with a softcap, scale / softcap until tanh.
+    """
+
+    def __init__(self, shape: Shape, scratch: Scratch) -> None:
+        self.shape, self.config = shape, shape.config
+        areas = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
+        self.areas = {name: scratch.rows(BLOCK_K, shape.block_q) for name, used in areas.items() if used}
+        self.by_query = scratch.rows(shape.block_q, BLOCK_K) if self.areas else None
+
+    def load(self, head: Head, q0: Value, j0: Value, n: Value) -> None:
+        """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
+        shape = self.shape
+        for name, area in self.areas.items():
+            kind = "bool" if name == "mask" else self.config.bias_kind
+
+            def source(i: Value, name: str = name, kind: str = kind) -> Ptr:
+                return head.score_row(name, kind, q0 + i, j0)
+
+            rows = self.by_query
+            assert rows is not None
+            n_q = head.seqlen_q - q0
+            with either(n < BLOCK_K) as (part, whole):
+                with part:
+                    for i in loop(0, shape.block_q):
+                        row = source(minimum(i, n_q - 1))
+                        for j in loop(0, n):
+                            rows[i, j].store(as_kind(row[j].load(), shape.kind))
+                with whole:
+                    load_rows(shape, rows, source, n_q, shape.block_q, BLOCK_K)
+            transpose_rows(shape, area, rows, shape.block_q, BLOCK_K)
+
+    def at(self, head: Head, q0: Value, j0: Value) -> TileScores:
+        return TileScores(self, head, q0, j0)
+
+
+class TileScores:
+    """Applies the options to rows of one score tile."""
+
+    def __init__(self, scores: Scores, head: Head, q0: Value, j0: Value) -> None:
+        self.scores, self.shape, self.config = scores, scores.shape, scores.config
+        shape, args = self.shape, head.args
+        self.head, self.j0 = head, j0
+        first = q0 + head.offset  # the position of the tile's first query among the keys
+        self.first = first
+        last_key = head.seqlen_k - 1
+        lane = [iota(shape.lanes) + c for c in shape.columns()]
+        self.lane_lo = [x + int32(first - args.left) for x in lane]
+        self.lane_hi = [minimum(x + int32(first + args.right), splat(int32(last_key), shape.lanes)) for x in lane]
+        self.inner_lo = first + (shape.block_q - 1) - args.left  # keys [inner_lo, inner_hi] are seen by all
+        self.inner_hi = minimum(first + args.right, last_key)
+        self.position = [x + int32(first) for x in lane]
+        if self.config.has_alibi:
+            slope = args.ptr("slopes", shape.kind)[head.batch * args.slopes_b + head.head].load()
+            self.slope_log2 = slope * -LOG2_E
+
+    def apply(self, s: Grid, j: Value, slope_of_cap: Rows | None = None) -> None:
+        """Products q k of keys j0 + [j, j + rows) -> scores, in place; -inf where not visible.
+
+        With a softcap, `slope_of_cap[j, :]` (if given) gets 1 - tanh^2, the derivative of the cap.
+        """
+        shape, config, j_key = self.shape, self.config, self.j0 + j
+        for r, row in enumerate(s):
+            for v, x in enumerate(row):
+                if config.has_softcap:
+                    t = tanh(x, shape.exp_degree)
+                    if slope_of_cap is not None:
+                        slope_of_cap[j, v * shape.lanes][r * shape.block_q].store(1.0 - t * t)
+                    x.set(t * self.cap_log2)
+                if "bias" in self.scores.areas:
+                    bias = self._option("bias", j, r, v)
+                    x.set(fma(bias, shape.constant(LOG2_E), x))
+                if config.has_alibi:
+                    distance = to_float(self.position[v] - int32(j_key + r), shape.kind)
+                    x.set(fma(absolute(distance), splat(self.slope_log2, shape.lanes), x))
+                if config.has_mask:
+                    x.set(select(self._option("mask", j, r, v) > 0.0, x, -INF))
+        is_edge = (j_key < self.inner_lo) | (j_key + (shape.rows - 1) > self.inner_hi)
+        with when(is_edge):
+            for r, row in enumerate(s):
+                for v, x in enumerate(row):
+                    key = splat(int32(j_key + r), shape.lanes)
+                    is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
+                    x.set(select(is_visible, x, -INF))
+
+    def _option(self, name: str, j: Value, r: int, v: int) -> Value:
+        shape = self.shape
+        return self.scores.areas[name][j, v * shape.lanes][r * shape.block_q].load(shape.lanes)

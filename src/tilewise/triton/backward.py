@@ -1,0 +1,335 @@
+"""Backward kernels: gradients by recomputation from lse, without atomics, so bit for bit repeatable.
+
+    delta = rowsum(dO * O) - dlse                           attn_bwd_delta_kernel
+    p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
+    dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over query tiles
+    dq += ds k                                              attn_bwd_dq_kernel: a query tile, over key tiles
+    dbias += ds, summed where bias is broadcast             attn_bwd_dbias_kernel: a bias tile, over what it serves
+
+The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.triton.primitives import (
+    Place,
+    exponentials,
+    keep_entries,
+    keep_tile,
+    key_regions,
+    load_keys,
+    load_lse_log2,
+    load_stat,
+    load_tile,
+    packed_tile,
+    program_tile,
+    query_regions,
+    row_base,
+    scores_log2,
+    sequence_rows,
+    stat_start,
+    store_tile,
+)
+
+
+class BiasSizes(NamedTuple):
+    """Extents of the bias, of what it is broadcast over, and how that is split over programs."""
+
+    bias_batch: int
+    bias_heads: int
+    bias_rows: int
+    bias_cols: int
+    loop_batch: int  # sequences one bias tile serves: 1, or all of them where bias is broadcast
+    loop_heads: int
+    loop_rows: int  # query tiles likewise
+    loop_cols: int
+    tiles_m: int  # bias tiles
+    tiles_n: int
+    per_part: int  # iterations of one program; the parts are summed afterwards
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def attn_bwd_delta_kernel(out, do, lse_like, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr):
+    """delta [BLOCK_M] of one head's rows; packed rows are taken as one long sequence."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    tile, slot = program_tile(sizes, False)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    start = tl.zeros((), tl.int64)
+    i0 = tile * BLOCK_M
+    o_tile = load_tile(out, row_base(out, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    do_tile = load_tile(do, row_base(do, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    first = stat_start(b, h, start, sizes)
+    if dlse_ptr is not None:
+        delta -= load_stat(dlse_ptr + first, i0, sizes.seqlen_q, BLOCK_M)
+    i = i0 + tl.arange(0, BLOCK_M)
+    tl.store(delta_ptr + first + i, delta, mask=i < sizes.seqlen_q)
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def attn_bwd_dkdv_kernel(
+    q, k, v, do, dk, dv, lse_ptr, delta_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr
+):
+    """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it."""
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
+    tile, slot = program_tile(sizes, False)
+    kv_head = slot % num_kv_heads
+    b = slot // num_kv_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
+    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    j0 = tile * BLOCK_N
+    if (j0 >= seqlen_k) | (j0 < 0):
+        return
+    first_col = k_start
+    if ragged.cu_seqlens_q is not None:
+        first_col = k_start * 0
+
+    k_base = row_base(k, b, kv_head, k_start)
+    v_base = row_base(v, b, kv_head, k_start)
+    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    dk_acc = tl.zeros((BLOCK_N, cfg.BLOCK_D), tl.float32)
+    dv_acc = tl.zeros((BLOCK_N, cfg.BLOCK_DV), tl.float32)
+    for member in range(cfg.GROUP_SIZE):
+        h = kv_head * cfg.GROUP_SIZE + member
+        place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+        j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
+        lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
+        if sizes.window_right is not None:
+            for i0 in range(lo, full_lo, cfg.BLOCK_M):
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
+                    place, extras, sizes, factors, cfg, True,
+                )  # fmt: skip
+        for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
+                place, extras, sizes, factors, cfg, False,
+            )  # fmt: skip
+        for i0 in range(full_hi, hi, cfg.BLOCK_M):
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
+                place, extras, sizes, factors, cfg, True,
+            )  # fmt: skip
+    dk_acc *= factors.scale
+    dv_acc *= factors.keep
+    store_tile(dk, row_base(dk, b, kv_head, k_start), j0, seqlen_k, dk_acc, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D)
+    store_tile(dv, row_base(dv, b, kv_head, k_start), j0, seqlen_k, dv_acc, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV)
+
+
+@triton.jit
+def dkdv_step(
+    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
+    place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
+
+    Rows beyond seqlen_q have q = do = 0 and lse = inf, so p = 0; columns beyond seqlen_k are never stored.
+    """
+    q_base = row_base(q, place.b, place.h, q_start)
+    do_base = row_base(do, place.b, place.h, q_start)
+    first_stat = stat_start(place.b, place.h, q_start, sizes)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
+    lse = load_lse_log2(lse_ptr + first_stat, i0, place.seqlen_q, cfg.BLOCK_M)
+    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    p = exponentials(s, lse[None, :], factors, cfg)
+    do_tile = load_tile(do, do_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=cfg.PRECISION)
+    if extras.dropout_seed is not None:
+        keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
+        dp = tl.where(keep, dp * factors.keep, 0.0)
+        kept = tl.where(keep, p, 0.0)
+    else:
+        kept = p
+    dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=cfg.PRECISION)
+    delta = load_stat(delta_ptr + first_stat, i0, place.seqlen_q, cfg.BLOCK_M)
+    ds = p * (dp - delta[None, :])
+    if cfg.HAS_SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=cfg.PRECISION)
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def attn_bwd_dq_kernel(q, k, v, do, dq, lse_ptr, delta_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr):
+    """BLOCK_M rows of dq of one head."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
+    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    i0 = tile * BLOCK_M
+    if (i0 >= seqlen_q) | (i0 < 0):
+        return
+    first_col = k_start
+    if ragged.cu_seqlens_q is not None:
+        first_col = k_start * 0
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+
+    q_base = row_base(q, b, h, q_start)
+    do_base = row_base(do, b, h, q_start)
+    first_stat = stat_start(b, h, q_start, sizes)
+    q_tile = load_tile(q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    lse = load_lse_log2(lse_ptr + first_stat, i0, seqlen_q, BLOCK_M)
+    delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, BLOCK_M)
+    dq_acc = tl.zeros((BLOCK_M, cfg.BLOCK_D), tl.float32)
+    i1 = tl.minimum(i0 + BLOCK_M, seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    if sizes.window_left is not None:
+        for j0 in range(lo, full_lo, BLOCK_N):
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
+                place, ragged, extras, sizes, factors, cfg, True,
+            )  # fmt: skip
+    for j0 in range(full_lo, full_hi, BLOCK_N):
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
+            place, ragged, extras, sizes, factors, cfg, False,
+        )  # fmt: skip
+    for j0 in range(full_hi, hi, BLOCK_N):
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
+            place, ragged, extras, sizes, factors, cfg, True,
+        )  # fmt: skip
+    dq_acc *= factors.scale
+    store_tile(dq, row_base(dq, b, h, q_start), i0, seqlen_q, dq_acc, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D)
+
+
+@triton.jit
+def dq_step(
+    dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
+    place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
+    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
+    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    p = exponentials(s, lse[:, None], factors, cfg)
+    if extras.dropout_seed is not None:
+        keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+        dp = tl.where(keep, dp * factors.keep, 0.0)
+    ds = p * (dp - delta[:, None])
+    if cfg.HAS_SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=cfg.PRECISION)
+
+
+@triton.jit(do_not_specialize=["sizes", "bias_sizes"])
+def attn_bwd_dbias_kernel(
+    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, extras, sizes, bias_sizes, factors,
+    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
+
+    Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
+    its gradient is summed in registers.
+    """
+    pid = tl.program_id(0)
+    tile_n = pid % bias_sizes.tiles_n
+    tile_m = pid // bias_sizes.tiles_n % bias_sizes.tiles_m
+    head = pid // (bias_sizes.tiles_n * bias_sizes.tiles_m)
+    bias_h = head % bias_sizes.bias_heads
+    bias_b = head // bias_sizes.bias_heads % bias_sizes.bias_batch
+    part = head // (bias_sizes.bias_heads * bias_sizes.bias_batch)
+    iterations = bias_sizes.loop_batch * bias_sizes.loop_heads * bias_sizes.loop_rows * bias_sizes.loop_cols
+
+    acc = tl.zeros((cfg.BLOCK_M, cfg.BLOCK_N), tl.float32)
+    first = part * bias_sizes.per_part
+    for n in range(first, tl.minimum(first + bias_sizes.per_part, iterations)):
+        col = tile_n + n % bias_sizes.loop_cols  # either the tile is 0 or the loop has one round
+        row = tile_m + n // bias_sizes.loop_cols % bias_sizes.loop_rows
+        rest = n // (bias_sizes.loop_cols * bias_sizes.loop_rows)
+        h = bias_h + rest % bias_sizes.loop_heads
+        b = bias_b + rest // bias_sizes.loop_heads
+        acc += dbias_step(
+            q, k, v, do, lse_ptr, delta_ptr, row * cfg.BLOCK_M, col * cfg.BLOCK_N, b, h,
+            ragged, extras, sizes, factors, cfg,
+        )  # fmt: skip
+
+    i = (tile_m * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M))[:, None]
+    c = (tile_n * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N))[None, :]
+    if ROWS_BROADCAST:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        i = tl.zeros((1, 1), tl.int32)
+    if COLS_BROADCAST:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        c = tl.zeros((1, 1), tl.int32)
+    plane = (part * bias_sizes.bias_batch + bias_b) * bias_sizes.bias_heads + bias_h
+    rows = plane.to(tl.int64) * bias_sizes.bias_rows + i
+    exists = (i < bias_sizes.bias_rows) & (c < bias_sizes.bias_cols)
+    tl.store(dbias_ptr + rows * bias_sizes.bias_cols + c, acc, mask=exists)
+
+
+@triton.jit
+def dbias_step(
+    q, k, v, do, lse_ptr, delta_ptr, i0, col0, b, h, ragged, extras, sizes, factors, cfg: tl.constexpr
+):
+    """ds of queries from i0 on against the keys in bias columns from col0 on; 0 where there is no such pair."""
+    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    first_col = k_start
+    if ragged.cu_seqlens_q is not None:
+        first_col = k_start * 0
+    j0 = (col0 - first_col).to(tl.int32)  # may be negative, and need not be aligned
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    ds = tl.zeros((cfg.BLOCK_M, cfg.BLOCK_N), tl.float32)
+    i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
+    lo, _, _, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    if (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo):
+        kv_head = h // cfg.GROUP_SIZE
+        first_stat = stat_start(b, h, q_start, sizes)
+        i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+        j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+        q_tile = load_tile(
+            q, row_base(q, b, h, q_start), i0, seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
+        )
+        do_tile = load_tile(
+            do, row_base(do, b, h, q_start), i0, seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
+        )
+        k_tile = load_signed(k, row_base(k, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D)
+        v_tile = load_signed(
+            v, row_base(v, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
+        )
+        lse = load_lse_log2(lse_ptr + first_stat, i0, seqlen_q, cfg.BLOCK_M)
+        delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, cfg.BLOCK_M)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
+        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
+        p = exponentials(s, lse[:, None], factors, cfg)
+        if extras.dropout_seed is not None:
+            if ragged.leftpad_k is None:
+                keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+            else:
+                keep = keep_entries(i, j, place, extras, sizes)
+            dp = tl.where(keep, dp * factors.keep, 0.0)
+        ds = p * (dp - delta[:, None])
+    return ds
+
+
+@triton.jit
+def load_signed(
+    x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Like `load_tile` at an edge; rows before the first are zero too."""
+    row = first_row + tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (row >= 0) & (row < num_rows) & (d < DIM)
+    return tl.load(base + row.to(tl.int64) * x.stride_row + d, mask=mask, other=0.0)

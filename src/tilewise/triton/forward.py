@@ -1,0 +1,107 @@
+"""Forward kernel: one program computes BLOCK_M rows of the output of one head.
+
+    m, l, acc = -inf, 0, 0
+    for each tile of keys that the rows can see:            edge | full, without a mask | edge
+        s = q k^T                                           [BLOCK_M, BLOCK_N]
+        m' = max(m, rowmax s),  c = exp(m - m'),  p = exp(s - m')
+        l  = c l + rowsum p,    acc = c acc + p v
+    out = acc / l,  lse = m + log l
+
+FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse is written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.triton.primitives import (
+    LN2,
+    LOG2E,
+    Place,
+    keep_tile,
+    key_regions,
+    load_keys,
+    load_tile,
+    online_softmax,
+    packed_tile,
+    program_tile,
+    row_base,
+    scores_log2,
+    sequence_rows,
+    stat_start,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def attn_fwd_kernel(q, k, v, out, lse_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr):
+    """Rows of out and lse. Grid: (tiles * slots,), see `program_tile`."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
+    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    i0 = tile * BLOCK_M
+    if (i0 >= seqlen_q) | (i0 < 0):
+        return
+    first_col = k_start
+    if ragged.cu_seqlens_q is not None:
+        first_col = k_start * 0
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+
+    q_base = row_base(q, b, h, q_start)
+    q_tile = load_tile(q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
+        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + h).to(tl.float32) * LOG2E
+        l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
+    else:
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+
+    i1 = tl.minimum(i0 + BLOCK_M, seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    if sizes.window_left is not None:
+        for j0 in range(lo, full_lo, BLOCK_N):
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
+            )
+    for j0 in range(full_lo, full_hi, BLOCK_N):
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False
+        )
+    for j0 in range(full_hi, hi, BLOCK_N):
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
+        )
+
+    i = i0 + tl.arange(0, BLOCK_M)
+    lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen
+    tl.store(lse_ptr + stat_start(b, h, q_start, sizes) + i, lse, mask=i < seqlen_q)
+    acc = acc * (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None]
+    store_tile(out, row_base(out, b, h, q_start), i0, seqlen_q, acc, BLOCK_M, cfg.HEAD_DIM_V, BLOCK_DV)
+
+
+@triton.jit
+def forward_step(
+    acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors,
+    cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys and values into (acc, m, l)."""
+    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    p, correction, m, l = online_softmax(s, m, l, factors, cfg)
+    if extras.dropout_seed is not None:
+        p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
+    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
+    acc = acc * correction[:, None]
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_DV]
+    return acc, m, l

@@ -1,0 +1,453 @@
+"""What every attention kernel here is made of: tensors, tiles, regions, scores, the softmax step, dropout.
+
+A kernel takes a handful of named tuples. `None` in one of them leaves no trace in the compiled kernel, so
+a plain causal call compiles to a plain kernel. `cfg` holds every other compile-time choice. Lengths are
+never specialized: a new sequence length runs the kernel that is already compiled.
+
+Kernel names: `i` is a query's position and `j` a key's, each inside its own sequence; a score tile is
+[BLOCK_M queries, BLOCK_N keys] and starts at (i0, j0). `i` and `j` are 2-D so that the same code serves
+a transposed tile. Scores that reach an exponential are in log2 units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Rows(NamedTuple):
+    """Rows of one tensor: (batch, row, head) strides in elements; the last dimension is contiguous."""
+
+    ptr: Any
+    stride_batch: int  # 0 if packed; a page's stride if paged
+    stride_row: int
+    stride_head: int
+
+
+class ScoreTensor(NamedTuple):
+    """A tensor that broadcasts to the score matrix; a stride of 0 is a broadcast dimension."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+    stride_col: int
+
+
+class Slopes(NamedTuple):
+    """ALiBi slopes; stride_batch is 0 where one row serves every batch entry."""
+
+    ptr: Any
+    stride_batch: int
+
+
+class Extras(NamedTuple):
+    """Tensors that change scores or weights. None: absent from the compiled kernel."""
+
+    mask: ScoreTensor | None
+    bias: ScoreTensor | None
+    alibi: Slopes | None
+    sinks: Any
+    dropout_seed: Any
+
+
+class Ragged(NamedTuple):
+    """Where each sequence lies, for packed problems and caches. None: absent from the compiled kernel."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlens_k: Any
+    leftpad_k: Any
+    page_table: Any
+
+
+class Sizes(NamedTuple):
+    """Integers that change from call to call; never specialized. None: absent from the compiled kernel."""
+
+    batch: int
+    num_heads: int
+    seqlen_q: int  # packed: total rows
+    seqlen_k: int
+    stride_stat_batch: int  # lse and delta; 0 if packed
+    stride_stat_head: int
+    stride_page_table: int
+    window_left: int | None
+    window_right: int | None  # causal is a window whose right edge is 0
+    dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
+    num_tiles: int
+    num_slots: int  # (batch, head) pairs; heads if packed
+    section: int  # slots whose keys and values stay in L2 together
+
+
+class Factors(NamedTuple):
+    """Floats that change from call to call."""
+
+    scale: float
+    softcap: float
+    keep: float  # 1 / (1 - dropout_p)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Compile-time choices of one kernel. BLOCK_D and BLOCK_DV are head sizes padded to a power of two."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    GROUP_SIZE: int  # query heads that share one key head
+    PAGE_SIZE: int  # 0: keys are not paged
+    HAS_SOFTCAP: bool
+    IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
+    PRECISION: str  # of a float32 product: "ieee", "tf32" or "tf32x3"
+
+
+class Place(NamedTuple):
+    """One (sequence, head) inside a kernel, and how its queries align with its keys."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    offset: Any  # seqlen_k - seqlen_q: the last query is aligned with the last key
+    first_col: Any  # column of mask and bias that key 0 has
+
+
+# ---- where a program works
+
+
+@triton.jit
+def program_tile(sizes, REVERSED: tl.constexpr):
+    """(tile, slot) of this program: slot by slot within a section, so that a section's keys stay in L2.
+
+    REVERSED starts with the last tiles, which see the most keys when attention is causal.
+    """
+    pid = tl.program_id(0)
+    per_section = sizes.section * sizes.num_tiles
+    first = pid // per_section * sizes.section
+    width = tl.minimum(sizes.section, sizes.num_slots - first)
+    tile = pid % per_section // width
+    slot = first + pid % per_section % width
+    if REVERSED:
+        tile = sizes.num_tiles - 1 - tile
+    return tile, slot
+
+
+@triton.jit
+def packed_tile(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
+    """(sequence, tile within it) for tile `tile` of a packed tensor of total // BLOCK + num_sequences tiles.
+
+    Sequence n owns the tiles from cu_seqlens[n] // BLOCK + n on: always enough, at most one unused.
+    """
+    n = tile * 0
+    end = n + num_sequences
+    while end - n > 1:
+        middle = (n + end) // 2
+        is_after = tl.load(cu_seqlens + middle) // BLOCK + middle > tile
+        end = tl.where(is_after, middle, end)
+        n = tl.where(is_after, n, middle)
+    return n, tile - (tl.load(cu_seqlens + n) // BLOCK + n).to(tl.int32)
+
+
+@triton.jit
+def sequence_rows(b, sizes, ragged):
+    """(first query row, seqlen_q, first key row, seqlen_k) of sequence b; rows as int64."""
+    q_start = tl.zeros((), tl.int64)
+    k_start = tl.zeros((), tl.int64)
+    seqlen_q = sizes.seqlen_q
+    seqlen_k = sizes.seqlen_k
+    if ragged.cu_seqlens_q is not None:
+        q_start = tl.load(ragged.cu_seqlens_q + b).to(tl.int64)
+        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
+        seqlen_q = (tl.load(ragged.cu_seqlens_q + b + 1) - q_start).to(tl.int32)
+        seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
+    if ragged.seqlens_k is not None:
+        seqlen_k = tl.load(ragged.seqlens_k + b).to(tl.int32)
+    if ragged.leftpad_k is not None:
+        k_start = tl.load(ragged.leftpad_k + b).to(tl.int64)
+        seqlen_k = (seqlen_k - k_start).to(tl.int32)
+    return q_start, seqlen_q, k_start, seqlen_k
+
+
+@triton.jit
+def stat_start(b, h, q_start, sizes):
+    """Offset of a head's first lse or delta."""
+    return b.to(tl.int64) * sizes.stride_stat_batch + h.to(tl.int64) * sizes.stride_stat_head + q_start
+
+
+@triton.jit
+def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
+    """Key tiles for queries [i0, i1): edge tiles [lo, full_lo), full ones [full_lo, full_hi), edge [full_hi, hi).
+
+    Full: every key of the tile is visible to every query. Tiles outside [lo, hi) are invisible.
+    """
+    lo = i0 * 0
+    full_lo = i0 * 0
+    hi = place.seqlen_k
+    full_hi = place.seqlen_k
+    if sizes.window_left is not None:
+        lo = tl.maximum(i0 + place.offset - sizes.window_left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.maximum(i1 - 1 + place.offset - sizes.window_left, 0)
+        full_lo = tl.cdiv(full_lo, BLOCK_N) * BLOCK_N
+    if sizes.window_right is not None:
+        hi = tl.minimum(hi, i1 + place.offset + sizes.window_right)
+        full_hi = tl.minimum(full_hi, i0 + place.offset + sizes.window_right + 1)
+    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N, lo)
+    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
+
+
+@triton.jit
+def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
+    """Query tiles that see keys [j0, j1), in the same three regions as `key_regions`."""
+    lo = j0 * 0
+    full_lo = j0 * 0
+    hi = place.seqlen_q
+    full_hi = place.seqlen_q
+    if sizes.window_right is not None:
+        lo = tl.maximum(j0 - place.offset - sizes.window_right, 0) // BLOCK_M * BLOCK_M
+        full_lo = tl.maximum(j1 - 1 - place.offset - sizes.window_right, 0)
+        full_lo = tl.cdiv(full_lo, BLOCK_M) * BLOCK_M
+    if sizes.window_left is not None:
+        hi = tl.minimum(hi, j1 - place.offset + sizes.window_left)
+        full_hi = tl.minimum(full_hi, j0 - place.offset + sizes.window_left + 1)
+    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_M * BLOCK_M, lo)
+    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
+
+
+# ---- tiles in memory
+
+
+@triton.jit
+def row_base(x, b, h, start):
+    """Pointer to row `start` of one head; every product in 64 bits."""
+    return x.ptr + b.to(tl.int64) * x.stride_batch + start * x.stride_row + h.to(tl.int64) * x.stride_head
+
+
+@triton.jit
+def tile_ptrs(x, base, first_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [BLOCK, BLOCK_D] to rows from first_row on. Inside a tile, 32-bit offsets are enough."""
+    rows = tl.arange(0, BLOCK)[:, None] * x.stride_row
+    return base + first_row.to(tl.int64) * x.stride_row + (rows + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
+def tile_bounds(
+    first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr
+):
+    """Mask [BLOCK, BLOCK_D] of the rows and columns that exist; None where all of them do."""
+    if IS_EDGE:
+        mask = (first_row + tl.arange(0, BLOCK) < num_rows)[:, None]
+        if DIM < BLOCK_D:
+            mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
+    else:
+        if DIM < BLOCK_D:
+            mask = (tl.arange(0, BLOCK_D) < DIM)[None, :]
+        else:
+            mask = None
+    return mask
+
+
+@triton.jit
+def load_tile(
+    x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr
+):
+    """Tile [BLOCK, BLOCK_D], zero beyond num_rows and DIM. IS_EDGE=False promises that every row exists."""
+    ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
+    if IS_EDGE:
+        mask = tile_bounds(first_row, num_rows, BLOCK, DIM, BLOCK_D, True)
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        if DIM < BLOCK_D:
+            tile = tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < DIM)[None, :], other=0.0)
+        else:
+            tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x, base, first_row, num_rows, tile, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
+    mask = tile_bounds(first_row, num_rows, BLOCK, DIM, BLOCK_D, True)
+    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_paged(
+    x, base, table, first_row, j0, seqlen_k, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Like `load_tile` at an edge, each row found through its page."""
+    j = j0 + tl.arange(0, BLOCK)
+    row = first_row + j
+    page = tl.load(table + row // PAGE_SIZE, mask=j < seqlen_k, other=0).to(tl.int64)
+    starts = page * x.stride_batch + row % PAGE_SIZE * x.stride_row
+    mask = tile_bounds(j0, seqlen_k, BLOCK, DIM, BLOCK_D, True)
+    return tl.load(base + starts[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    x, j0, k_start, place, ragged, sizes,
+    cfg: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Rows [j0, j0 + BLOCK_N) of key or value [BLOCK_N, BLOCK_D], zero beyond the sequence."""
+    kv_head = place.h // cfg.GROUP_SIZE
+    if cfg.PAGE_SIZE > 0:
+        base = x.ptr + kv_head.to(tl.int64) * x.stride_head
+        table = ragged.page_table + place.b.to(tl.int64) * sizes.stride_page_table
+        tile = load_paged(
+            x, base, table, k_start, j0, place.seqlen_k, cfg.PAGE_SIZE, cfg.BLOCK_N, DIM, BLOCK_D
+        )
+    else:
+        base = row_base(x, place.b, kv_head, k_start)
+        tile = load_tile(x, base, j0, place.seqlen_k, cfg.BLOCK_N, DIM, BLOCK_D, IS_EDGE)
+    return tile
+
+
+@triton.jit
+def load_lse_log2(ptr, i0, seqlen_q, BLOCK_M: tl.constexpr):
+    """lse in log2 units [BLOCK_M], such that exp2(s - lse) is 0 for rows that see nothing or do not exist."""
+    i = i0 + tl.arange(0, BLOCK_M)
+    lse = tl.load(ptr + i, mask=i < seqlen_q, other=float("inf")) * LOG2E
+    return tl.where(lse == float("-inf"), 0.0, lse)  # such a row has s = -inf everywhere
+
+
+@triton.jit
+def load_stat(ptr, i0, seqlen_q, BLOCK_M: tl.constexpr):
+    i = i0 + tl.arange(0, BLOCK_M)
+    return tl.load(ptr + i, mask=i < seqlen_q, other=0.0)
+
+
+# ---- scores
+
+
+@triton.jit
+def tanh(x, IS_ACCURATE: tl.constexpr):
+    """tanh in float32. IS_ACCURATE keeps the relative error near 1e-7 for small x too (Cephes' polynomial)."""
+    y = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    y = tl.where(x < 0, -y, y)
+    if IS_ACCURATE:
+        z = x * x
+        series = -5.70498872745e-3 * z + 2.06390887954e-2
+        series = series * z - 5.37397155531e-2
+        series = series * z + 1.33314422036e-1
+        series = series * z - 3.33332819422e-1
+        y = tl.where(tl.abs(x) < 0.625, series * z * x + x, y)
+    return y
+
+
+@triton.jit
+def score_ptrs(x, i, j, place):
+    """Pointers to the entries (i, j) of a score-shaped tensor, in 64 bits."""
+    head = place.b.to(tl.int64) * x.stride_batch + place.h.to(tl.int64) * x.stride_head
+    return x.ptr + head + i.to(tl.int64) * x.stride_row + (j + place.first_col) * x.stride_col
+
+
+@triton.jit
+def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr):
+    """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
+
+    In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
+    the key is not visible. IS_EDGE=False promises that lengths and window hide nothing in this tile.
+    """
+    t = s
+    if cfg.HAS_SOFTCAP:
+        t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION == "ieee")
+        s = t * (factors.softcap * LOG2E)
+    else:
+        if not cfg.IS_FOLDED:
+            s = s * (factors.scale * LOG2E)
+    if extras.bias is not None:
+        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+        s += tl.load(score_ptrs(extras.bias, i, j, place), mask=exists, other=0.0).to(tl.float32) * LOG2E
+    if extras.alibi is not None:
+        slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
+        s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
+    if IS_EDGE:
+        visible = (j < place.seqlen_k) & (j >= 0) & (i >= 0)
+        if sizes.window_left is not None:
+            visible = visible & (j >= i + place.offset - sizes.window_left)
+        if sizes.window_right is not None:
+            visible = visible & (j <= i + place.offset + sizes.window_right)
+        s = tl.where(visible, s, float("-inf"))
+    if extras.mask is not None:
+        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+        allowed = tl.load(score_ptrs(extras.mask, i, j, place), mask=exists, other=0)
+        s = tl.where(allowed != 0, s, float("-inf"))
+    return s, t
+
+
+@triton.jit
+def exponentials(s, m, factors, cfg: tl.constexpr):
+    """exp2(scores - m): one multiply-add and one exp2 each where the scale is folded in."""
+    if cfg.IS_FOLDED:
+        p = tl.exp2(s * (factors.scale * LOG2E) - m)
+    else:
+        p = tl.exp2(s - m)
+    return p
+
+
+@triton.jit
+def online_softmax(s, m, l, factors, cfg: tl.constexpr):
+    """(p, correction, m, l) after one more tile of scores [BLOCK_M, BLOCK_N].
+
+    m and l are the running maximum (log2 units) and sum of exponentials; what was summed under the old
+    maximum is worth `correction` of its value now. A row that saw only -inf keeps m = -inf and l = 0.
+    """
+    m_tile = tl.max(s, 1)
+    if cfg.IS_FOLDED:
+        m_tile = m_tile * (factors.scale * LOG2E)  # the scale is positive, so it commutes with the maximum
+    m_new = tl.maximum(m, m_tile)
+    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    correction = tl.exp2(m - m_finite)
+    p = exponentials(s, m_finite[:, None], factors, cfg)
+    return p, correction, m_new, l * correction + tl.sum(p, 1)
+
+
+# ---- dropout
+
+
+@triton.jit
+def keep_tile(i0, j0, place, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """True [BLOCK_M, BLOCK_N] where a weight survives: Philox word j % 4 of counter (j // 4, i, slot, 0).
+
+    One call of the generator serves four neighbouring keys, so j0 must be divisible by 4.
+    """
+    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+    group = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    w0, w1, w2, w3 = dropout_words(i, group, place, extras, sizes)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
+    return is_kept(tl.reshape(words, (BLOCK_M, BLOCK_N)), sizes)
+
+
+@triton.jit
+def keep_entries(i, j, place, extras, sizes):
+    """The same decision entry by entry, for any i and j: four times the work of `keep_tile`."""
+    w0, w1, w2, w3 = dropout_words(i, j // 4, place, extras, sizes)
+    low = tl.where(j % 2 == 0, w0, w1)
+    high = tl.where(j % 2 == 0, w2, w3)
+    return is_kept(tl.where(j % 4 < 2, low, high), sizes)
+
+
+@triton.jit
+def dropout_words(i, group, place, extras, sizes):
+    seed = tl.load(extras.dropout_seed)
+    c0 = (group + i * 0).to(tl.uint32)
+    c1 = (i + group * 0).to(tl.uint32)
+    c2 = c0 * 0 + (place.b * sizes.num_heads + place.h).to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, c0 * 0, 10)
+
+
+@triton.jit
+def is_kept(words, sizes):
+    return words >= sizes.dropout_threshold.to(tl.uint32, bitcast=True)
