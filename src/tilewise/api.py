@@ -204,7 +204,9 @@ def attention_with_cache(
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache")
-    new = {"query": query} | ({} if key is None and value is None else {"key": key, "value": value})
+    new: dict[str, Any] = {"query": query}
+    if key is not None or value is not None:
+        new |= {"key": key, "value": value}
     query, *appended = _to_bshd(layout, **new)
     inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)._replace(
         seqlens_k=cache.lengths

@@ -114,7 +114,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         *tensors, out, lse = ctx.saved_tensors
-        dots = Inputs(*tangents[:_N])
+        dots = Inputs(*tangents[:_N])  # type: ignore[arg-type]
         directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
         return torch.ops.tilewise.attention_jvp(directions, out, lse, *tensors, *ctx.scalars)
 
@@ -140,7 +140,8 @@ class AttentionBackward(torch.autograd.Function):
         """Second derivatives are symmetric, so the tangent by the inputs is their double backward; the
         backward is linear in dout and dlse, so the tangent by those is the backward itself."""
         dout, dlse, out, lse, *tensors = ctx.saved_tensors
-        dout_dot, dlse_dot, dots = tangents[0], tangents[1], Inputs(*tangents[4 : 4 + _N])
+        dout_dot, dlse_dot = tangents[:2]
+        dots = Inputs(*tangents[4 : 4 + _N])  # type: ignore[arg-type]
         directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
         rest = (out, lse, *tensors, *ctx.scalars)
         grads = torch.ops.tilewise.attention_double_backward(directions, dout, dlse, *rest)[2:]

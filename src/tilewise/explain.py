@@ -51,6 +51,7 @@ class Explanation:
 
     def __str__(self) -> str:
         p, d = self.problem, self.device
+        gflops, gbytes = d.flops_per_second / 1e9, d.bytes_per_second / 1e9
         rows = [
             f"attention {p.batch} x {p.seqlen_q} queries x {p.seqlen_k} keys, "
             f"{p.num_heads}/{p.num_kv_heads} heads of {p.head_dim}/{p.head_dim_v}, {p.dtype}".replace(
@@ -60,8 +61,9 @@ class Explanation:
         ]
         rows += [f"           not {name}: {why}" for name, why in self.reasons.items() if why is not None]
         rows += [
-            f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: {self.intensity:.4g} FLOP/byte",
-            f"ceilings   {d.name}: {d.flops_per_second / 1e9:.4g} GFLOP/s, {d.bytes_per_second / 1e9:.4g} GB/s, "
+            f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
+            f"{self.intensity:.4g} FLOP/byte",
+            f"ceilings   {d.name}: {gflops:.4g} GFLOP/s, {gbytes:.4g} GB/s, "
             f"balance {d.balance:.3g} FLOP/byte ({d.source})",
             f"bound      {self.bound}: at least {self.seconds * 1e3:.4g} ms",
         ]

@@ -11,6 +11,7 @@ inside; backends and plans are chosen there, out of sight of tracing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ library.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
-    f"attention_double_backward(Tensor?[] tangents, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "attention_double_backward(Tensor?[] tangents, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     f"attention_jvp(Tensor?[] tangents, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
@@ -53,7 +54,9 @@ def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: st
 
 
 def _rebuild(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
-    return Inputs(*arguments[:_N]), Options(*arguments[_N:-1]), arguments[-1]
+    scalars = list(arguments[_N:])
+    backend = scalars.pop()
+    return Inputs(*arguments[:_N]), Options(*scalars), backend
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -146,7 +149,7 @@ def _fill_tangents(inputs: Inputs, tangents: list[Tensor | None]) -> Gradients:
     return Gradients(*filled, *tangents[3:])
 
 
-_KERNELS = {
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (_attention, _attention_fake),
     "attention_backward": (_attention_backward, _attention_backward_fake),
     "attention_double_backward": (_attention_double_backward, _attention_double_backward_fake),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,6 +148,8 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
 
 
 class _Signature(NamedTuple):
+    """What a tensor shows without its values."""
+
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -159,8 +161,8 @@ class _Signature(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _describe(raw: tuple, options: Options) -> AttentionProblem:
-    signatures = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
+def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
+    signatures: Any = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
     query, key, value = signatures.query, signatures.key, signatures.value
     _check_dtypes_and_devices(signatures)
     is_packed = signatures.cu_seqlens_q is not None
@@ -174,7 +176,8 @@ def _describe(raw: tuple, options: Options) -> AttentionProblem:
         seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
     else:
         seqlen_q = query.shape[1]
-        seqlen_k = signatures.page_table.shape[1] * key.shape[1] if is_paged else key.shape[1]
+        pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
+        seqlen_k = pages * key.shape[1]
     _check_scalars(options, signatures.dropout_seed is not None)
     _check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
     return AttentionProblem(
@@ -206,7 +209,7 @@ def _describe(raw: tuple, options: Options) -> AttentionProblem:
     )
 
 
-def _check_dtypes_and_devices(s: Inputs) -> None:
+def _check_dtypes_and_devices(s: Any) -> None:
     if s.query.dtype not in DTYPES:
         raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
     for name, t in (("key", s.key), ("value", s.value)):
@@ -229,7 +232,7 @@ def _check_dtypes_and_devices(s: Inputs) -> None:
             raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
 
 
-def _check_shapes(s: Inputs, is_packed: bool, is_paged: bool) -> int:
+def _check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
     """Check ranks, head sizes and heads; return the batch size."""
     rank, shape = (3, "(total, heads, head_dim)") if is_packed else (4, "(batch, seqlen, heads, head_dim)")
     for name in ("query", "key", "value"):
@@ -268,7 +271,7 @@ def _check_shapes(s: Inputs, is_packed: bool, is_paged: bool) -> int:
     return batch
 
 
-def _check_packed_shapes(s: Inputs) -> int:
+def _check_packed_shapes(s: Any) -> int:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         t = getattr(s, name)
         if t is None or t.ndim != 1 or t.shape[0] < 1:
@@ -301,7 +304,7 @@ def _check_scalars(options: Options, has_seed: bool) -> None:
 
 
 def _check_score_tensors(
-    s: Inputs, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
+    s: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
 ) -> None:
     """mask, bias, alibi_slopes and sinks: everything that changes scores."""
     full = (batch, heads, seqlen_q, seqlen_k)
@@ -323,7 +326,7 @@ def _check_score_tensors(
                 f"alibi_slopes.shape={tuple(s.alibi_slopes.shape)} must be "
                 f"(heads,)=({heads},) or (batch, heads)=({batch}, {heads})"
             )
-        if s.alibi_slopes.needs_grad:  # type: ignore[attr-defined]
+        if s.alibi_slopes.needs_grad:
             raise NotImplementedError(
                 "alibi_slopes.requires_grad=True has no gradient here: pass -slope * distance as bias"
             )
@@ -368,9 +371,8 @@ def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) ->
             if t is not None and (
                 (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k)
             ):
-                raise ValueError(
-                    f"{name}.shape={tuple(t.shape)} must cover the longest sequence: ({longest_q}, {longest_k})"
-                )
+                longest = (longest_q, longest_k)
+                raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
         return
     if inputs.seqlens_k is not None or inputs.leftpad_k is not None:
         for i, span in enumerate(spans(problem, inputs)):
@@ -394,7 +396,7 @@ def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest:
         raise ValueError(
             f"{name}=[{offsets[0]}, ..., {offsets[-1]}] must start at 0 and end at total={total}"
         )
-    for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:])):
+    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
         if b < a:
             raise ValueError(f"{name}[{i + 1}]={b} must be at least {name}[{i}]={a}: offsets never decrease")
         if longest is not None and b - a > longest:

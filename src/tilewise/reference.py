@@ -233,7 +233,7 @@ def _packed_backward(
         if dbias is not None and g.bias is not None:
             row = dbias[n : n + 1] if dbias.shape[0] > 1 else dbias
             row[:, :, : g.bias.shape[2], : g.bias.shape[3]] += g.bias
-        if dsinks is not None:
+        if dsinks is not None and g.sinks is not None:
             dsinks += g.sinks
     return ReferenceGradients(dq, dk, dv, dbias, dsinks)
 

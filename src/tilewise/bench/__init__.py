@@ -1,0 +1,1 @@
+"""Benchmarks: named suites, peers side by side, results as data."""

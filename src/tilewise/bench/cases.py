@@ -191,7 +191,14 @@ def _headline(quick: bool, device: str) -> Iterator[Case]:
         for direction in ("forward", "backward"):
             for causal in (False, True):
                 yield dense(
-                    direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=causal, head_dim_v=head_dim_v
+                    direction,
+                    "bfloat16",
+                    head_dim,
+                    heads,
+                    TOKENS // n,
+                    n,
+                    causal=causal,
+                    head_dim_v=head_dim_v,
                 )
 
 

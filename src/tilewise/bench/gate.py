@@ -63,7 +63,9 @@ def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
     for index in _sequences_to_check(case, source):
         sequence = _slice(case, data, results, index, source.randrange(case.num_kv_heads))
         for name, found, exact in _compare(case, sequence, source):
-            verdict = _judge(name, found, exact, LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR))
+            verdict = _judge(
+                name, found, exact, LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
+            )
             if verdict.fault is not None:
                 return verdict
             if verdict.error / verdict.limit > worst.error / worst.limit:
@@ -147,5 +149,7 @@ def _judge(name: str, found: Tensor, exact: Tensor, limit: float) -> Verdict:
     if not error <= limit:
         return Verdict(error, limit, f"{name} is off by {error:.1e} of its norm, limit {limit:.1e}")
     if not worst_row <= ROW_FACTOR * limit:
-        return Verdict(error, limit, f"a row of {name} is off by {worst_row:.1e}, limit {ROW_FACTOR * limit:.1e}")
+        return Verdict(
+            error, limit, f"a row of {name} is off by {worst_row:.1e}, limit {ROW_FACTOR * limit:.1e}"
+        )
     return Verdict(error, limit, None)

@@ -62,7 +62,9 @@ class Data:
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Where each packed document starts, and the end: (documents + 1,) int32."""
-        return torch.tensor([0, *itertools.accumulate(self.case.lengths)], dtype=torch.int32, device=self.device)
+        return torch.tensor(
+            [0, *itertools.accumulate(self.case.lengths)], dtype=torch.int32, device=self.device
+        )
 
     @functools.cached_property
     def pages(self) -> Pages:

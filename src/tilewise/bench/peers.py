@@ -96,7 +96,8 @@ def _named(
     out: Tensor, gradients: Sequence[Tensor], canonical: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     return {
-        name: canonical(t.detach()) for name, t in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True)
+        name: canonical(t.detach())
+        for name, t in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True)
     }
 
 
@@ -372,7 +373,9 @@ def _refuse_too_large(case: Case, bytes_a_score: int) -> None:
     """Refuse on the CPU what would not fit: there, the system kills a process instead of refusing memory."""
     if torch.cuda.is_available():
         return  # the allocator refuses by itself
-    pairs = max(q * k for q, k in case.sequences) * case.num_heads * (1 if case.kind == "varlen" else case.batch)
+    pairs = (
+        max(q * k for q, k in case.sequences) * case.num_heads * (1 if case.kind == "varlen" else case.batch)
+    )
     needed, free = pairs * bytes_a_score, _free_bytes()
     if needed > 0.7 * free:
         raise Refusal(f"would store {needed / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB are free")

@@ -22,7 +22,16 @@ from tilewise.bench.errors import BenchError
 
 SCHEMA_VERSION = 1
 KIND = "tilewise-bench"
-PACKAGES = ("tilewise", "torch", "triton", "llvmlite", "numpy", "flash-attn", "xformers", "nvidia-cutlass-dsl")
+PACKAGES = (
+    "tilewise",
+    "torch",
+    "triton",
+    "llvmlite",
+    "numpy",
+    "flash-attn",
+    "xformers",
+    "nvidia-cutlass-dsl",
+)
 
 Results = dict[str, Any]
 Entry = dict[str, Any]  # one peer on one case
@@ -88,7 +97,9 @@ def _commit() -> str | None:
     commit = _output("git", "-C", here, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return commit + ("+changes" if _output("git", "-C", here, "status", "--porcelain", "--", here + "/..") else "")
+    return commit + (
+        "+changes" if _output("git", "-C", here, "status", "--porcelain", "--", here + "/..") else ""
+    )
 
 
 def _source_digest() -> str:

@@ -256,5 +256,3 @@ def describe_record(record: dict[str, Any]) -> str:
 
     parts = [f"{name} {cell(record, entry)}" for name, entry in record["peers"].items()]
     return f"{record['name']}: " + ", ".join(parts)
-
-

@@ -91,7 +91,9 @@ def double_backward(
     result = SecondGradients(
         torch.empty_like(out),
         torch.empty_like(lse),
-        *(t.new_zeros(t.shape) for t in inputs[:3]),
+        inputs.query.new_zeros(inputs.query.shape),
+        inputs.key.new_zeros(inputs.key.shape),
+        inputs.value.new_zeros(inputs.value.shape),
         None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=dtype),
         None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=dtype),
     )
@@ -101,11 +103,12 @@ def double_backward(
         gk = out.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
         gv = out.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
         for i0, i1 in tiles.query_tiles():
-            rows = _rows(tiles, dots, i0, i1, lse, tiles.fold(tiles.rows(dout)[:, :, i0:i1]))
+            do = tiles.fold(tiles.rows(dout)[:, :, i0:i1])
+            rows = _rows(tiles, dots, i0, i1, lse, do)
             lse_dot, out_dot, r = _tangent_walk(tiles, dots, rows, tiles.rows(out))
             _store(tiles.rows(result.dout), i0, i1, out_dot)
             _store(tiles.lse_rows(result.dlse)[..., None], i0, i1, lse_dot)
-            u = (rows.do * tiles.fold(tiles.rows(out)[:, :, i0:i1])).sum(-1, keepdim=True)
+            u = (do * tiles.fold(tiles.rows(out)[:, :, i0:i1])).sum(-1, keepdim=True)
             delta = u if dlse is None else u - tiles.fold(tiles.lse_rows(dlse)[:, :, i0:i1, None])
             total = r - lse_dot * (delta + u)
             gq = _gradient_walk(tiles, dots, rows, lse_dot, delta, total, gk, gv, result.bias)

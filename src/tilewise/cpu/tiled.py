@@ -129,7 +129,7 @@ class Segment(NamedTuple):
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out (contiguous, like query with head_dim_v) and lse (batch, heads, seqlen_q) or packed (heads, total_q)."""
+    """out, contiguous, query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total)."""
     query = inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse_shape = (query.shape[1], query.shape[0]) if problem.is_packed else _lse_shape(problem)

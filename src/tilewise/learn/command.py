@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
 
-from tilewise.learn.examples import EXAMPLES
-
-if TYPE_CHECKING:
-    from tilewise.learn.examples import Example, Tensors
+from tilewise.learn.examples import EXAMPLES, Example, Tensors, random_example
+from tilewise.learn.show import as_rich
+from tilewise.learn.trace import BlockSizes, paper_block_sizes
+from tilewise.learn.walkthrough import Settings, walkthrough
 
 LARGEST = 64  # rows; everything is printed
 
@@ -33,7 +34,8 @@ def trace(
     scale: Annotated[float | None, typer.Option(help="Default: the example's, or 1/sqrt(head_dim).")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Mask the future.")] = False,
     backward: Annotated[
-        bool | None, typer.Option("--backward/--no-backward", help="Default: where the example has one.")
+        bool | None,
+        typer.Option("--backward/--no-backward", help="Default: where the example has one; else dO = 1."),
     ] = None,
     digits: Annotated[int | None, typer.Option(min=0, max=15, help="Digits after the point.")] = None,
 ) -> None:
@@ -41,88 +43,59 @@ def trace(
     from rich.console import Console
     from rich.text import Text
 
-    from tilewise.learn.show import as_rich
-    from tilewise.learn.trace import BlockSizes, paper_block_sizes
-    from tilewise.learn.walkthrough import Settings, walkthrough
-
     chosen = _chosen(example, seqlen, {"--seqlen-k": seqlen_k, "--head-dim": head_dim, "--seed": seed})
-    tensors = (
-        chosen.tensors()
-        if chosen
-        else _random(seqlen or 0, seqlen_k, 2 if head_dim is None else head_dim, seed or 0)
+    blocks = BlockSizes(
+        chosen.block_q if block_q is None else block_q, chosen.block_k if block_k is None else block_k
     )
-    tensors = _with_dout(tensors, None if chosen else seed or 0, backward)
     if sram_size is not None and (block_q, block_k) != (None, None):
         raise typer.BadParameter("--sram-size sets both block sizes; leave out --block-q and --block-k")
-    default = BlockSizes(chosen.block_q, chosen.block_k) if chosen else BlockSizes(2, 2)
-    blocks = BlockSizes(
-        default.block_q if block_q is None else block_q, default.block_k if block_k is None else block_k
-    )
     settings = Settings(
         order=order,
         normalize=normalize,
-        scale=chosen.scale if chosen and scale is None else scale,
+        scale=chosen.scale if scale is None else scale,
         causal=causal,
-        learning_rate=chosen.learning_rate if chosen else None,
-        without_max=bool(chosen and chosen.without_max),
+        learning_rate=chosen.learning_rate,
+        without_max=chosen.without_max,
     )
     try:
+        tensors = _with_dout(chosen, backward)
         if sram_size is not None:
             blocks = paper_block_sizes(sram_size, tensors.query.shape[1])
         sections = list(walkthrough(tensors, blocks, settings))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(highlight=False)
-    if chosen:
-        console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
-    shown_digits = digits if digits is not None else chosen.digits if chosen else 4
-    for line in as_rich(sections, shown_digits):
+    console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
+    for line in as_rich(sections, chosen.digits if digits is None else digits):
         console.print(line, soft_wrap=True)  # a row of a matrix stays on one line
 
 
-def _chosen(example: str | None, seqlen: int | None, only_random: dict[str, int | None]) -> Example | None:
-    """The example asked for; None for random inputs."""
+def _chosen(example: str | None, seqlen: int | None, only_random: dict[str, int | None]) -> Example:
+    """The example asked for, or one of random inputs."""
     names = ", ".join(EXAMPLES)
-    if (example is None) == (seqlen is None):
+    if seqlen is None and example is not None:
+        if example not in EXAMPLES:
+            raise typer.BadParameter(f"--example must be one of {names}; got {example!r}")
+        for option, value in only_random.items():
+            if value is not None:
+                raise typer.BadParameter(f"{option} goes with --seqlen; {example} has its own inputs")
+        return EXAMPLES[example]
+    if seqlen is None or example is not None:
         raise typer.BadParameter(f"give either --example NAME ({names}) or --seqlen N")
-    if example is None:
-        return None
-    if example not in EXAMPLES:
-        raise typer.BadParameter(f"--example must be one of {names}; got {example!r}")
-    for option, value in only_random.items():
-        if value is not None:
-            raise typer.BadParameter(f"{option} goes with --seqlen; --example {example} has its own inputs")
-    return EXAMPLES[example]
+    default = {"--seqlen": seqlen, "--seqlen-k": seqlen, "--head-dim": 2, "--seed": 0}
+    chosen = default | {option: value for option, value in only_random.items() if value is not None}
+    for option in ("--seqlen", "--seqlen-k", "--head-dim"):
+        if not 1 <= chosen[option] <= LARGEST:
+            limits = f"1 to {LARGEST}, because every number is printed"
+            raise typer.BadParameter(f"{option} must be {limits}; got {chosen[option]}")
+    return random_example(seqlen, chosen["--seqlen-k"], chosen["--head-dim"], chosen["--seed"])
 
 
-def _random(seqlen_q: int, seqlen_k: int | None, head_dim: int, seed: int) -> Tensors:
-    import torch
-
-    from tilewise.learn.examples import Tensors
-
-    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    sizes = (("--seqlen", seqlen_q), ("--seqlen-k", seqlen_k), ("--head-dim", head_dim))
-    for name, size in sizes:
-        if not 1 <= size <= LARGEST:
-            raise typer.BadParameter(
-                f"{name} must be 1 to {LARGEST}, because every number is printed; got {size}"
-            )
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, head_dim))
-    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return Tensors(query, key, value, None)
-
-
-def _with_dout(tensors: Tensors, seed: int | None, backward: bool | None) -> Tensors:
-    """With the output gradient that is wanted: the example's own, ones, or random if there is a seed."""
-    import torch
-
+def _with_dout(example: Example, backward: bool | None) -> Tensors:
+    """With the output gradient that is wanted: ones where the example has none of its own."""
+    tensors = example.tensors()
     if backward is False:
         return tensors._replace(dout=None)
     if backward is None or tensors.dout is not None:
         return tensors
-    shape = (tensors.query.shape[0], tensors.value.shape[1])
-    dout = torch.ones(shape, dtype=torch.float64)
-    if seed is not None:
-        dout.normal_(generator=torch.Generator().manual_seed(seed + 1))
-    return tensors._replace(dout=dout)
+    return tensors._replace(dout=torch.ones(len(tensors.query), tensors.value.shape[1], dtype=torch.float64))

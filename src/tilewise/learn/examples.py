@@ -1,16 +1,15 @@
 """Small worked examples that circulate in explanations of FlashAttention, as data.
 
 Where an explanation gives logits and no queries, the query is 1 and the keys are the logits, with scale 1.
-torch is imported where it is used, so that the command line can list the names without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -38,8 +37,6 @@ class Example:
     digits: int = 4  # that show what the example is about
 
     def tensors(self) -> Tensors:
-        import torch
-
         def tensor(rows: Rows) -> Tensor:
             return torch.tensor(rows, dtype=torch.float64)
 
@@ -54,6 +51,19 @@ class Tensors(NamedTuple):
     dout: Tensor | None  # (seqlen_q, head_dim_v)
 
 
+def random_example(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -> Example:
+    """Standard normal inputs in tiles of 2 x 2, with the usual scale 1 / sqrt(head_dim)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(length: int) -> Rows:
+        normal = torch.randn(length, head_dim, generator=generator, dtype=torch.float64)
+        return tuple(tuple(row) for row in normal.tolist())
+
+    summary = f"{seqlen_q} queries, {seqlen_k} keys, head size {head_dim}, seed {seed}"
+    inputs = rows(seqlen_q), rows(seqlen_k), rows(seqlen_k)
+    return Example("random", summary, *inputs, block_q=2, block_k=2, scale=head_dim**-0.5)
+
+
 def naive_softmax(logits: Tensor, flush_subnormal: bool = False) -> Tensor:
     """exp(x) / sum(exp(x)) over the last dimension in x's dtype, without subtracting the maximum.
 
@@ -63,12 +73,9 @@ def naive_softmax(logits: Tensor, flush_subnormal: bool = False) -> Tensor:
             with fast-math does. CPUs keep them by default.
 
     Example:
-        >>> import torch
         >>> naive_softmax(torch.tensor([100.0, 90.0, 80.0]))
         tensor([nan, nan, 0.])
     """
-    import torch
-
     e = torch.exp(logits)
     if flush_subnormal:
         e = torch.where(e < torch.finfo(e.dtype).tiny, 0.0, e)

@@ -54,7 +54,7 @@ class BiasSizes(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def attn_bwd_delta_kernel(out, do, lse_like, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr):
+def attn_bwd_delta_kernel(out, do, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr):
     """delta [BLOCK_M] of one head's rows; packed rows are taken as one long sequence."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     tile, slot = program_tile(sizes, False)
@@ -86,7 +86,7 @@ def attn_bwd_dkdv_kernel(
         b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
     q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
     j0 = tile * BLOCK_N
-    if (j0 >= seqlen_k) | (j0 < 0):
+    if j0 >= seqlen_k:
         return
     first_col = k_start
     if ragged.cu_seqlens_q is not None:
@@ -173,7 +173,7 @@ def attn_bwd_dq_kernel(q, k, v, do, dq, lse_ptr, delta_ptr, ragged, extras, size
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
     q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
     i0 = tile * BLOCK_M
-    if (i0 >= seqlen_q) | (i0 < 0):
+    if i0 >= seqlen_q:
         return
     first_col = k_start
     if ragged.cu_seqlens_q is not None:

@@ -47,7 +47,7 @@ def attn_fwd_kernel(q, k, v, out, lse_ptr, ragged, extras, sizes, factors, cfg: 
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
     q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
     i0 = tile * BLOCK_M
-    if (i0 >= seqlen_q) | (i0 < 0):
+    if i0 >= seqlen_q:
         return
     first_col = k_start
     if ragged.cu_seqlens_q is not None:

@@ -234,41 +234,34 @@ def row_base(x, b, h, start):
 @triton.jit
 def tile_ptrs(x, base, first_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [BLOCK, BLOCK_D] to rows from first_row on. Inside a tile, 32-bit offsets are enough."""
+    start = (tl.zeros((), tl.int64) + first_row) * x.stride_row
     rows = tl.arange(0, BLOCK)[:, None] * x.stride_row
-    return base + first_row.to(tl.int64) * x.stride_row + (rows + tl.arange(0, BLOCK_D)[None, :])
+    return base + start + (rows + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
-def tile_bounds(
-    first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr
-):
-    """Mask [BLOCK, BLOCK_D] of the rows and columns that exist; None where all of them do."""
-    if IS_EDGE:
-        mask = (first_row + tl.arange(0, BLOCK) < num_rows)[:, None]
-        if DIM < BLOCK_D:
-            mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
-    else:
-        if DIM < BLOCK_D:
-            mask = (tl.arange(0, BLOCK_D) < DIM)[None, :]
-        else:
-            mask = None
+def tile_mask(first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK, BLOCK_D] or a shape that broadcasts to it: True for the rows and columns that exist."""
+    mask = (first_row + tl.arange(0, BLOCK) < num_rows)[:, None]
+    if DIM < BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
     return mask
 
 
 @triton.jit
 def load_tile(
-    x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr
-):
+    x, base, first_row, num_rows,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
     """Tile [BLOCK, BLOCK_D], zero beyond num_rows and DIM. IS_EDGE=False promises that every row exists."""
     ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
     if IS_EDGE:
-        mask = tile_bounds(first_row, num_rows, BLOCK, DIM, BLOCK_D, True)
+        mask = tile_mask(first_row, num_rows, BLOCK, DIM, BLOCK_D)
         tile = tl.load(ptrs, mask=mask, other=0.0)
+    elif DIM < BLOCK_D:
+        tile = tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < DIM)[None, :], other=0.0)
     else:
-        if DIM < BLOCK_D:
-            tile = tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < DIM)[None, :], other=0.0)
-        else:
-            tile = tl.load(ptrs)
+        tile = tl.load(ptrs)
     return tile
 
 
@@ -277,7 +270,7 @@ def store_tile(
     x, base, first_row, num_rows, tile, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
-    mask = tile_bounds(first_row, num_rows, BLOCK, DIM, BLOCK_D, True)
+    mask = tile_mask(first_row, num_rows, BLOCK, DIM, BLOCK_D)
     tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=mask)
 
 
@@ -291,7 +284,7 @@ def load_paged(
     row = first_row + j
     page = tl.load(table + row // PAGE_SIZE, mask=j < seqlen_k, other=0).to(tl.int64)
     starts = page * x.stride_batch + row % PAGE_SIZE * x.stride_row
-    mask = tile_bounds(j0, seqlen_k, BLOCK, DIM, BLOCK_D, True)
+    mask = tile_mask(j0, seqlen_k, BLOCK, DIM, BLOCK_D)
     return tl.load(base + starts[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask, other=0.0)
 
 
@@ -374,7 +367,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
     if IS_EDGE:
-        visible = (j < place.seqlen_k) & (j >= 0) & (i >= 0)
+        visible = (j < place.seqlen_k) & (j >= 0)
         if sizes.window_left is not None:
             visible = visible & (j >= i + place.offset - sizes.window_left)
         if sizes.window_right is not None:

@@ -15,7 +15,7 @@ POINTERS = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dq_sum", "turn",
     "mask", "bias", "slopes", "sinks", "spans", "page_table", "partial", "scratch",
 )  # fmt: skip
-FLOATS = ("scale", "softcap")
+FLOATS = ("q_factor", "cap_log2", "scale")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (

@@ -125,7 +125,9 @@ def load(name: str, config: Any) -> Kernel:
 
 
 def _load(name: str, config: Any, machine: Target) -> Kernel:
-    text = json.dumps([_sources_hash(), _llvmlite_version(), sys.platform, name, astuple(machine), astuple(config)])
+    text = json.dumps(
+        [_sources_hash(), _llvmlite_version(), sys.platform, name, astuple(machine), astuple(config)]
+    )
     path = cache_dir() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.kernel"
     stored = _read(path, text)
     if stored is None:

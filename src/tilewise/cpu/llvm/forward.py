@@ -17,15 +17,12 @@ in its item nor on which thread computes it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
     LN_2,
-    LOG2_E,
     Arguments,
     Head,
     Scores,
@@ -38,10 +35,10 @@ from tilewise.cpu.llvm.tiles import (
     transpose_rows,
 )
 from tilewise.cpu.llvm.vector import (
-    Rows,
+    Ptr,
+    Scalar,
     Value,
     Var,
-    as_kind,
     claim,
     exp2,
     fma,
@@ -51,54 +48,154 @@ from tilewise.cpu.llvm.vector import (
     maximum,
     minimum,
     select,
-    splat,
     when,
 )
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel, and the sizes a caller needs."""
+    """LLVM IR of the kernel, and the sizes its caller needs."""
     shape = Shape(config, target)
     with function("forward") as emitter:
-        args = Arguments(emitter)
-        scratch = Scratch(shape, args.thread_scratch())
-        areas = Areas.take(shape, scratch)
-        first_tile = scratch.bytes
-        tile_bytes = Tile(shape, scratch).bytes
-        attn_fwd_kernel(shape, args, areas, first_tile, tile_bytes)
-        ir_text = emitter.finish()
-    return ir_text, {"block_q": shape.block_q, "scratch_bytes": first_tile, "tile_bytes": tile_bytes}
-
-
-class Areas(NamedTuple):
-    """One thread's scratch, beside the state of its tiles."""
-
-    base: Scratch
-    k: Rows  # [BLOCK_K, head_dim]
-    v: Rows  # [BLOCK_K, head_dim_v]
-    p: Rows  # s_t, then p_t [BLOCK_K, block_q]
-    rows: Rows  # queries on their way in, out on its way out [block_q, max(head_dim, head_dim_v)]
-    scores: Scores
-
-    @staticmethod
-    def take(shape: Shape, scratch: Scratch) -> Areas:
-        return Areas(
-            scratch,
-            scratch.rows(BLOCK_K, shape.pad),
-            scratch.rows(BLOCK_K, shape.pad_v),
-            scratch.rows(BLOCK_K, shape.block_q),
-            scratch.rows(shape.block_q, max(shape.pad, shape.pad_v)),
-            Scores(shape, scratch),
-        )
+        kernel = ForwardKernel(shape, Arguments(emitter))
+        kernel.run()
+        facts = {
+            "block_q": shape.block_q,
+            "scratch_bytes": kernel.scratch.bytes,
+            "tile_bytes": kernel.tile_bytes,
+        }
+        return emitter.finish(), facts
 
 
 class Tile:
-    """State of one tile of queries, kept in scratch between blocks of keys."""
+    """One tile of queries; its state stays in scratch between blocks of keys."""
 
-    def __init__(self, shape: Shape, scratch: Scratch) -> None:
-        start = scratch.bytes
-        self.q_t = scratch.rows(shape.pad, shape.block_q)  # scaled
-        self.acc_t = scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
-        self.m = scratch.rows(1, shape.block_q)  # running maximum, in units of log 2
-        self.l = scratch.rows(1, shape.block_q)  # running sum of exponentials
-        self.bytes = scratch.bytes - start
+    def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
+        self.q0 = q0  # its first query
+        self.scratch = Scratch(shape, base)
+        self.q_t = self.scratch.rows(shape.pad, shape.block_q)  # scaled
+        self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
+        self.m = self.scratch.rows(1, shape.block_q)  # running maximum, in units of log 2
+        self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
+
+
+class ForwardKernel:
+    """The kernel's steps, in the order in which they run."""
+
+    def __init__(self, shape: Shape, args: Arguments) -> None:
+        self.shape, self.args = shape, args
+        self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.k = scratch.rows(BLOCK_K, shape.pad)
+        self.v = scratch.rows(BLOCK_K, shape.pad_v)
+        self.p_t = scratch.rows(BLOCK_K, shape.block_q)  # s_t until the exponential is taken
+        self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
+        self.scores = Scores(shape, scratch)
+        self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
+
+    def run(self) -> None:
+        args, block_q = self.args, self.shape.block_q
+        for item in claim(args.counter, args.items):
+            batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
+            head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
+            q0 = chunk * args.tiles * block_q
+            q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)
+            tiles = (maximum(0, q1 - q0) + (block_q - 1)) // block_q
+            for t in loop(0, tiles):
+                self.start(head, self.tile(q0, t))
+            k0, k1 = head.key_range(q0, q1)
+            for j0 in loop(k0 & -BLOCK_K, k1, BLOCK_K):
+                self.load_keys(head, j0, minimum(k1 - j0, BLOCK_K))
+                for t in loop(0, tiles):
+                    self.attend(head, self.tile(q0, t), j0)
+            for t in loop(0, tiles):
+                self.finish(head, self.tile(q0, t))
+
+    def tile(self, q0: Value, t: Value) -> Tile:
+        base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
+        return Tile(self.shape, base, q0 + t * self.shape.block_q)
+
+    def start(self, head: Head, tile: Tile) -> None:
+        """Transpose and scale the queries; m, l, acc = -inf, 0, 0, or the state after the sink."""
+        shape, dim = self.shape, self.shape.config.head_dim
+        n = head.seqlen_q - tile.q0
+        load_rows(shape, self.rows, lambda i: head.query_row("q", tile.q0 + i), n, shape.block_q, dim)
+        factor = self.args.vector("q_factor", shape)
+        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
+        for c in shape.columns():
+            tile.m[0, c].store(head.sink_log2() if shape.config.has_sinks else shape.constant(-INF))
+            tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
+        for d in loop(0, shape.pad_v):
+            for c in shape.columns():
+                tile.acc_t[d, c].store(shape.constant(0.0))
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config = self.shape, self.shape.config
+        count = (n + (shape.rows - 1)) & -shape.rows
+        load_rows(shape, self.k, lambda j: head.key_row("k", j0 + j), n, count, config.head_dim)
+        load_rows(shape, self.v, lambda j: head.key_row("v", j0 + j), n, n, config.head_dim_v)
+
+    def attend(self, head: Head, tile: Tile, j0: Value) -> None:
+        """Fold the keys of one block that the tile can see into its running softmax."""
+        shape = self.shape
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
+        first, n = maximum(0, k0 - j0) & -shape.rows, minimum(k1 - j0, BLOCK_K)
+        with when(first < n):
+            m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
+            m_new = self.score_keys(head, tile, j0, first, n)
+            m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # 2^(-inf - -inf) would be NaN
+            correction = [exp2(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
+            l = [Var(tile.l[0, c].load(shape.lanes) * x) for c, x in zip(shape.columns(), correction)]
+            for j in loop(first, n):
+                for v, c in enumerate(shape.columns()):
+                    p = exp2(self.p_t[j, c].load(shape.lanes) - m_finite[v], shape.exp_degree)
+                    self.p_t[j, c].store(p)
+                    l[v].set(l[v] + p)
+            for v, c in enumerate(shape.columns()):
+                tile.m[0, c].store(m_new[v])
+                tile.l[0, c].store(l[v])
+            self.add_values(tile, correction, first, n)
+
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Var]:
+        """s_t = k q_t with every option, into p_t; the new running maximum."""
+        shape, head_dim = self.shape, self.shape.config.head_dim
+        self.scores.load(head, tile.q0, j0, n)
+        scores = self.scores.at(head, tile.q0, j0)
+        m_new = [Var(tile.m[0, c].load(shape.lanes)) for c in shape.columns()]
+        for j in loop(first, n, shape.rows):
+            s = outer_sums(shape, shape.rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
+            scores.apply(s, j)
+            for r in range(shape.rows):
+                for v, c in enumerate(shape.columns()):
+                    self.p_t.at(j, c)[r, 0].store(s[r][v])
+                    m_new[v].set(maximum(m_new[v], s[r][v]))
+        return m_new
+
+    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""
+        shape = self.shape
+        for d in loop(0, round_up(shape.config.head_dim_v, shape.rows), shape.rows):
+            v_t, p_t = self.v.at(first, d).T, self.p_t.at(first, 0)
+            pv = outer_sums(shape, shape.rows, shape.vectors, n - first, v_t, p_t)  # [rows, block_q]
+            for r in range(shape.rows):
+                for v, c in enumerate(shape.columns()):
+                    acc = tile.acc_t.at(d, c)[r, 0]
+                    acc.store(fma(acc.load(shape.lanes), correction[v], pv[r][v]))
+
+    def finish(self, head: Head, tile: Tile) -> None:
+        """out = acc / l and lse; a query that saw no key has l = 0 and gets out 0, lse -inf."""
+        shape = self.shape
+        n = minimum(head.seqlen_q - tile.q0, shape.block_q)
+        for c in shape.columns():
+            l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
+            is_empty = l.equals(0.0)
+            lse = select(is_empty, m, (m + log2(l)) * LN_2)
+            tile.m[0, c].store(lse)
+            tile.l[0, c].store(select(is_empty, 0.0, 1.0 / l))
+        for i in loop(0, n):
+            head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
+        for c in shape.columns():
+            inverse = tile.l[0, c].load(shape.lanes)
+            for d in loop(0, shape.pad_v):
+                acc = tile.acc_t[d, c]
+                acc.store(acc.load(shape.lanes) * inverse)
+        transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
+        store_rows(shape, lambda i: head.query_row("out", tile.q0 + i), self.rows, n, shape.config.head_dim_v)

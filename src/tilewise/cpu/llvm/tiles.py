@@ -20,17 +20,26 @@ from tilewise.cpu.llvm.vector import (
     Scalar,
     Value,
     Var,
+    absolute,
+    as_kind,
     either,
     fma,
+    int32,
+    iota,
     loop,
     maximum,
     minimum,
     number,
+    select,
+    splat,
+    tanh,
+    to_float,
     transpose,
+    when,
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-LOG2_E, LN_2 = math.log2(math.e), math.log(2)
+LOG2_E, LN_2, INF = math.log2(math.e), math.log(2), math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
@@ -84,6 +93,11 @@ class Arguments:
                 self.values[name] = self.block[WORD[name]].as_kind("ptr").load()
         return Ptr(self.values[name].ir, kind)
 
+    def vector(self, name: str, shape: Shape) -> Value:
+        """A floating-point argument in every lane, in the compute type."""
+        with self.emitter.on_entry():
+            return splat(as_kind(getattr(self, name), shape.kind), shape.lanes)
+
     @property
     def counter(self) -> Ptr:
         return self.block[COUNTER]
@@ -116,12 +130,13 @@ def pieces(start: int, stop: int, lanes: int) -> Iterator[tuple[int, int]]:
         start += width
 
 
-def load_rows(shape: Shape, dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
+def load_rows(
+    shape: Shape, dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
+) -> None:
     """dst[r, :dim] = source(r), with zeros up to dst's width; rows from n to count repeat the last one.
 
     A repeated row is as finite as the row itself, so a weight of 0 times it brings in no NaN of its own.
     """
-    assert isinstance(dst.stride, int)
     for r in loop(0, count):
         row = source(minimum(r, n - 1))
         for c, width in pieces(0, dim, shape.lanes):
@@ -138,39 +153,33 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
             row[c].store(src[r, c].load(width))
 
 
-def transpose_rows(shape: Shape, dst: Rows, src: Rows, count: int, width: Scalar, factor: Operand | None = None) -> None:
+def transpose_rows(
+    shape: Shape, dst: Rows, src: Rows, count: int, width: Scalar, factor: Operand | None = None
+) -> None:
     """dst[c, r] = src[r, c] * factor for r < count, c < width; both multiples of the lanes."""
     lanes = shape.lanes
     for r in loop(0, count, lanes):
         for c in loop(0, width, lanes):
-            square = transpose([src[r, c][i * int(src.stride)].load(lanes) for i in range(lanes)])  # type: ignore[arg-type]
+            square = transpose([src.at(r, c)[i, 0].load(lanes) for i in range(lanes)])
             for i, row in enumerate(square):
-                dst[c, r][i * int(dst.stride)].store(row if factor is None else row * factor)  # type: ignore[arg-type]
+                dst.at(c, r)[i, 0].store(row if factor is None else row * factor)
 
 
-def outer_sums(
-    shape: Shape,
-    rows: int,
-    vectors: int,
-    n: Scalar,
-    a: Callable[[int, Scalar], Ptr],
-    b: Callable[[Scalar], Ptr],
-) -> Grid:
-    """The micro-kernel: acc[r][v] = sum over k < n of a(r, k), one number, times b(k), `vectors` vectors.
+def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Rows) -> Grid:
+    """The micro-kernel: acc[r][v] = sum over k < n of a[r, k], one number, times b[k, v], one vector.
 
     rows x vectors accumulators stay in registers; a step loads `vectors` vectors and broadcasts `rows`
     numbers for rows * vectors multiply-adds. Every matrix product of every kernel is this loop.
     """
-    zero = shape.constant(0.0)
-    acc = [[Var(zero) for _ in range(vectors)] for _ in range(rows)]
+    acc = [[Var(shape.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
     unroll = 2 if isinstance(n, int) and n % 2 == 0 else 1
     for k0 in loop(0, n, unroll):
         for k in (k0, k0 + 1)[:unroll]:
-            b_row = [b(k)[v * shape.lanes].load(shape.lanes) for v in range(vectors)]
+            b_k = [b[k, 0][v * shape.lanes].load(shape.lanes) for v in range(vectors)]
             for r in range(rows):
-                a_rk = a(r, k).splat(shape.lanes)
+                a_rk = a[r, k].splat(shape.lanes)
                 for v in range(vectors):
-                    acc[r][v].set(fma(a_rk, b_row[v], acc[r][v]))
+                    acc[r][v].set(fma(a_rk, b_k[v], acc[r][v]))
     return acc
 
 
@@ -208,6 +217,11 @@ class Head:
         """Query i's entry of lse or dlse."""
         row = self.batch * self.args.lse_b + self.head * self.args.lse_h + self.q_row0 + i
         return self.args.ptr(name, self.shape.kind)[row]
+
+    def sink_log2(self) -> Value:
+        """The head's sink logit in every lane, in units of log 2."""
+        sink = self.args.ptr("sinks", self.shape.kind)[self.head].load()
+        return splat(sink * LOG2_E, self.shape.lanes)
 
     def score_row(self, name: str, kind: str, i: Scalar, j: Scalar) -> Ptr:
         """Where (query i, key j) stands in mask, bias or dbias."""
@@ -279,10 +293,14 @@ class TileScores:
         last_key = head.seqlen_k - 1
         lane = [iota(shape.lanes) + c for c in shape.columns()]
         self.lane_lo = [x + int32(first - args.left) for x in lane]
-        self.lane_hi = [minimum(x + int32(first + args.right), splat(int32(last_key), shape.lanes)) for x in lane]
+        self.lane_hi = [
+            minimum(x + int32(first + args.right), splat(int32(last_key), shape.lanes)) for x in lane
+        ]
         self.inner_lo = first + (shape.block_q - 1) - args.left  # keys [inner_lo, inner_hi] are seen by all
         self.inner_hi = minimum(first + args.right, last_key)
         self.position = [x + int32(first) for x in lane]
+        if self.config.has_softcap:
+            self.cap_log2 = args.vector("cap_log2", shape)
         if self.config.has_alibi:
             slope = args.ptr("slopes", shape.kind)[head.batch * args.slopes_b + head.head].load()
             self.slope_log2 = slope * -LOG2_E
@@ -298,7 +316,7 @@ class TileScores:
                 if config.has_softcap:
                     t = tanh(x, shape.exp_degree)
                     if slope_of_cap is not None:
-                        slope_of_cap[j, v * shape.lanes][r * shape.block_q].store(1.0 - t * t)
+                        slope_of_cap.at(j, v * shape.lanes)[r, 0].store(1.0 - t * t)
                     x.set(t * self.cap_log2)
                 if "bias" in self.scores.areas:
                     bias = self._option("bias", j, r, v)
@@ -318,4 +336,4 @@ class TileScores:
 
     def _option(self, name: str, j: Value, r: int, v: int) -> Value:
         shape = self.shape
-        return self.scores.areas[name][j, v * shape.lanes][r * shape.block_q].load(shape.lanes)
+        return self.scores.areas[name].at(j, v * shape.lanes)[r, 0].load(shape.lanes)

@@ -112,6 +112,9 @@ class Operand:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    def __rtruediv__(self, other: Any) -> Value:
+        return _binary("div", _like(other, self), self)
+
     def __truediv__(self, other: Any) -> Value:
         return _binary("div", self, other)
 
@@ -480,16 +483,25 @@ class Ptr:
 
 
 class Rows:
-    """Rows of `stride` elements: `rows[r, c]` is the address of element c in row r."""
+    """A matrix in memory: `rows[r, c]` is the address of its element, `.T` the same memory transposed."""
 
-    def __init__(self, ptr: Ptr, stride: Scalar) -> None:
-        self.ptr, self.stride = ptr, stride
+    def __init__(self, ptr: Ptr, stride: int, step: int = 1) -> None:
+        self.ptr, self.stride, self.step = ptr, stride, step
 
     def __getitem__(self, index: tuple[Scalar, Scalar]) -> Ptr:
-        row, column = index
-        if isinstance(row, int) and isinstance(self.stride, int):
-            return self.ptr[row * self.stride][column]
-        return self.ptr[_int(row) * self.stride][column]
+        ptr = self.ptr
+        constants = [x * s for x, s in zip(index, (self.stride, self.step)) if isinstance(x, int)]
+        for x, s in zip(index, (self.stride, self.step)):
+            ptr = ptr if isinstance(x, int) else ptr[x * s if s != 1 else x]
+        return ptr[sum(constants)]  # last: a constant offset costs nothing in an x86 address
+
+    def at(self, row: Scalar, column: Scalar) -> Rows:
+        """The same matrix seen from another corner."""
+        return Rows(self[row, column], self.stride, self.step)
+
+    @property
+    def T(self) -> Rows:
+        return Rows(self.ptr, self.step, self.stride)
 
 
 def loop(start: Scalar, stop: Scalar, step: int = 1) -> Iterator[Value]:

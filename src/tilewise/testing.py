@@ -1,0 +1,132 @@
+"""Error budgets: is a result as accurate as PyTorch would be? For this library's tests and for yours.
+
+The rule: the largest error against float64 is at most 2 times, and the mean error at most 1.1 times,
+that of the same formula computed by PyTorch in the input's own precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import reference
+from tilewise.api import attention, attention_varlen
+
+MAX_FACTOR, MEAN_FACTOR = 2.0, 1.1
+MEAN_NEEDS = 4096  # elements: the mean of fewer is chance
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Errors of one tensor against float64, with the budget each had to meet."""
+
+    name: str
+    max_error: float
+    max_budget: float
+    mean_error: float
+    mean_budget: float
+
+    @property
+    def is_within(self) -> bool:
+        return self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: max error {self.max_error:.2e} (budget {self.max_budget:.2e}), "
+            f"mean error {self.mean_error:.2e} (budget {self.mean_budget:.2e})"
+        )
+
+
+def compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> ErrorReport:
+    """Hold `found` against the float64 value `exact`, with PyTorch's `baseline` setting the budget.
+
+    Infinities must match exactly and NaN must stand where the exact value is NaN. Below the budget lies a
+    floor, because on a few elements the baseline may be exact by luck: one rounding to the result's
+    dtype and eight of float32, of the largest value.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> compare("x", x, x.double(), x).is_within
+        True
+    """
+    same_kind = (
+        found.shape == exact.shape
+        and torch.equal(found.isnan(), exact.isnan())
+        and torch.equal(found.isposinf(), exact.isposinf())
+        and torch.equal(found.isneginf(), exact.isneginf())
+    )
+    if not same_kind:
+        return ErrorReport(name, float("inf"), 0.0, float("inf"), 0.0)
+    finite = exact.isfinite()
+    exact = exact[finite].double()
+    if exact.numel() == 0:
+        return ErrorReport(name, 0.0, 0.0, 0.0, 0.0)
+    error = (found[finite].double() - exact).abs()
+    base = (baseline[finite].double() - exact).abs().nan_to_num(0.0)
+    compute = torch.finfo(torch.float64 if found.dtype == torch.float64 else torch.float32).eps
+    rounding = torch.finfo(found.dtype).eps / 2 + 8 * compute
+    max_budget = max(MAX_FACTOR * base.max().item(), rounding * exact.abs().max().item())
+    mean_budget = max(MEAN_FACTOR * base.mean().item(), rounding / 16 * exact.abs().mean().item())
+    if exact.numel() < MEAN_NEEDS:
+        mean_budget = max_budget
+    return ErrorReport(name, error.max().item(), max_budget, error.mean().item(), mean_budget)
+
+
+def check_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, seed: int = 0, **options: Any
+) -> list[ErrorReport]:
+    """Run attention forward and backward and hold everything against the float64 reference.
+
+    Args:
+        query, key, value, options: as `tilewise.attention` or, with `cu_seqlens_q` and `cu_seqlens_k`, as
+            `tilewise.attention_varlen`.
+        backend: the backend to check.
+        seed: of the random gradients of out and lse.
+
+    Returns:
+        One report a tensor: out, lse, dquery, dkey, dvalue, and dbias, dsinks where given.
+
+    Raises:
+        AssertionError: a tensor is over its budget; the message lists all.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 20, 2, 8) for _ in range(3))
+        >>> [report.name for report in check_attention(q, k, v, causal=True)]
+        ['out', 'lse', 'dquery', 'dkey', 'dvalue']
+    """
+    options = {name: option for name, option in options.items() if option is not None}
+    leaves = {"query": query, "key": key, "value": value}
+    leaves |= {name: options[name] for name in ("bias", "sinks") if name in options}
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    given = options | {name: leaves[name] for name in ("bias", "sinks") if name in leaves}
+    dropout_seed = None
+    if options.get("dropout_p"):
+        generator = torch.Generator(query.device).manual_seed(seed)
+        dropout_seed = torch.randint(2**63 - 1, (), generator=generator, device=query.device)
+        given["generator"] = torch.Generator(query.device).manual_seed(seed)
+    run: Any = attention_varlen if "cu_seqlens_q" in options else attention
+    out, lse = run(*(leaves[n] for n in ("query", "key", "value")), return_lse=True, backend=backend, **given)
+    torch.manual_seed(seed)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse), allow_unused=True)
+    exact, baseline = (
+        _reference(dtype, query, key, value, dout, dlse, options | {"dropout_seed": dropout_seed})
+        for dtype in (torch.float64, query.dtype)
+    )
+    found = {"out": out.detach(), "lse": lse.detach()}
+    found |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
+    reports = [compare(name, found[name], exact[name], baseline[name]) for name in found]
+    assert all(report.is_within for report in reports), "\n".join(map(str, reports))
+    return reports
+
+
+def _reference(
+    dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    out, lse = reference.attention(q, k, v, dtype=dtype, **options)
+    g = reference.attention_backward(dout, q, k, v, dlse=dlse, dtype=dtype, **options)
+    values = {"out": out, "lse": lse, "dquery": g.query, "dkey": g.key, "dvalue": g.value}
+    return values | {n: t for n, t in (("dbias", g.bias), ("dsinks", g.sinks)) if t is not None}

@@ -1,0 +1,106 @@
+"""Tile configurations of the Triton kernels, as data: one row for each kernel, GPU family and head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelTile:
+    """A score tile of block_m queries by block_n keys, the warps that share it, and the loads in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def is_valid(self) -> bool:
+        blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
+        return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
+
+
+# kernel -> rows of (largest padded head size of QK or V, tile), smallest first
+Rows = dict[str, list[tuple[int, KernelTile]]]
+
+# Any GPU with 99 KB of shared memory a block or more; not measured.
+PORTABLE: Rows = {
+    "forward": [
+        (64, KernelTile(128, 64, 4, 3)),
+        (128, KernelTile(128, 32, 4, 2)),
+        (256, KernelTile(64, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_short": [  # few queries, as in decoding
+        (64, KernelTile(16, 128, 4, 3)),
+        (128, KernelTile(16, 64, 4, 3)),
+        (256, KernelTile(16, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "dkdv": [
+        (64, KernelTile(32, 128, 4, 2)),
+        (128, KernelTile(32, 64, 4, 2)),
+        (256, KernelTile(16, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(128, 32, 4, 2)),
+        (128, KernelTile(64, 32, 4, 2)),
+        (256, KernelTile(32, 16, 4, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dbias": [
+        (128, KernelTile(64, 64, 4, 1)),
+        (256, KernelTile(32, 32, 4, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+}
+
+# 227 KB of shared memory a block, and wgmma from 64 rows on.
+HOPPER: Rows = PORTABLE | {
+    "forward": [
+        (64, KernelTile(128, 128, 8, 3)),
+        (128, KernelTile(128, 128, 8, 2)),
+        (256, KernelTile(128, 64, 8, 2)),
+        (1024, KernelTile(64, 16, 8, 1)),
+    ],
+    "dkdv": [
+        (64, KernelTile(64, 128, 8, 2)),
+        (128, KernelTile(64, 128, 8, 2)),
+        (256, KernelTile(64, 64, 8, 1)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(128, 64, 8, 2)),
+        (256, KernelTile(64, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+}
+
+# float32 in full precision runs on the plain arithmetic units: small tiles, or the code explodes.
+FLOAT32: Rows = {
+    "forward": [
+        (64, KernelTile(32, 32, 4, 2)),
+        (256, KernelTile(16, 32, 4, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_short": [(256, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+    "dkdv": [
+        (64, KernelTile(32, 32, 4, 1)),
+        (256, KernelTile(16, 16, 4, 1)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [(64, KernelTile(32, 32, 4, 1)), (256, KernelTile(16, 16, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
+    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+}
+
+
+def kernel_tile(kernel: str, capability: tuple[int, int], is_float32: bool, padded_dim: int) -> KernelTile:
+    """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
+
+    Example:
+        >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
+        KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=2)
+    """
+    table = FLOAT32 if is_float32 else HOPPER if capability[0] in (9, 10) else PORTABLE
+    return next(tile for largest, tile in table[kernel] if padded_dim <= largest)
