@@ -1,6 +1,6 @@
 """tilewise: exact attention, tile by tile."""
 
-from tilewise import reference
+from tilewise import flash_attn, flash_attn_3, nn, reference
 from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache import KVCache
 from tilewise.explain import Explanation, explain
@@ -15,6 +15,9 @@ __all__ = [
     "attention_varlen",
     "attention_with_cache",
     "explain",
+    "flash_attn",
+    "flash_attn_3",
+    "nn",
     "reference",
     "scaled_dot_product_attention",
 ]

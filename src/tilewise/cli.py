@@ -28,9 +28,13 @@ def _app():  # type: ignore[no-untyped-def]
     def root() -> None:
         """Exact attention, tile by tile."""
 
+    from tilewise.bench.cli import app as bench_app
+    from tilewise.demo.command import demo
     from tilewise.learn.command import trace
 
+    app.command()(demo)
     app.command()(trace)
+    app.add_typer(bench_app, name="bench")
     return app
 
 

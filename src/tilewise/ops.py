@@ -11,7 +11,7 @@ inside; backends and plans are chosen there, out of sight of tracing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.cpu import second_order
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, validate
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
@@ -53,10 +53,9 @@ def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: st
     return dispatch.load(name).forward(problem, inputs)
 
 
-def _rebuild(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
-    scalars = list(arguments[_N:])
-    backend = scalars.pop()
-    return Inputs(*arguments[:_N]), Options(*scalars), backend
+def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, str | None]:
+    tensors, scalars, backend = arguments[:_N], arguments[_N:-1], arguments[-1]
+    return Inputs(*tensors), Options(*scalars), backend
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -66,11 +65,12 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, _, _ = _rebuild(arguments)
+    inputs, options, _ = _rebuild(arguments)
+    validate(inputs, options)
     query, dtype = inputs.query, inputs.query.dtype
     lse_dtype = dtype if dtype == torch.float64 else torch.float32
-    rows = query.shape[:-2] if query.ndim == 4 else (query.shape[0],)
-    lse_shape = (rows[0], query.shape[2], rows[1]) if query.ndim == 4 else (query.shape[1], rows[0])
+    batch, (seqlen, heads) = query.shape[:-3], query.shape[-3:-1]
+    lse_shape = (*batch, heads, seqlen)
     out = query.new_empty((*query.shape[:-1], inputs.value.shape[-1]))
     return out, query.new_empty(lse_shape, dtype=lse_dtype)
 

@@ -8,6 +8,7 @@ that says everything a backend needs to know to accept or refuse, and nothing ab
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,11 +141,19 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         TypeError: an argument has a wrong dtype.
         NotImplementedError: a gradient that does not exist is asked for.
     """
+    return _describe(_signatures(inputs), options)
+
+
+def validate(inputs: Inputs, options: Options) -> None:
+    """The checks of `describe` for tensors that are being traced, whose sizes may be symbols."""
+    _describe.__wrapped__(_signatures(inputs), options)
+
+
+def _signatures(inputs: Inputs) -> tuple[Any, ...]:
     grad_enabled = torch.is_grad_enabled()
-    signatures = tuple(
+    return tuple(
         None if t is None else (t.shape, t.dtype, t.device, grad_enabled and t.requires_grad) for t in inputs
     )
-    return _describe(signatures, options)
 
 
 class _Signature(NamedTuple):

@@ -22,11 +22,11 @@ class KernelTile:
 # kernel -> rows of (largest padded head size of QK or V, tile), smallest first
 Rows = dict[str, list[tuple[int, KernelTile]]]
 
-# Any GPU with 99 KB of shared memory a block or more; not measured.
+# Any GPU with 99 KB of shared memory a block or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
     "forward": [
         (64, KernelTile(128, 64, 4, 3)),
-        (128, KernelTile(128, 32, 4, 2)),
+        (128, KernelTile(64, 64, 4, 2)),
         (256, KernelTile(64, 32, 4, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
@@ -37,13 +37,13 @@ PORTABLE: Rows = {
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(32, 128, 4, 2)),
+        (64, KernelTile(32, 64, 4, 2)),
         (128, KernelTile(32, 64, 4, 2)),
         (256, KernelTile(16, 32, 4, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dq": [
-        (64, KernelTile(128, 32, 4, 2)),
+        (64, KernelTile(64, 64, 4, 2)),
         (128, KernelTile(64, 32, 4, 2)),
         (256, KernelTile(32, 16, 4, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
@@ -55,25 +55,51 @@ PORTABLE: Rows = {
     ],
 }
 
-# 227 KB of shared memory a block, and wgmma from 64 rows on.
+# 227 KB of shared memory a block, and wgmma from 64 rows on. Chosen by registers and spills; not timed.
 HOPPER: Rows = PORTABLE | {
     "forward": [
         (64, KernelTile(128, 128, 8, 3)),
         (128, KernelTile(128, 128, 8, 2)),
         (256, KernelTile(128, 64, 8, 2)),
-        (1024, KernelTile(64, 16, 8, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
         (64, KernelTile(64, 128, 8, 2)),
-        (128, KernelTile(64, 128, 8, 2)),
-        (256, KernelTile(64, 64, 8, 1)),
+        (128, KernelTile(64, 128, 8, 3)),
+        (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dq": [
         (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(128, 64, 8, 2)),
-        (256, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(128, 64, 8, 3)),
+        (256, KernelTile(128, 32, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
+    ],
+}
+
+# Scores with a bias, a mask, a softcap, ALiBi or dropout, on any GPU: these take registers.
+EXTRAS: Rows = PORTABLE | {
+    "forward": [
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(64, 32, 4, 2)),
+        (256, KernelTile(32, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "dkdv": [
+        (128, KernelTile(32, 32, 4, 2)),
+        (256, KernelTile(16, 32, 4, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(32, 32, 4, 2)),
+        (256, KernelTile(32, 16, 4, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dbias": [
+        (128, KernelTile(32, 64, 4, 1)),
+        (256, KernelTile(32, 32, 4, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
     ],
 }
 
@@ -85,22 +111,27 @@ FLOAT32: Rows = {
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "forward_short": [(256, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
-    "dkdv": [
-        (64, KernelTile(32, 32, 4, 1)),
-        (256, KernelTile(16, 16, 4, 1)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
+    "dkdv": [(64, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dq": [(64, KernelTile(32, 32, 4, 1)), (256, KernelTile(16, 16, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
 }
 
 
-def kernel_tile(kernel: str, capability: tuple[int, int], is_float32: bool, padded_dim: int) -> KernelTile:
+def kernel_tile(
+    kernel: str, capability: tuple[int, int], is_float32: bool, padded_dim: int, has_extras: bool = False
+) -> KernelTile:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
+
+    `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
 
     Example:
         >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
         KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=2)
     """
-    table = FLOAT32 if is_float32 else HOPPER if capability[0] in (9, 10) else PORTABLE
+    if is_float32:
+        table = FLOAT32
+    elif has_extras:
+        table = EXTRAS
+    else:
+        table = HOPPER if capability[0] in (9, 10) else PORTABLE
     return next(tile for largest, tile in table[kernel] if padded_dim <= largest)

@@ -51,18 +51,17 @@ class Case:
             >>> dense("forward", "bfloat16", 64, 32, 4, 4096, causal=True).name
             'fwd-bf16-d64-h32-b4-s4096-causal'
         """
-        parts = [SHORT_DIRECTIONS[self.direction], SHORT_DTYPES[self.dtype], self.head_label, self.mask_label]
+        shape = f"{SHORT_DTYPES[self.dtype]}-{self.head_label}"
+        direction, batch = SHORT_DIRECTIONS[self.direction], f"b{self.batch}"
         if self.kind == "varlen":
-            size = [f"docs{len(self.lengths)}", f"t{sum(self.lengths)}"]
-        elif self.kind == "decode":
-            size = [f"b{self.batch}", f"q{self.seqlen_q}", f"k{self.seqlen_k}"]
-        else:
-            size = [f"b{self.batch}", f"s{self.seqlen_q}"]
-        if self.kind != "dense":
-            parts.insert(0, self.kind)
-        if self.page_size is not None:
-            size.append(f"page{self.page_size}")
-        return "-".join([*parts[:-1], *size, parts[-1]])
+            documents = f"docs{len(self.lengths)}-t{sum(self.lengths)}"
+            return f"varlen-{direction}-{shape}-{documents}-{self.mask_label}"
+        if self.kind == "decode":
+            page = "" if self.page_size is None else f"-page{self.page_size}"
+            return f"decode-{shape}-{batch}-q{self.seqlen_q}-k{self.seqlen_k}{page}"
+        if self.kind == "memory":
+            return f"memory-{direction}-{shape}-{batch}-s{self.seqlen_q}"
+        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}"
 
     @property
     def head_label(self) -> str:
@@ -160,7 +159,7 @@ def decode(
     page_size: int | None = None,
     head_dim: int = 128,
 ) -> Case:
-    """`seqlen_q` new tokens a sequence against a cache of `seqlen_k` keys; `heads` are query and key heads."""
+    """`seqlen_q` new tokens a sequence against `seqlen_k` cached keys; `heads` of queries and of keys."""
     return Case(
         "decode", "forward", dtype, batch, seqlen_q, seqlen_k, *heads, head_dim, head_dim, True,
         page_size=page_size,
@@ -287,12 +286,10 @@ def _cpu(quick: bool, device: str) -> Iterator[Case]:
 
 
 def _memory(quick: bool, device: str) -> Iterator[Case]:
-    lengths = (1024, 2048, 4096, 8192, 16384)
     dtype, heads, head_dim = ("float32", 4, 64) if device == "cpu" else ("bfloat16", 16, 128)
-    if device != "cpu":
-        lengths = (*lengths, 32768, 65536)
+    lengths = [1024 << i for i in range(3 if quick else 5 if device == "cpu" else 7)]
     for direction in ("forward", "forward+backward"):
-        for n in lengths[:3] if quick else lengths:
+        for n in lengths:
             yield dense(direction, dtype, head_dim, heads, 1, n, kind="memory")
 
 
@@ -304,7 +301,11 @@ SUITES = {
     "window": Suite(_window, "cuda"),
     "varlen": Suite(_varlen, "cuda"),
     "decode": Suite(_decode, "cuda"),
-    "memory": Suite(_memory, None, ("tilewise", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "standard")),
+    "memory": Suite(
+        _memory,
+        None,
+        ("tilewise", "tilewise:tiled", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "standard"),
+    ),
 }
 
 

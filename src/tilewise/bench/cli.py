@@ -105,14 +105,16 @@ def report(
     ] = None,
 ) -> None:
     """Print Markdown tables of result files; draw plots; keep a README's summary in step."""
-    from tilewise.bench.report import tables, update_readme
+    from tilewise.bench.readme import update_readme
+    from tilewise.bench.report import tables
     from tilewise.bench.results import load
 
     with _one_line_errors():
         loaded = [load(path) for path in files]
         recorded = None if reference is None else load(reference)
         if readme is not None:
-            changed = update_readme(readme, [path.as_posix() for path in files], loaded)
+            beside = None if reference is None else reference.as_posix()
+            changed = update_readme(readme, [path.as_posix() for path in files], loaded, beside)
             typer.echo(f"{readme}: {'rewritten' if changed else 'was in step'}")
         else:
             for found in loaded:

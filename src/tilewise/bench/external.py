@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.bench.cases import Case
 from tilewise.bench.errors import Refusal
 from tilewise.bench.inputs import Data
-from tilewise.bench.peers import Peer, Prepared, prepare_call
+from tilewise.bench.peer import Peer, Prepared, as_is, prepare_call
 
 
 class External(Peer):
@@ -39,7 +39,7 @@ class External(Peer):
             return out[0] if isinstance(out, tuple) else out  # some versions return the lse as well
 
         call = self.bind(module, case, data)
-        return prepare_call(case, (data.query, *keys), data.dout, attend, lambda t: t)
+        return prepare_call(case, (data.query, *keys), data.dout, attend, as_is)
 
     def bind(self, module: Any, case: Case, data: Data) -> Any:
         """The package's function of (query, key, value) for this case."""

@@ -80,7 +80,7 @@ class Data:
         return Pages(key, value, table.int(), lengths)
 
     def _cut(self, t: Tensor, table: Tensor) -> Tensor:
-        size = self.case.page_size
+        size = self.case.page_size or 1
         pool = t.new_zeros((table.numel(), size, *t.shape[2:]))
         for b, row in enumerate(table):
             for page, rows in zip(row.tolist(), t[b].split(size)):

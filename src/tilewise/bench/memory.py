@@ -9,11 +9,9 @@ freed blocks back at once, or pages that it keeps would hide what a call allocat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +22,7 @@ import torch
 from tilewise.bench.cases import Case
 from tilewise.bench.errors import Refusal
 from tilewise.bench.inputs import Data
+from tilewise.bench.peers import find_peers
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 WARM_UP_LENGTH = 128
@@ -32,7 +31,7 @@ WARM_UP_LENGTH = 128
 def method(device: str) -> str:
     if device == "cuda":
         return "growth of torch.cuda.max_memory_allocated during a call, less outputs and gradients"
-    return "growth of the peak resident set (VmHWM) during one call in a fresh process, less outputs and gradients"
+    return "growth of a fresh process's peak resident set (VmHWM) during one call, less outputs and gradients"
 
 
 def measure(case: Case, peer_name: str, data: Data) -> int:
@@ -63,8 +62,6 @@ def measure(case: Case, peer_name: str, data: Data) -> int:
 
 
 def _measure_cuda(case: Case, peer_name: str, data: Data) -> int:
-    from tilewise.bench.peers import find_peers
-
     (peer,) = find_peers([peer_name])
     prepared = peer.prepare(case, data, peer.layouts(case)[0])
     with prepared.context():
@@ -87,8 +84,6 @@ def _call_once(call: Any) -> int:
 
 def _measure_here(case: Case, peer_name: str, seed: int) -> int:
     """In the fresh process."""
-    from tilewise.bench.peers import find_peers
-
     (peer,) = find_peers([peer_name])
     layout = peer.layouts(case)[0]
     small = dataclasses.replace(case, seqlen_q=WARM_UP_LENGTH, seqlen_k=WARM_UP_LENGTH)
@@ -101,23 +96,29 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> int:
     with prepared.context():
         before = _reset_peak()
         kept = _call_once(prepared.call)
-        return max(0, _peak() - before - kept)
+        return max(0, _status("VmHWM") - before - kept)
 
 
 def _reset_peak() -> int:
-    """Make the present resident size the peak, where the system can; return the peak."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    """Make the present resident size the peak, and return it.
 
-
-def _peak() -> int:
+    Raises:
+        Refusal: the system cannot.
+    """
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        Path("/proc/self/clear_refs").write_text("5")
+        peak, present = _status("VmHWM"), _status("VmRSS")
+    except OSError as error:
+        raise Refusal("this system does not let a process measure its own peak memory") from error
+    if peak - present > 1 << 20:
+        raise Refusal("this system does not let a process reset its peak memory")
+    return peak
+
+
+def _status(field: str) -> int:
+    """Bytes, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def main(request: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench import results
-from tilewise.bench.cases import SHORT_DTYPES, Case
+from tilewise.bench.cases import SHORT_DIRECTIONS, SHORT_DTYPES, Case
 from tilewise.bench.errors import BenchError
 from tilewise.bench.report import Record, is_measured, peer_names, speed, work
 from tilewise.bench.results import Results
@@ -42,7 +42,7 @@ def plots(found: Results, folder: Path) -> list[Path]:
         figures.setdefault(_figure_name(results.case_of(record)), []).append(record)
     written = []
     for name, records in figures.items():
-        path = folder / f"{found['suite']}-{name}.png"
+        path = folder / f"{name}.png"
         if records[0]["case"]["kind"] == "memory":
             _memory_lines(found, records, path)
         else:
@@ -53,18 +53,22 @@ def plots(found: Results, folder: Path) -> list[Path]:
 
 def _figure_name(case: Case) -> str:
     dims = case.head_label.split("-")[0]
-    parts = [case.kind, case.direction, SHORT_DTYPES[case.dtype], dims]
     if case.kind == "decode":
-        return "-".join([*parts, f"h{case.num_heads}kv{case.num_kv_heads}"])
-    return "-".join([*parts, case.mask_label]).replace("forward+backward", "fwdbwd")
+        what = "paged" if case.page_size is not None else "queries" if case.seqlen_q > 1 else "contiguous"
+        return f"decode-{SHORT_DTYPES[case.dtype]}-{dims}-h{case.num_heads}kv{case.num_kv_heads}-{what}"
+    kind = "" if case.kind == "dense" else f"{case.kind}-"
+    direction = SHORT_DIRECTIONS[case.direction]
+    heads = f"-h{case.num_heads}kv{case.num_kv_heads}" if case.num_heads != case.num_kv_heads else ""
+    return f"{kind}{direction}-{SHORT_DTYPES[case.dtype]}-{dims}{heads}-{case.mask_label}"
 
 
 def _title(found: Results, case: Case) -> str:
     dims = str(case.head_dim) if case.head_dim == case.head_dim_v else f"{case.head_dim}/{case.head_dim_v}"
     mask = {"causal": "causal", "full": "not causal"}.get(case.mask_label, case.mask_label)
     what = "Decoding" if case.kind == "decode" else f"Attention {case.direction}"
-    tail = f"{case.num_heads}/{case.num_kv_heads} heads" if case.kind == "decode" else mask
-    return f"{what}, {SHORT_DTYPES[case.dtype]}, head size {dims}, {tail}\n{found['device']['name']}"
+    heads = f", {case.num_heads}/{case.num_kv_heads} heads" if case.num_heads != case.num_kv_heads else ""
+    tail = "" if case.kind == "decode" else f", {mask}"
+    return f"{what}, {SHORT_DTYPES[case.dtype]}, head size {dims}{heads}{tail}\n{found['device']['name']}"
 
 
 def _tick(case: Case) -> str:
@@ -105,8 +109,8 @@ def _bars(found: Results, records: list[Record], path: Path) -> None:
         axes.bar(offsets, heights, width * 0.94, label=name, color=colour)
         for x, height in zip(offsets, heights):
             if height:
-                digits = 0 if height >= 10 else 1
-                axes.text(x, height + top / scale * 0.008, f"{height:.{digits}f}", ha="center", fontsize=size)
+                label = f"{height:.{0 if height >= 10 else 1 if height >= 1 else 2}f}"
+                axes.text(x, height + top / scale * 0.008, label, ha="center", fontsize=size)
     axes.set_xticks(range(len(records)), [_tick(results.case_of(r)) for r in records])
     is_plain = records[0]["case"]["kind"] == "dense"
     axes.set_xlabel("Sequence length" if is_plain else "" if kind == "flops" else "batch × keys, queries")
@@ -136,7 +140,7 @@ def _memory_lines(found: Results, records: list[Record], path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1024 else f"{value / 1024:g}k")
     axes.set_xlabel("Sequence length")
     axes.set_ylabel("Peak extra memory (MiB)")
-    axes.set_title("Peak memory beyond inputs and outputs: " + _title(found, results.case_of(records[0])))
+    axes.set_title(f"Peak memory beyond inputs and outputs\n{_title(found, results.case_of(records[0]))}")
     _finish(figure, axes, path, 5)
 
 

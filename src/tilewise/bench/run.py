@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tilewise.bench import gate, memory, results
 from tilewise.bench.cases import Case, find_suite
 from tilewise.bench.errors import BenchError, Refusal
 from tilewise.bench.inputs import Data
-from tilewise.bench.peers import Peer, Prepared, find_peers
+from tilewise.bench.peer import Peer, Prepared
+from tilewise.bench.peers import find_peers
 from tilewise.bench.timing import Stopwatch, stopwatch
 
 MIN_ROUNDS = 5
@@ -84,6 +86,9 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
     """Run every case; after each, write the file (if any) and call `report`."""
     settings, started = plan.settings, time.monotonic()
     clock = stopwatch(plan.device)
+    ceilings = [] if settings.suite == "memory" else clock.ceilings()
+    for ceiling in ceilings:
+        clock.warm_up(ceiling.call)
     seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
     found: results.Results = {
         "schema_version": results.SCHEMA_VERSION,
@@ -95,7 +100,7 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
         "complete": False,
         **results.environment(plan.device),
         "method": memory.method(plan.device) if settings.suite == "memory" else clock.method,
-        "ceilings": clock.ceilings(),
+        "ceilings": {c.name: {"what": c.what, c.unit: c.amount, "samples": []} for c in ceilings},
         "unavailable": plan.unavailable,
         "cases": [],
         "not_run": [],
@@ -104,14 +109,14 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
         if settings.budget is not None and time.monotonic() - started > settings.budget:
             found["not_run"].append(case.name)
             continue
+        for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
+            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 2)
         record = run_case(case, plan.peers, plan.device, clock, settings, seed)
         found["cases"].append(record)
         if settings.json is not None:
             results.save(found, settings.json)
         if report is not None:
             report(number + 1, record)
-    for name, again in clock.ceilings().items():  # clocks drift: both ends of the run count
-        found["ceilings"][name]["samples"] += again["samples"]
     found["complete"] = not found["not_run"]
     found["seconds"] = round(time.monotonic() - started, 1)
     if settings.json is not None:
@@ -127,23 +132,22 @@ def run_case(
     record |= {"bytes": case.cache_bytes()} if case.kind == "decode" else {"flops": case.flops()}
     entries: dict[str, results.Entry] = {}
     data = Data(case, device, seed)
+    ready: dict[str, tuple[Prepared, int, int]] = {}
     if case.kind == "memory":
         for peer in peers:
-            entries[peer.name] = _attempt(lambda peer=peer: _measure_memory(case, peer, data), peer)
+            entries[peer.name] = _attempt(partial(_measure_memory, case, peer, data))
     else:
-        ready: dict[str, tuple[Prepared, int, int]] = {}
         for peer in peers:
-            entries[peer.name] = _attempt(
-                lambda peer=peer: _prepare(case, peer, data, clock, settings, ready), peer
-            )
+            work = partial(_prepare, case, peer, data, clock, settings, ready)
+            entries[peer.name] = _attempt(work)
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
-    del data
+    del data, ready
     _free(device)
     return record
 
 
-def _attempt(work: Callable[[], results.Entry], peer: Peer) -> results.Entry:
+def _attempt(work: Callable[[], results.Entry]) -> results.Entry:
     """An entry, whatever happens: refusals and failures are results too."""
     try:
         return work()
@@ -212,16 +216,24 @@ def _measure_rounds(
     rounds: int,
 ) -> None:
     """Peers take turns, another one first each round and every other round backwards."""
-    names = list(ready)
     with _no_garbage_collection():
         for number in range(rounds):
+            names = list(ready)
             shift = number % max(1, len(names))
             order = names[shift:] + names[:shift]
             for name in order if number % 2 == 0 else reversed(order):
-                prepared, count, inner = ready[name]
-                with prepared.context():
-                    samples = clock.sample(prepared.call, count, inner)
-                entries[name]["samples"].append([float(f"{s:.6g}") for s in samples])
+                found = _attempt(partial(_sample, *ready[name], clock))
+                if found["status"] == "ok":
+                    entries[name]["samples"] += found["samples"]
+                else:
+                    entries[name] = found
+                    del ready[name]
+
+
+def _sample(prepared: Prepared, count: int, inner: int, clock: Stopwatch) -> results.Entry:
+    with prepared.context():
+        samples = clock.sample(prepared.call, count, inner)
+    return {"status": "ok", "samples": [[float(f"{s:.6g}") for s in samples]]}
 
 
 @contextlib.contextmanager

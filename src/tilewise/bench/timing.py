@@ -6,11 +6,21 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Call = Callable[[], Any]
+
+
+class Ceiling(NamedTuple):
+    """A call that does `amount` of `unit` ("flops" or "bytes") and nothing that attention has besides."""
+
+    name: str
+    what: str
+    unit: str
+    amount: int
+    call: Call
 
 
 class Stopwatch(ABC):
@@ -29,16 +39,17 @@ class Stopwatch(ABC):
         """(count, inner) for a call that takes about `seconds`."""
 
     @abstractmethod
-    def ceilings(self) -> dict[str, dict[str, Any]]:
-        """What this device reaches at best, measured now: a matrix product and a large read."""
+    def ceilings(self) -> list[Ceiling]:
+        """A matrix product and a large read: what this device reaches at best."""
 
     def warm_up(self, call: Call) -> float:
         """Call until caches, allocators and clocks have settled; the time of one call afterwards."""
         self.sample(call, 1)
-        first = min(self.sample(call, 2))
-        if first < 0.1:
-            self.sample(call, min(20, max(1, math.ceil(0.02 / max(first, 1e-6)))))
-        return min(self.sample(call, 2))
+        seconds = self.sample(call, 1)[0]
+        if seconds < 0.1:
+            self.sample(call, min(20, math.ceil(0.02 / max(seconds, 1e-6))))
+            seconds = min(self.sample(call, 3))
+        return seconds
 
 
 class CpuStopwatch(Stopwatch):
@@ -62,15 +73,13 @@ class CpuStopwatch(Stopwatch):
         count = round(self.target * (0.4 if quick else 1.0) / (seconds * inner))
         return min(self.most, max(1, count)), inner
 
-    def ceilings(self) -> dict[str, dict[str, Any]]:
+    def ceilings(self) -> list[Ceiling]:
         a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
-        block = torch.randn(64 << 20)  # 256 MiB
-        matmul = self.sample(lambda: a @ b, 7)
-        read = self.sample(lambda: block.sum(), 7)
-        return {
-            "matmul": {"what": "float32 matmul 1536^3", "flops": 2 * 1536**3, "samples": matmul},
-            "read": {"what": "sum of 256 MiB of float32", "bytes": block.nbytes, "samples": read},
-        }
+        block = torch.randn(64 << 20)
+        return [
+            Ceiling("matmul", "float32 matmul 1536³", "flops", 2 * 1536**3, lambda: a @ b),
+            Ceiling("read", "sum of 256 MiB of float32", "bytes", block.nbytes, lambda: block.sum()),
+        ]
 
 
 class CudaStopwatch(Stopwatch):
@@ -98,16 +107,13 @@ class CudaStopwatch(Stopwatch):
         count = round(self.target * (0.4 if quick else 1.0) / seconds)
         return min(self.most, max(2 if seconds < 0.05 else 1, count)), 1
 
-    def ceilings(self) -> dict[str, dict[str, Any]]:
+    def ceilings(self) -> list[Ceiling]:
         a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        block = torch.randn(1 << 30, device="cuda")  # 4 GiB
-        self.sample(lambda: a @ b, 10)
-        matmul = self.sample(lambda: a @ b, 15)
-        read = self.sample(lambda: block.sum(), 15)
-        return {
-            "matmul": {"what": "bfloat16 matmul 8192^3", "flops": 2 * 8192**3, "samples": matmul},
-            "read": {"what": "sum of 4 GiB of float32", "bytes": block.nbytes, "samples": read},
-        }
+        block = torch.randn(1 << 29, device="cuda")
+        return [
+            Ceiling("matmul", "bfloat16 matmul 8192³", "flops", 2 * 8192**3, lambda: a @ b),
+            Ceiling("read", "sum of 2 GiB of float32", "bytes", block.nbytes, lambda: block.sum()),
+        ]
 
 
 def stopwatch(device: str) -> Stopwatch:

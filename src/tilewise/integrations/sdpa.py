@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def scaled_dot_product_attention(
         value: (..., num_kv_heads, seqlen_k, head_dim_v).
         attn_mask: bool (True = attend) or float added to the scores, broadcastable to
             (..., num_heads, seqlen_q, seqlen_k); differentiable if float.
-        dropout_p: probability of dropping a weight; applied whenever it is not 0, as torch does.
+        dropout_p: probability in [0, 1] of dropping a weight; applied whenever it is not 0, as torch does.
         is_causal: top-left causal mask; excludes attn_mask.
         scale: softmax scale; None is 1 / sqrt(head_dim).
         enable_gqa: allow fewer key heads than query heads.
@@ -56,28 +58,26 @@ def scaled_dot_product_attention(
         raise ValueError("is_causal=True must be False when attn_mask is given")
     leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_four_dimensions(t, leading) for t in (query, key, value))
-    if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
-        heads = {t.shape[1] for t in (q, k, v)}
-        if heads - {1} and len(heads - {1}) == 1:  # torch broadcasts a single head
-            q, k, v = (t.expand(-1, max(heads), -1, -1) for t in (q, k, v))
-        else:
-            raise ValueError(
-                f"key.shape[-3]={k.shape[1]} (heads) must equal query.shape[-3]={q.shape[1]} unless enable_gqa=True"
-            )
+    q, k, v = _match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)
+    mask = bias = None
+    if attn_mask is not None:
+        attn_mask = _flatten_mask(attn_mask, (*leading, q.shape[1], q.shape[2], k.shape[2]))
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     window = None
     if is_causal:
         # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
         # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         window = (None, q.shape[2] - k.shape[2])
-    options = {} if attn_mask is None else _mask_options(attn_mask, leading)
+    if dropout_p == 1:  # torch allows it: no weight survives
+        v, dropout_p = v * 0, 0.0
     is_square = is_causal and q.shape[2] == k.shape[2]
     out = attention(
-        q, k, v, layout="bhsd", dropout_p=dropout_p, scale=scale,
-        causal=is_square, window=None if is_square else window, **options,
+        q, k, v, layout="bhsd", mask=mask, bias=bias, dropout_p=dropout_p, scale=scale,
+        causal=is_square, window=None if is_square else window,
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    if query.ndim == 2:
+    if max(query.ndim, key.ndim, value.ndim) == 2:
         return out[0, 0]
     return out.reshape(*leading, *out.shape[1:])
 
@@ -87,11 +87,47 @@ def _four_dimensions(t: Tensor, leading: torch.Size) -> Tensor:
     if t.ndim == 2:
         t = t[None]
     t = t.expand(*leading, *t.shape[-3:])
-    return t.reshape(-1, *t.shape[-3:]) if t.ndim != 4 else t
+    return t if t.ndim == 4 else t.reshape(leading.numel(), *t.shape[-3:])
 
 
-def _mask_options(attn_mask: Tensor, leading: torch.Size) -> dict[str, Tensor]:
-    if attn_mask.ndim > 4 or (attn_mask.ndim == 4 and len(leading) != 1):
-        tail = attn_mask.shape[-3:]
-        attn_mask = attn_mask.expand(*leading, *tail).reshape(-1, *tail)
-    return {"mask": attn_mask} if attn_mask.dtype == torch.bool else {"bias": attn_mask}
+def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal heads; as in torch, a single head is broadcast."""
+    heads = {t.shape[1] for t in (q, k, v)}
+    if len(heads) == 1:
+        return q, k, v
+    if len(heads - {1}) > 1:
+        raise ValueError(
+            f"key.shape[-3]={k.shape[1]} and value.shape[-3]={v.shape[1]} (heads) must equal "
+            f"query.shape[-3]={q.shape[1]} unless enable_gqa=True"
+        )
+    (wanted,) = heads - {1}
+    q, k, v = (t.expand(-1, wanted, -1, -1) for t in (q, k, v))
+    return q, k, v
+
+
+def _match_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As many key as value heads, a divisor of the query's; torch lets the two differ."""
+    for name, t in (("key", k), ("value", v)):
+        if t.shape[1] != q.shape[1] and (t.shape[1] == 0 or q.shape[1] % t.shape[1]):
+            raise ValueError(
+                f"{name}.shape[-3]={t.shape[1]} (heads) must divide query.shape[-3]={q.shape[1]}"
+            )
+    if k.shape[1] != v.shape[1]:
+        heads = math.lcm(k.shape[1], v.shape[1])
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    return q, k, v
+
+
+def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1), of a mask broadcastable to shape."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask={type(attn_mask).__name__} must be a torch.Tensor or None")
+    if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
+        raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
+    padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(padded) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
+        raise ValueError(f"attn_mask.shape={tuple(attn_mask.shape)} must be broadcastable to {shape}")
+    attn_mask, batch = attn_mask.reshape(padded), 1
+    if any(size != 1 for size in padded[:-3]):
+        attn_mask, batch = attn_mask.expand(*shape[:-3], *padded[-3:]), math.prod(shape[:-3])
+    return attn_mask.reshape(batch, *padded[-3:])

@@ -81,10 +81,10 @@ def forward(
     scale: float | None = None,
     causal: bool = False,
 ) -> Trace:
-    """Trace softmax(scale * Q K^T) V, one head, in float64.
+    """Trace softmax(scale * Q K^T) V, one head, in float64 on the CPU.
 
     Args:
-        query: (seqlen_q, head_dim), any floating dtype.
+        query: (seqlen_q, head_dim), any floating dtype, any device.
         key: (seqlen_k, head_dim).
         value: (seqlen_k, head_dim_v).
         block_q: queries in a tile; the last tile may be smaller. `paper_block_sizes` gives both.
@@ -139,7 +139,7 @@ def backward(
     scale: float | None = None,
     causal: bool = False,
 ) -> BackwardTrace:
-    """Trace the gradients of softmax(scale * Q K^T) V by recomputation from lse, in float64.
+    """Trace the gradients of softmax(scale * Q K^T) V by recomputation from lse.
 
     The walk is the CPU backend's: queries outer, keys inner. Arguments as for `forward`, and
 
@@ -156,7 +156,7 @@ def backward(
     if dout.shape != shape:
         raise ValueError(f"dout must have the output's shape {shape}, got {tuple(dout.shape)}")
     operands = _operands(query, key, value, block_q, block_k, scale, causal)
-    do = dout.detach().to(torch.float64)
+    do = dout.detach().to("cpu", torch.float64)
     walk = _BackwardWalk(operands, trace, do, (do * trace.out).sum(-1))
     steps = tuple(walk.step(step.tile) for step in trace.steps)
     return BackwardTrace(walk.dq * operands.scale, walk.dk, walk.dv, walk.delta, steps, trace)
@@ -304,7 +304,7 @@ def _operands(
             raise ValueError(f"{name} must be an integer of at least 1, got {size}")
     one_head = Inputs(*(t.detach()[None, :, None] for t in (query, key, value)))
     problem = describe(one_head, Options(causal=causal, scale=scale))  # checks dtypes, shapes and scale
-    q, k, v = (t.detach().to(torch.float64) for t in (query, key, value))
+    q, k, v = (t.detach().to("cpu", torch.float64) for t in (query, key, value))
     blocks = BlockSizes(block_q, block_k)
     return _Operands(q * problem.scale, k, v, blocks, problem.visibility(), problem.scale)
 

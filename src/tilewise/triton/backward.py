@@ -2,9 +2,9 @@
 
     delta = rowsum(dO * O) - dlse                           attn_bwd_delta_kernel
     p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
-    dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over query tiles
-    dq += ds k                                              attn_bwd_dq_kernel: a query tile, over key tiles
-    dbias += ds, summed where bias is broadcast             attn_bwd_dbias_kernel: a bias tile, over what it serves
+    dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
+    dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
+    dbias += ds, summed where bias is broadcast             attn_bwd_dbias_kernel: a bias tile
 
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
+import triton
 from tilewise.triton.primitives import (
+    Extras,
     Place,
     exponentials,
     keep_entries,
@@ -62,8 +63,12 @@ def attn_bwd_delta_kernel(out, do, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr
     b = slot // sizes.num_heads
     start = tl.zeros((), tl.int64)
     i0 = tile * BLOCK_M
-    o_tile = load_tile(out, row_base(out, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
-    do_tile = load_tile(do, row_base(do, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    o_tile = load_tile(
+        out, row_base(out, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
+    )
+    do_tile = load_tile(
+        do, row_base(do, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
+    )
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     first = stat_start(b, h, start, sizes)
     if dlse_ptr is not None:
@@ -74,30 +79,48 @@ def attn_bwd_delta_kernel(out, do, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr
 
 @triton.jit(do_not_specialize=["sizes"])
 def attn_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, lse_ptr, delta_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr
+    q,
+    k,
+    v,
+    do,
+    dk,
+    dv,
+    lse_ptr,
+    delta_ptr,
+    ragged,
+    mask,
+    bias,
+    alibi,
+    sinks,
+    dropout_seed,
+    sizes,
+    factors,
+    cfg: tl.constexpr,
 ):
     """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it."""
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
     tile, slot = program_tile(sizes, False)
     kv_head = slot % num_kv_heads
     b = slot // num_kv_heads
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
-    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     j0 = tile * BLOCK_N
     if j0 >= seqlen_k:
         return
-    first_col = k_start
-    if ragged.cu_seqlens_q is not None:
-        first_col = k_start * 0
 
     k_base = row_base(k, b, kv_head, k_start)
     v_base = row_base(v, b, kv_head, k_start)
-    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_N, BLOCK_D]
+    k_tile = load_tile(
+        k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D, True
+    )  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
-    dk_acc = tl.zeros((BLOCK_N, cfg.BLOCK_D), tl.float32)
-    dv_acc = tl.zeros((BLOCK_N, cfg.BLOCK_DV), tl.float32)
+    dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_acc = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for member in range(cfg.GROUP_SIZE):
         h = kv_head * cfg.GROUP_SIZE + member
         place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
@@ -121,8 +144,12 @@ def attn_bwd_dkdv_kernel(
             )  # fmt: skip
     dk_acc *= factors.scale
     dv_acc *= factors.keep
-    store_tile(dk, row_base(dk, b, kv_head, k_start), j0, seqlen_k, dk_acc, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D)
-    store_tile(dv, row_base(dv, b, kv_head, k_start), j0, seqlen_k, dv_acc, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV)
+    store_tile(
+        dk, row_base(dk, b, kv_head, k_start), j0, seqlen_k, dk_acc, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D
+    )
+    store_tile(
+        dv, row_base(dv, b, kv_head, k_start), j0, seqlen_k, dv_acc, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
+    )
 
 
 @triton.jit
@@ -162,32 +189,50 @@ def dkdv_step(
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def attn_bwd_dq_kernel(q, k, v, do, dq, lse_ptr, delta_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr):
+def attn_bwd_dq_kernel(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    lse_ptr,
+    delta_ptr,
+    ragged,
+    mask,
+    bias,
+    alibi,
+    sinks,
+    dropout_seed,
+    sizes,
+    factors,
+    cfg: tl.constexpr,
+):
     """BLOCK_M rows of dq of one head."""
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_D: tl.constexpr = cfg.BLOCK_D
     tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
     h = slot % sizes.num_heads
     b = slot // sizes.num_heads
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     i0 = tile * BLOCK_M
     if i0 >= seqlen_q:
         return
-    first_col = k_start
-    if ragged.cu_seqlens_q is not None:
-        first_col = k_start * 0
     place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
 
     q_base = row_base(q, b, h, q_start)
     do_base = row_base(do, b, h, q_start)
     first_stat = stat_start(b, h, q_start, sizes)
-    q_tile = load_tile(q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    q_tile = load_tile(
+        q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
+    )  # [BLOCK_M, BLOCK_D]
     do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
     lse = load_lse_log2(lse_ptr + first_stat, i0, seqlen_q, BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, BLOCK_M)
-    dq_acc = tl.zeros((BLOCK_M, cfg.BLOCK_D), tl.float32)
+    dq_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     i1 = tl.minimum(i0 + BLOCK_M, seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
     if sizes.window_left is not None:
@@ -235,7 +280,8 @@ def dq_step(
 
 @triton.jit(do_not_specialize=["sizes", "bias_sizes"])
 def attn_bwd_dbias_kernel(
-    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, extras, sizes, bias_sizes, factors,
+    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed,
+    sizes, bias_sizes, factors,
     ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
@@ -243,6 +289,9 @@ def attn_bwd_dbias_kernel(
     Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
     its gradient is summed in registers.
     """
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     pid = tl.program_id(0)
     tile_n = pid % bias_sizes.tiles_n
     tile_m = pid // bias_sizes.tiles_n % bias_sizes.tiles_m
@@ -252,7 +301,7 @@ def attn_bwd_dbias_kernel(
     part = head // (bias_sizes.bias_heads * bias_sizes.bias_batch)
     iterations = bias_sizes.loop_batch * bias_sizes.loop_heads * bias_sizes.loop_rows * bias_sizes.loop_cols
 
-    acc = tl.zeros((cfg.BLOCK_M, cfg.BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part * bias_sizes.per_part
     for n in range(first, tl.minimum(first + bias_sizes.per_part, iterations)):
         col = tile_n + n % bias_sizes.loop_cols  # either the tile is 0 or the loop has one round
@@ -283,16 +332,15 @@ def attn_bwd_dbias_kernel(
 def dbias_step(
     q, k, v, do, lse_ptr, delta_ptr, i0, col0, b, h, ragged, extras, sizes, factors, cfg: tl.constexpr
 ):
-    """ds of queries from i0 on against the keys in bias columns from col0 on; 0 where there is no such pair."""
-    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
-    first_col = k_start
-    if ragged.cu_seqlens_q is not None:
-        first_col = k_start * 0
+    """ds of queries from i0 on against keys in bias columns from col0 on; 0 where no such pair exists."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     j0 = (col0 - first_col).to(tl.int32)  # may be negative, and need not be aligned
     place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-    ds = tl.zeros((cfg.BLOCK_M, cfg.BLOCK_N), tl.float32)
+    ds = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
-    lo, _, _, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
     if (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo):
         kv_head = h // cfg.GROUP_SIZE
         first_stat = stat_start(b, h, q_start, sizes)
@@ -304,7 +352,9 @@ def dbias_step(
         do_tile = load_tile(
             do, row_base(do, b, h, q_start), i0, seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
         )
-        k_tile = load_signed(k, row_base(k, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D)
+        k_tile = load_signed(
+            k, row_base(k, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D
+        )
         v_tile = load_signed(
             v, row_base(v, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
         )
@@ -312,7 +362,7 @@ def dbias_step(
         delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, cfg.BLOCK_M)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
-        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
+        s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
         p = exponentials(s, lse[:, None], factors, cfg)
         if extras.dropout_seed is not None:
             if ragged.leftpad_k is None:
@@ -325,9 +375,7 @@ def dbias_step(
 
 
 @triton.jit
-def load_signed(
-    x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def load_signed(x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Like `load_tile` at an edge; rows before the first are zero too."""
     row = first_row + tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]

@@ -12,12 +12,13 @@ FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse i
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+import triton
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
+    Extras,
     Place,
     keep_tile,
     key_regions,
@@ -35,8 +36,11 @@ from tilewise.triton.primitives import (
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def attn_fwd_kernel(q, k, v, out, lse_ptr, ragged, extras, sizes, factors, cfg: tl.constexpr):
+def attn_fwd_kernel(
+    q, k, v, out, lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, sizes, factors, cfg: tl.constexpr
+):
     """Rows of out and lse. Grid: (tiles * slots,), see `program_tile`."""
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
@@ -45,17 +49,16 @@ def attn_fwd_kernel(q, k, v, out, lse_ptr, ragged, extras, sizes, factors, cfg: 
     b = slot // sizes.num_heads
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k = sequence_rows(b, sizes, ragged)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     i0 = tile * BLOCK_M
     if i0 >= seqlen_q:
         return
-    first_col = k_start
-    if ragged.cu_seqlens_q is not None:
-        first_col = k_start * 0
     place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
 
     q_base = row_base(q, b, h, q_start)
-    q_tile = load_tile(q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    q_tile = load_tile(
+        q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
+    )  # [BLOCK_M, BLOCK_D]
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
         m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + h).to(tl.float32) * LOG2E

@@ -74,7 +74,7 @@ def forward(
             call.rows(out),
             lse,
             call.ragged(),
-            call.extras(),
+            *call.extras(),
             call.sizes(num_tiles, call.slots_q, section),
             call.factors(),
         ),
@@ -147,7 +147,7 @@ class _Call:
         self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
 
     def last_dim_contiguous(self, t: Tensor) -> Tensor:
-        """t, or a copy if its last dimension has gaps, or its rows lie so far apart that a tile spans 2^31."""
+        """t, or a copy if its last dimension has gaps or a tile of its rows would span 2^31."""
         row = t.stride(0 if t.ndim == 3 else 1)
         is_fine = (t.shape[-1] == 1 or t.stride(-1) == 1) and row < 1 << 23
         return t if is_fine else t.contiguous()
@@ -268,7 +268,7 @@ def _dkdv(
         lse,
         delta,
         call.ragged(),
-        call.extras(),
+        *call.extras(),
         call.sizes(num_tiles, call.slots_k, section),
         call.factors(),
     )
@@ -289,7 +289,7 @@ def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile:
         lse,
         delta,
         call.ragged(),
-        call.extras(),
+        *call.extras(),
         call.sizes(num_tiles, call.slots_q, section),
         call.factors(),
     )
@@ -323,7 +323,7 @@ def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTi
         delta,
         partial,
         call.ragged(),
-        call.extras(),
+        *call.extras(),
         call.sizes(0, 0, 0),
         BiasSizes(
             batch, heads, rows, cols, loop_batch, loop_heads, loop_rows, loop_cols, tiles_m, tiles_n, per_part
@@ -331,7 +331,12 @@ def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTi
         call.factors(),
     )
     call.run(
-        attn_bwd_dbias_kernel, tile, parts * one_part, args, ROWS_BROADCAST=rows == 1, COLS_BROADCAST=cols == 1
+        attn_bwd_dbias_kernel,
+        tile,
+        parts * one_part,
+        args,
+        ROWS_BROADCAST=rows == 1,
+        COLS_BROADCAST=cols == 1,
     )
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
@@ -342,13 +347,13 @@ def _dsinks(call: _Call, lse: Tensor, delta: Tensor) -> Tensor:
     assert sinks is not None
     p_sink = torch.exp(sinks.float()[:, None] - lse)
     p_sink = torch.where(lse == float("-inf"), 0.0, p_sink)  # an absent sink in a row that sees no key
-    rows = -(p_sink * delta).sum(-1)
-    return (rows if call.is_packed else rows.sum(0)).to(sinks.dtype)
+    total = (p_sink * delta).sum(-1 if call.is_packed else (0, 2))
+    return total.neg().to(sinks.dtype)
 
 
 def _empty_like_query(problem: AttentionProblem, query: Tensor) -> Tensor:
     """Uninitialized output: query's shape with head_dim_v, dimensions in query's memory order."""
-    order = sorted(range(query.ndim - 1), key=lambda dim: -query.stride(dim))
+    order = sorted(range(query.ndim - 1), key=lambda dim: -query.stride()[dim])
     dense = query.new_empty([query.shape[dim] for dim in order] + [problem.head_dim_v])
     return dense.permute(*(order.index(dim) for dim in range(query.ndim - 1)), query.ndim - 1)
 
@@ -380,11 +385,18 @@ def _padded(head_dim: int) -> int:
 def _tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile:
     if is_interpreted():
         return KernelTile(16, 16, 4, 1)
-    return _measured_tile(kernel, problem, device.index)
+    return _measured_tile(kernel, problem, _capability(device))
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; other vendors' GPUs take the portable tiles."""
+    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _measured_tile(kernel: str, problem: AttentionProblem, device_index: int) -> KernelTile:
-    capability = (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device_index)
+def _measured_tile(kernel: str, problem: AttentionProblem, capability: tuple[int, int]) -> KernelTile:
     padded = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
-    return kernel_tile(kernel, capability, problem.dtype == torch.float32, padded)
+    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None or problem.has_alibi
+    has_extras = has_tensors or problem.softcap > 0 or problem.dropout_p > 0
+    return kernel_tile(kernel, capability, problem.dtype == torch.float32, padded, has_extras)

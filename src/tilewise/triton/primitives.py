@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -48,7 +49,10 @@ class Slopes(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Tensors that change scores or weights. None: absent from the compiled kernel."""
+    """Tensors that change scores or weights. None: absent from the compiled kernel.
+
+    Built inside a kernel: Triton 3.6 loses the constants of a tuple that is nested in an argument.
+    """
 
     mask: ScoreTensor | None
     bias: ScoreTensor | None
@@ -159,7 +163,7 @@ def packed_tile(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def sequence_rows(b, sizes, ragged):
-    """(first query row, seqlen_q, first key row, seqlen_k) of sequence b; rows as int64."""
+    """(first query row, seqlen_q, first key row, seqlen_k, first mask column) of sequence b."""
     q_start = tl.zeros((), tl.int64)
     k_start = tl.zeros((), tl.int64)
     seqlen_q = sizes.seqlen_q
@@ -174,7 +178,10 @@ def sequence_rows(b, sizes, ragged):
     if ragged.leftpad_k is not None:
         k_start = tl.load(ragged.leftpad_k + b).to(tl.int64)
         seqlen_k = (seqlen_k - k_start).to(tl.int32)
-    return q_start, seqlen_q, k_start, seqlen_k
+    first_col = k_start
+    if ragged.cu_seqlens_q is not None:  # each packed sequence has its columns from 0 on
+        first_col = k_start * 0
+    return q_start, seqlen_q, k_start, seqlen_k, first_col
 
 
 @triton.jit
@@ -185,7 +192,7 @@ def stat_start(b, h, q_start, sizes):
 
 @triton.jit
 def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
-    """Key tiles for queries [i0, i1): edge tiles [lo, full_lo), full ones [full_lo, full_hi), edge [full_hi, hi).
+    """Key tiles for queries [i0, i1): edge [lo, full_lo), full [full_lo, full_hi), edge [full_hi, hi).
 
     Full: every key of the tile is visible to every query. Tiles outside [lo, hi) are invisible.
     """
@@ -326,7 +333,7 @@ def load_stat(ptr, i0, seqlen_q, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def tanh(x, IS_ACCURATE: tl.constexpr):
-    """tanh in float32. IS_ACCURATE keeps the relative error near 1e-7 for small x too (Cephes' polynomial)."""
+    """tanh in float32. IS_ACCURATE: relative error near 1e-7 for small x too, by Cephes' polynomial."""
     y = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
     y = tl.where(x < 0, -y, y)
     if IS_ACCURATE:
@@ -419,7 +426,9 @@ def keep_tile(i0, j0, place, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
     i = (i0 + tl.arange(0, BLOCK_M))[:, None]
     group = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
     w0, w1, w2, w3 = dropout_words(i, group, place, extras, sizes)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
+    words = tl.join(
+        tl.join(w0, w2), tl.join(w1, w3)
+    )  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
     return is_kept(tl.reshape(words, (BLOCK_M, BLOCK_N)), sizes)
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 POINTERS = (
-    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dq_sum", "turn",
+    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn",
     "mask", "bias", "slopes", "sinks", "spans", "page_table", "partial", "scratch",
 )  # fmt: skip
-FLOATS = ("q_factor", "cap_log2", "scale")
+FLOATS = ("q_factor", "softcap", "scale")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
-    "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
-    "lse_b", "lse_h", "slopes_b", "score_k0", "page_size", "page_b", "scratch_bytes", "seqlen_q", "splits", "split_keys",
+    "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride", "lse_b", "lse_h", "slopes_b",
+    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -57,7 +57,7 @@ class Block:
         self.address = -(-ctypes.addressof(self.memory) // 64) * 64
         self.words = (ctypes.c_int64 * WORDS).from_address(self.address)
 
-    def update(self, values: dict[str, Any]) -> None:
+    def update(self, **values: Any) -> None:
         for name, value in values.items():
             self.words[WORD[name]] = _bits(value) if name in FLOATS else value
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"tilewise-kernel-1\n"
-SOURCES = ("vector.py", "tiles.py", "forward.py", "backward.py", "decode.py", "compile.py")
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ def _link(name: str, code: bytes, machine: Target) -> int:
 
 @functools.cache
 def _sources_hash() -> str:
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 @functools.cache

@@ -7,9 +7,9 @@ once and all tiles of the item use them:
     for each block of keys:                                   k, v converted     [BLOCK_K, head_dim]
         for each tile:
             s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [BLOCK_K, block_q]
-            m_new = max(m, max over keys of s_t);  c = 2^(m - m_new);  p_t = 2^(s_t - m_new)
+            m_new = max(m, max over keys of s_t);  c = exp(m - m_new);  p_t = exp(s_t - m_new)
             l     = c l + sum over keys of p_t;    acc_t = c acc_t + v^T p_t     [head_dim_v, block_q]
-    for each tile:  out = acc_t^T / l;  lse = ln 2 (m + log2 l)
+    for each tile:  out = acc_t^T / l;  lse = m + log l
 
 The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
 in its item nor on which thread computes it.
@@ -22,7 +22,6 @@ from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
-    LN_2,
     Arguments,
     Head,
     Scores,
@@ -40,10 +39,10 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     claim,
-    exp2,
+    exp,
     fma,
     function,
-    log2,
+    log,
     loop,
     maximum,
     minimum,
@@ -74,7 +73,7 @@ class Tile:
         self.scratch = Scratch(shape, base)
         self.q_t = self.scratch.rows(shape.pad, shape.block_q)  # scaled
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
-        self.m = self.scratch.rows(1, shape.block_q)  # running maximum, in units of log 2
+        self.m = self.scratch.rows(1, shape.block_q)  # running maximum
         self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
 
 
@@ -121,7 +120,7 @@ class ForwardKernel:
         factor = self.args.vector("q_factor", shape)
         transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
         for c in shape.columns():
-            tile.m[0, c].store(head.sink_log2() if shape.config.has_sinks else shape.constant(-INF))
+            tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
         for d in loop(0, shape.pad_v):
             for c in shape.columns():
@@ -141,12 +140,12 @@ class ForwardKernel:
         with when(first < n):
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             m_new = self.score_keys(head, tile, j0, first, n)
-            m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # 2^(-inf - -inf) would be NaN
-            correction = [exp2(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
+            m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
+            correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
             l = [Var(tile.l[0, c].load(shape.lanes) * x) for c, x in zip(shape.columns(), correction)]
             for j in loop(first, n):
                 for v, c in enumerate(shape.columns()):
-                    p = exp2(self.p_t[j, c].load(shape.lanes) - m_finite[v], shape.exp_degree)
+                    p = exp(self.p_t[j, c].load(shape.lanes) - m_finite[v], shape.exp_degree)
                     self.p_t[j, c].store(p)
                     l[v].set(l[v] + p)
             for v, c in enumerate(shape.columns()):
@@ -187,7 +186,7 @@ class ForwardKernel:
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
             is_empty = l.equals(0.0)
-            lse = select(is_empty, m, (m + log2(l)) * LN_2)
+            lse = select(is_empty, m, m + log(l))
             tile.m[0, c].store(lse)
             tile.l[0, c].store(select(is_empty, 0.0, 1.0 / l))
         for i in loop(0, n):

@@ -39,7 +39,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-LOG2_E, LN_2, INF = math.log2(math.e), math.log(2), math.inf
+INF = math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
@@ -218,10 +218,9 @@ class Head:
         row = self.batch * self.args.lse_b + self.head * self.args.lse_h + self.q_row0 + i
         return self.args.ptr(name, self.shape.kind)[row]
 
-    def sink_log2(self) -> Value:
-        """The head's sink logit in every lane, in units of log 2."""
-        sink = self.args.ptr("sinks", self.shape.kind)[self.head].load()
-        return splat(sink * LOG2_E, self.shape.lanes)
+    def sink(self) -> Value:
+        """The head's sink logit in every lane."""
+        return self.args.ptr("sinks", self.shape.kind)[self.head].splat(self.shape.lanes)
 
     def score_row(self, name: str, kind: str, i: Scalar, j: Scalar) -> Ptr:
         """Where (query i, key j) stands in mask, bias or dbias."""
@@ -244,10 +243,7 @@ class Head:
 
 
 class Scores:
-    """The score tile of queries [q0, q0 + block_q) against the keys of one block, with every option.
-
-    Scores come in units of log 2. q carries scale * log2(e); with a softcap, scale / softcap until tanh.
-    """
+    """Mask and bias beside a score tile: the parts of it that come from memory."""
 
     def __init__(self, shape: Shape, scratch: Scratch) -> None:
         self.shape, self.config = shape, shape.config
@@ -277,6 +273,16 @@ class Scores:
                     load_rows(shape, rows, source, n_q, shape.block_q, BLOCK_K)
             transpose_rows(shape, area, rows, shape.block_q, BLOCK_K)
 
+    def store_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
+        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back."""
+        shape, rows, kind = self.shape, self.by_query, self.config.bias_kind
+        assert rows is not None
+        transpose_rows(shape, rows, ds_t, BLOCK_K, shape.block_q)
+        for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
+            row = head.score_row("dbias", kind, q0 + i, j0)
+            for j in loop(begin, end):
+                row[j].store(as_kind(rows[i, j].load(), "f64" if kind == "f64" else "f32"))
+
     def at(self, head: Head, q0: Value, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
 
@@ -300,10 +306,10 @@ class TileScores:
         self.inner_hi = minimum(first + args.right, last_key)
         self.position = [x + int32(first) for x in lane]
         if self.config.has_softcap:
-            self.cap_log2 = args.vector("cap_log2", shape)
+            self.softcap = args.vector("softcap", shape)
         if self.config.has_alibi:
             slope = args.ptr("slopes", shape.kind)[head.batch * args.slopes_b + head.head].load()
-            self.slope_log2 = slope * -LOG2_E
+            self.slope = splat(-1.0 * slope, shape.lanes)
 
     def apply(self, s: Grid, j: Value, slope_of_cap: Rows | None = None) -> None:
         """Products q k of keys j0 + [j, j + rows) -> scores, in place; -inf where not visible.
@@ -317,13 +323,12 @@ class TileScores:
                     t = tanh(x, shape.exp_degree)
                     if slope_of_cap is not None:
                         slope_of_cap.at(j, v * shape.lanes)[r, 0].store(1.0 - t * t)
-                    x.set(t * self.cap_log2)
+                    x.set(t * self.softcap)
                 if "bias" in self.scores.areas:
-                    bias = self._option("bias", j, r, v)
-                    x.set(fma(bias, shape.constant(LOG2_E), x))
+                    x.set(x + self._option("bias", j, r, v))
                 if config.has_alibi:
                     distance = to_float(self.position[v] - int32(j_key + r), shape.kind)
-                    x.set(fma(absolute(distance), splat(self.slope_log2, shape.lanes), x))
+                    x.set(fma(absolute(distance), self.slope, x))
                 if config.has_mask:
                     x.set(select(self._option("mask", j, r, v) > 0.0, x, -INF))
         is_edge = (j_key < self.inner_lo) | (j_key + (shape.rows - 1) > self.inner_hi)

@@ -16,6 +16,7 @@ read as 0 or 1.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class FloatFormat:
     bits: Any
     mantissa: int
     bias: int
-    log2_terms: int
+    log_terms: int
 
 
 FORMATS = {F32: FloatFormat(I32, 23, 127, 6), F64: FloatFormat(I64, 52, 1023, 12)}
@@ -315,18 +316,18 @@ def _bitcast(x: Operand, element: ir.Type) -> Value:
     return Value(_b().bitcast(x.ir, ir.VectorType(element, x.type.count) if vector else element))
 
 
-def _exp2_parts(x: Operand, degree: int) -> tuple[Value, Value]:
-    """(2^n, 2^f - 1) with x = n + f and |f| <= 1/2; n stops at the value whose 2^n is exactly 0.
+def _exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
+    """(2^n, 2^f - 1) with x / ln 2 = n + f and |f| <= 1/2; n stops where 2^n is exactly 0.
 
-    Adding 1.5 * 2^mantissa + bias rounds x to an integer and leaves n + bias in the low bits, where a
-    shift turns it into the floating-point number 2^n. The polynomial is Taylor's: its remainder is
+    Adding 1.5 * 2^mantissa + bias rounds x / ln 2 to an integer and leaves n + bias in the low bits, where
+    a shift turns it into the floating-point number 2^n. The polynomial is Taylor's: its remainder is
     below 1.2e-7 (degree 6), 2.5e-6 (degree 5), 4e-18 (degree 13). NaN stays NaN.
     """
     f = FORMATS[_element(x.type)]
-    magic = 1.5 * 2.0**f.mantissa + f.bias
-    x = maximum(_like(-float(f.bias), x), x)
-    shifted = x + magic
-    fraction = x - (shifted - magic)
+    magic, log2_e = _like(1.5 * 2.0**f.mantissa + f.bias, x), _like(1 / math.log(2), x)
+    x = maximum(_like(-f.bias * math.log(2), x), x)
+    shifted = fma(x, log2_e, magic)
+    fraction = fma(x, log2_e, magic - shifted)
     power = _bitcast(_bitcast(shifted, f.bits) << f.mantissa, _element(x.type))
     series = _like(math.log(2) ** degree / math.factorial(degree), x)
     for k in range(degree - 1, 0, -1):
@@ -334,9 +335,9 @@ def _exp2_parts(x: Operand, degree: int) -> tuple[Value, Value]:
     return power, series * fraction
 
 
-def exp2(x: Operand, degree: int) -> Value:
-    """2^x for x below 127 (1023); exactly 0 below -126.5 (-1022.5), NaN for NaN."""
-    power, fraction = _exp2_parts(x, degree)
+def exp(x: Operand, degree: int) -> Value:
+    """e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
+    power, fraction = _exp_parts(x, degree)
     return power * (fraction + 1.0)
 
 
@@ -345,13 +346,13 @@ def tanh(x: Operand, degree: int) -> Value:
     limit = 20.0  # tanh is 1 to the last bit from there on
     y = maximum(_like(-limit, x), x)
     y = select(y > limit, limit, y)
-    power, fraction = _exp2_parts(y * (2 / math.log(2)), degree)
+    power, fraction = _exp_parts(y * 2.0, degree)
     e = fma(power, fraction, power - 1.0)
     return e / (e + 2.0)
 
 
-def log2(x: Operand) -> Value:
-    """log2(x) for normal x > 0: the exponent, plus 2 atanh((m - 1) / (m + 1)) / ln 2. NaN stays NaN."""
+def log(x: Operand) -> Value:
+    """ln(x) for normal x > 0: ln 2 times the exponent, plus 2 atanh((m - 1) / (m + 1)). NaN stays NaN."""
     f = FORMATS[_element(x.type)]
     bits = _bitcast(x, f.bits)
     low = (1 << f.mantissa) - 1
@@ -363,10 +364,10 @@ def log2(x: Operand) -> Value:
     exponent = select(is_high, exponent + 1.0, exponent)
     t = (mantissa - 1.0) / (mantissa + 1.0)  # |t| < 0.172
     square = t * t
-    series = _like(2 / math.log(2) / (2 * f.log2_terms - 1), x)
-    for k in range(f.log2_terms - 2, -1, -1):
-        series = fma(series, square, _like(2 / math.log(2) / (2 * k + 1), x))
-    return select(x.equals(x), fma(series, t, exponent), x)
+    series = _like(2 / (2 * f.log_terms - 1), x)
+    for k in range(f.log_terms - 2, -1, -1):
+        series = fma(series, square, _like(2 / (2 * k + 1), x))
+    return select(x.equals(x), fma(series, t, exponent * math.log(2)), x)
 
 
 def transpose(rows: Sequence[Operand]) -> list[Value]:
@@ -479,7 +480,7 @@ class Ptr:
         return Value(_b().load_atomic(self.address, "acquire", BYTES[self.kind], typ=STORED[self.kind]))
 
     def store_release(self, value: Operand) -> None:
-        _b().store_atomic(value.ir, self.address, "release", BYTES[self.kind])
+        _b().atomic_rmw("xchg", self.address, value.ir, "release")
 
 
 class Rows:
@@ -523,13 +524,16 @@ def loop(start: Scalar, stop: Scalar, step: int = 1) -> Iterator[Value]:
     b.position_at_end(done)
 
 
-def repeat_while(condition: Any) -> None:
-    """Spin: evaluate condition() until it is false."""
+def wait_until(counter: Ptr, value: Operand) -> None:
+    """Wait until the integer reaches value, letting other threads run; see what its writer wrote before."""
     b = _b()
-    again, done = b.append_basic_block("spin"), b.append_basic_block("done")
+    again, done = b.append_basic_block("wait"), b.append_basic_block("done")
     b.branch(again)
     b.position_at_end(again)
-    b.cbranch(condition().ir, again, done)
+    is_early = counter.load_acquire() < value
+    if os.name == "posix":
+        _emitters[-1].intrinsic("sched_yield", I32)
+    b.cbranch(is_early.ir, again, done)
     b.position_at_end(done)
 
 

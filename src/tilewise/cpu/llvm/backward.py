@@ -1,0 +1,273 @@
+"""Backward attention on the CPU, by recomputation of P from lse; five matrix products, no second pass.
+
+A work item is one key head and one block of keys; its K, V, dK, dV stay in the thread's scratch while the
+queries that see it go by, those of every query head that shares the key head:
+
+    k, v converted; dk, dv = 0                                               [key_block, head_dim]
+    for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
+        for each 64 keys:
+            s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
+            dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
+            dq_t += k^T ds_t                                                 [head_dim, block_q]
+            dv   += p_t do;            dk += ds_t q
+        dq of the tile += dq_t, after the previous block of keys has added its own
+
+Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
+are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
+which other threads already hold or have finished, so the wait ends. Scratch: one dq in the compute type.
+"""
+
+from __future__ import annotations
+
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.tiles import (
+    BLOCK_K,
+    INF,
+    Arguments,
+    Head,
+    Scores,
+    Scratch,
+    Shape,
+    load_rows,
+    outer_sums,
+    round_up,
+    store_rows,
+    transpose_rows,
+)
+from tilewise.cpu.llvm.vector import (
+    Ptr,
+    Rows,
+    Value,
+    Var,
+    claim,
+    either,
+    exp,
+    fma,
+    fold_sums,
+    function,
+    loop,
+    maximum,
+    minimum,
+    select,
+    wait_until,
+    when,
+)
+
+KEY_BLOCK_BYTES = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
+MAX_KEY_BLOCK = 256  # a tile's transposes are then 2% of its products
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """LLVM IR of the kernel, and the sizes its caller needs."""
+    shape = Shape(config, target)
+    with function("backward") as emitter:
+        kernel = BackwardKernel(shape, Arguments(emitter))
+        kernel.run()
+        facts = {
+            "block_q": shape.block_q,
+            "key_block": kernel.key_block,
+            "scratch_bytes": kernel.scratch.bytes,
+            "tile_bytes": shape.pad * shape.block_q * shape.item,
+        }
+        return emitter.finish(), facts
+
+
+class BackwardKernel:
+    """The kernel's steps, in the order in which they run."""
+
+    def __init__(self, shape: Shape, args: Arguments) -> None:
+        self.shape, self.args, self.config = shape, args, shape.config
+        row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
+        self.key_block = min(MAX_KEY_BLOCK, max(BLOCK_K, KEY_BLOCK_BYTES // row_bytes // BLOCK_K * BLOCK_K))
+        self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.k, self.dk = (scratch.rows(self.key_block, shape.pad) for _ in range(2))
+        self.v, self.dv = (scratch.rows(self.key_block, shape.pad_v) for _ in range(2))
+        self.p_t, self.ds_t = (scratch.rows(BLOCK_K, shape.block_q) for _ in range(2))
+        self.q, self.dq = (scratch.rows(shape.block_q, shape.pad) for _ in range(2))
+        self.do, self.out = (scratch.rows(shape.block_q, shape.pad_v) for _ in range(2))
+        self.q_t, self.dq_t = (scratch.rows(shape.pad, shape.block_q) for _ in range(2))
+        self.do_t = scratch.rows(shape.pad_v, shape.block_q)
+        self.lse, self.delta = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.cap_slope = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_softcap else None
+        self.scores = Scores(shape, scratch)
+
+    def run(self) -> None:
+        args, block_q = self.args, self.shape.block_q
+        key_heads = args.items // args.splits  # splits: blocks of keys of a head
+        for item in claim(args.counter, args.items):
+            block, batch_head = item // key_heads, item % key_heads  # neighbours are different heads
+            batch, kv_head = batch_head // args.num_kv_heads, batch_head % args.num_kv_heads
+            keys = Head(self.shape, args, batch, kv_head * args.group)
+            j0 = block * args.split_keys
+            n = minimum(args.split_keys, keys.seqlen_k - j0)
+            with when(n > 0):
+                self.load_keys(keys, j0, n)
+                q0, q1 = keys.query_range(j0, j0 + n)
+                for g in loop(0, args.group):
+                    head = Head(self.shape, args, batch, kv_head * args.group + g)
+                    for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
+                        self.attend(head, t, block, j0, n)
+                self.store_keys(keys, j0, n)
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config = self.shape, self.config
+        count = (n + (shape.rows - 1)) & -shape.rows
+        load_rows(shape, self.k, lambda j: head.key_row("k", j0 + j), n, count, config.head_dim)
+        load_rows(shape, self.v, lambda j: head.key_row("v", j0 + j), n, count, config.head_dim_v)
+        for area in (self.dk, self.dv):
+            fill_zero(shape, area, count)
+
+    def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
+        """One tile of queries against the item's keys."""
+        shape = self.shape
+        q0 = t * shape.block_q
+        self.load_queries(head, q0)
+        fill_zero(shape, self.dq_t, shape.pad)
+        k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
+        first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
+        for j in loop(first & -BLOCK_K, last, BLOCK_K):
+            begin, end = maximum(0, first - j) & -shape.rows, minimum(last - j, BLOCK_K)
+            self.weights(head, q0, j0, j, begin, end)
+            self.score_gradients(head, q0, j0, j, begin, end)
+            self.add_query_gradients(j, begin, end)
+            self.add_key_gradients(j, begin, end)
+        split = self.args.split_keys
+        self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
+
+    def load_queries(self, head: Head, q0: Value) -> None:
+        """q, do as rows and transposed; lse; delta. Lanes past the end get p = 0."""
+        shape, config, args = self.shape, self.config, self.args
+        n, block_q = head.seqlen_q - q0, shape.block_q
+        load_rows(shape, self.q, lambda i: head.query_row("q", q0 + i), n, block_q, config.head_dim)
+        load_rows(shape, self.do, lambda i: head.query_row("do", q0 + i), n, block_q, config.head_dim_v)
+        load_rows(shape, self.out, lambda i: head.query_row("out", q0 + i), n, block_q, config.head_dim_v)
+        transpose_rows(shape, self.q_t, self.q, block_q, shape.pad, args.vector("q_factor", shape))
+        transpose_rows(shape, self.do_t, self.do, block_q, shape.pad_v)
+        for i in loop(0, block_q, shape.lanes):
+            sums = [Var(shape.constant(0.0)) for _ in range(shape.lanes)]
+            for c in loop(0, shape.pad_v, shape.lanes):
+                for r, total in enumerate(sums):
+                    out, do = (area.at(i, c)[r, 0].load(shape.lanes) for area in (self.out, self.do))
+                    total.set(fma(out, do, total))
+            self.delta[0, i].store(fold_sums(sums))
+        for i in loop(0, block_q):
+            row = minimum(q0 + i, head.seqlen_q - 1)
+            lse = head.statistic("lse", row).load()
+            delta = self.delta[0, i].load() - head.statistic("dlse", row).load()
+            self.delta[0, i].store(delta)
+            if config.has_sinks:
+                head.statistic("delta", row).store(delta)
+            lse = select(lse.equals(-INF), INF, lse)  # no weights: p = exp(s - inf) = 0
+            self.lse[0, i].store(select(i < n, lse, INF))
+
+    def weights(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+        """p_t = exp(s_t - lse) for the keys j0 + j + [begin, end), and 0 up to a multiple of the rows."""
+        shape = self.shape
+        self.scores.load(head, q0, j0 + j, end)
+        scores = self.scores.at(head, q0, j0 + j)
+        lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
+        for r0 in loop(begin, end, shape.rows):
+            k = self.k.at(j + r0, 0)
+            s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
+            scores.apply(s, r0, self.cap_slope)
+            for r in range(shape.rows):
+                for v, c in enumerate(shape.columns()):
+                    p = exp(s[r][v] - lse[v], shape.exp_degree)
+                    self.p_t.at(r0, c)[r, 0].store(p)
+
+    def score_gradients(
+        self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value
+    ) -> None:
+        """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
+        shape = self.shape
+        delta = [self.delta[0, c].load(shape.lanes) for c in shape.columns()]
+        for r0 in loop(begin, end, shape.rows):
+            v_rows = self.v.at(j + r0, 0)
+            dp = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim_v, v_rows, self.do_t)
+            for r in range(shape.rows):
+                for v, c in enumerate(shape.columns()):
+                    p = self.p_t.at(r0, c)[r, 0].load(shape.lanes)
+                    self.ds_t.at(r0, c)[r, 0].store(p * (dp[r][v] - delta[v]))
+        if self.config.has_dbias:
+            self.scores.store_gradient(head, self.ds_t, q0, j0 + j, begin, end)
+        if self.cap_slope is not None:
+            for r0 in loop(begin, end):
+                for c in shape.columns():
+                    ds = self.ds_t[r0, c]
+                    ds.store(ds.load(shape.lanes) * self.cap_slope[r0, c].load(shape.lanes))
+
+    def add_query_gradients(self, j: Value, begin: Value, end: Value) -> None:
+        """dq_t += k^T ds_t."""
+        shape = self.shape
+        for d in loop(0, round_up(self.config.head_dim, shape.rows), shape.rows):
+            k_t, ds_t = self.k.at(j + begin, d).T, self.ds_t.at(begin, 0)
+            part = outer_sums(shape, shape.rows, shape.vectors, end - begin, k_t, ds_t)  # [rows, block_q]
+            add_to(shape, self.dq_t.at(d, 0), part)
+
+    def add_key_gradients(self, j: Value, begin: Value, end: Value) -> None:
+        """dv += p_t do and dk += ds_t q: head dimensions in lanes, up to 4 vectors of them at a time."""
+        shape = self.shape
+        for weights, rows, gradient in ((self.p_t, self.do, self.dv), (self.ds_t, self.q, self.dk)):
+            for c, count, vectors in lane_chunks(shape, gradient.stride):
+                height = 4 if vectors > 3 else shape.rows
+                for r0 in loop(begin, end, height):
+                    for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                        a, b = weights.at(r0, 0), rows.at(0, column)
+                        part = outer_sums(shape, height, vectors, shape.block_q, a, b)  # [height, lanes]
+                        add_to(shape, gradient.at(j + r0, column), part)
+
+    def hand_over_dq(self, head: Head, t: Value, place: Value, is_last: Value) -> None:
+        """Add dq_t to the tile's sum when `place` blocks of keys have; the last one writes dq."""
+        shape, args, config = self.shape, self.args, self.config
+        tile = (head.batch * args.num_heads + head.head) * args.tiles + t
+        size = shape.pad * shape.block_q
+        dq_sum = Rows(args.ptr("dq_sum", shape.kind)[tile * size], shape.block_q)
+        turn = args.ptr("turn", "i64")[tile]
+        with when(place > 0):
+            wait_until(turn, place)
+            for d in loop(0, shape.pad):
+                for c in shape.columns():
+                    total = dq_sum[d, c].load(shape.lanes) + self.dq_t[d, c].load(shape.lanes)
+                    self.dq_t[d, c].store(total)
+        q0 = t * shape.block_q
+        with either(is_last) as (write, pass_on):
+            with write:
+                transpose_rows(shape, self.dq, self.dq_t, shape.pad, shape.block_q, args.vector("scale", shape))
+                n = minimum(head.seqlen_q - q0, shape.block_q)
+                store_rows(shape, lambda i: head.query_row("dq", q0 + i), self.dq, n, config.head_dim)
+            with pass_on:
+                for d in loop(0, shape.pad):
+                    for c in shape.columns():
+                        dq_sum[d, c].store(self.dq_t[d, c].load(shape.lanes))
+                turn.store_release(place + 1)
+
+    def store_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config, scale = self.shape, self.config, self.args.vector("scale", self.shape)
+        for j in loop(0, n):
+            for c in range(0, shape.pad, shape.lanes):
+                self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)
+        store_rows(shape, lambda j: head.key_row("dk", j0 + j), self.dk, n, config.head_dim)
+        store_rows(shape, lambda j: head.key_row("dv", j0 + j), self.dv, n, config.head_dim_v)
+
+
+def lane_chunks(shape: Shape, width: int) -> list[tuple[int, int, int]]:
+    """Cut `width` into (first column, chunks, vectors a chunk): 4 x 4 accumulators, then what is left."""
+    most = 4 if shape.rows == 8 else 3
+    vectors = width // shape.lanes
+    whole, rest = divmod(vectors, most)
+    chunks = [(0, whole, most)] if whole else []
+    return chunks + ([(whole * most * shape.lanes, 1, rest)] if rest else [])
+
+
+def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:
+    for r in loop(0, count):
+        for c in range(0, area.stride, shape.lanes):
+            area[r, c].store(shape.constant(0.0))
+
+
+def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
+    for r, row in enumerate(part):
+        for v, x in enumerate(row):
+            cell = target[r, v * shape.lanes]
+            cell.store(cell.load(shape.lanes) + x)

@@ -1,0 +1,61 @@
+"""What the faces of flash-attn 2 and 3 share: reading their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.api import canonical_inputs
+from tilewise.problem import Inputs, Options
+
+
+def options(
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, **others: Any
+) -> Options:
+    """flash-attn's scalars: a negative window bound is unbounded, a softcap of at most 0 is off.
+
+    Raises:
+        ValueError: window_size is not two integers.
+    """
+    fits = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not fits or not all(isinstance(bound, int) for bound in window_size):
+        raise ValueError(f"window_size={window_size!r} must be (left, right), two integers, -1 for unbounded")
+    left, right = (None if bound < 0 else bound for bound in window_size)
+    return Options(
+        causal=bool(causal),
+        window_left=left,
+        window_right=right,
+        softcap=0.0 if softcap < 0 else softcap,
+        scale=softmax_scale,
+        **others,
+    )
+
+
+def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the tensors stacked in front of the last two dimensions.
+
+    Raises:
+        ValueError, TypeError: the packed tensor does not fit.
+    """
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name}={type(packed).__name__} must be a torch.Tensor")
+    if packed.ndim != rank or packed.shape[-3] != parts:
+        leading = "batch, seqlen" if rank == 5 else "total"
+        raise ValueError(f"{name}.shape={tuple(packed.shape)} must be ({leading}, {parts}, heads, head_dim)")
+    return packed.unbind(-3)
+
+
+def varlen_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **others: Any
+) -> Inputs:
+    """`canonical_inputs` with the offsets of packed sequences.
+
+    Raises:
+        TypeError: the offsets are no tensors.
+    """
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+    inputs = canonical_inputs(q, k, v, **others)
+    return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

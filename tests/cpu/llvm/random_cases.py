@@ -1,0 +1,232 @@
+"""Random attention problems, and what the float64 reference says about them.
+
+`python tests/cpu/llvm/random_cases.py 5000 [first seed]` checks that many cases; the tests run some.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import reference
+from tilewise.cpu.llvm import launch
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
+from tilewise.testing import compare
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEAD_DIMS = (1, 3, 8, 16, 20, 33, 40, 64, 64, 72, 80, 96, 128, 192)
+LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 97, 127, 128, 130, 193, 260, 400)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, and how to say it to the reference, one sequence at a time."""
+
+    seed: int
+    inputs: Inputs
+    options: Options
+    dout: Tensor
+    dlse: Tensor
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return describe(self.inputs, self.options)
+
+
+def draw(seed: int) -> Case:
+    """A random problem: shapes, dtype, memory layout and options."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice(DTYPES)
+    kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4))
+    heads, batch = kv_heads * group, rng.choice((1, 1, 2, 3))
+    dim = rng.choice(HEAD_DIMS)
+    dim_v = dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
+    seqlen_q, seqlen_k = rng.choice(LENGTHS), rng.choice(LENGTHS)
+    if rng.random() < 0.4:
+        seqlen_k = seqlen_q
+    kind = rng.choice(("dense", "dense", "dense", "packed", "cached", "paged"))
+    scores: dict[str, Any] = {}
+    if kind == "packed":
+        inputs = _packed(rng, batch, heads, kv_heads, dim, dim_v, dtype)
+        seqlen_q = int(inputs.cu_seqlens_q.diff().max())
+        seqlen_k = int(inputs.cu_seqlens_k.diff().max())
+    else:
+        q = _tensor(rng, (batch, seqlen_q, heads, dim), dtype)
+        k = _tensor(rng, (batch, seqlen_k, kv_heads, dim), dtype)
+        v = _tensor(rng, (batch, seqlen_k, kv_heads, dim_v), dtype)
+        inputs = Inputs(q, k, v)
+        if kind in ("cached", "paged"):
+            lengths = torch.tensor([rng.randint(0, seqlen_k) for _ in range(batch)], dtype=torch.int32)
+            pads = torch.tensor([rng.randint(0, int(n)) for n in lengths], dtype=torch.int32)
+            inputs = inputs._replace(seqlens_k=lengths, leftpad_k=pads if rng.random() < 0.5 else None)
+        if kind == "paged" and seqlen_k:
+            inputs = _into_pages(rng, inputs)
+            seqlen_k = inputs.page_table.shape[1] * inputs.key.shape[1]
+    full = (batch, heads, seqlen_q, seqlen_k)
+    if rng.random() < 0.25:
+        scores["mask"] = torch.rand(_broadcast(rng, full)) < rng.choice((0.2, 0.8))
+    if rng.random() < 0.25:
+        shape = full if kind in ("dense", "packed") and rng.random() < 0.5 else _broadcast(rng, full)
+        bias_dtype = dtype if rng.random() < 0.7 else rng.choice(DTYPES)
+        scores["bias"] = torch.randn(shape).to(bias_dtype).requires_grad_(shape == full and rng.random() < 0.8)
+    if rng.random() < 0.2:
+        scores["alibi_slopes"] = torch.rand((heads,) if rng.random() < 0.5 else (batch, heads)) * 0.3
+    if rng.random() < 0.2:
+        scores["sinks"] = torch.randn(heads).to(dtype)
+    options = Options(
+        causal=rng.random() < 0.4,
+        window_left=rng.choice((None, None, None, 0, 5, 40, 200)),
+        window_right=rng.choice((None, None, None, 0, 3, 50)),
+        softcap=rng.choice((0.0, 0.0, 0.0, 2.0, 30.0)),
+        scale=rng.choice((None, None, 0.3)),
+    )
+    inputs = inputs._replace(**scores)
+    rows = inputs.query.shape[:-1]
+    dout = _tensor(rng, (*rows, dim_v), dtype)
+    lse_shape = (heads, rows[0]) if kind == "packed" else (batch, heads, rows[1])
+    dlse = torch.randn(lse_shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return Case(seed, inputs, options, dout, dlse)
+
+
+def _tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal numbers, in one of the memory layouts that callers have."""
+    how = rng.choice(("dense", "dense", "heads first", "slice"))
+    if how == "slice":  # of a wider last dimension, as the parts of a packed projection are
+        return torch.randn((*shape[:-1], shape[-1] + 3)).to(dtype)[..., 1 : 1 + shape[-1]]
+    if how == "heads first":
+        order = [*range(len(shape) - 3), len(shape) - 2, len(shape) - 3]
+        return torch.randn([shape[i] for i in order] + [shape[-1]]).to(dtype).transpose(-2, -3)
+    return torch.randn(shape).to(dtype)
+
+
+def _packed(
+    rng: random.Random, batch: int, heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype
+) -> Inputs:
+    lengths = [[rng.choice(LENGTHS[:-4]) for _ in range(batch)] for _ in range(2)]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths)
+    q = _tensor(rng, (int(cu_q[-1]), heads, dim), dtype)
+    k = _tensor(rng, (int(cu_k[-1]), kv_heads, dim), dtype)
+    v = _tensor(rng, (int(cu_k[-1]), kv_heads, dim_v), dtype)
+    return Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def _into_pages(rng: random.Random, inputs: Inputs) -> Inputs:
+    """The same keys and values, scattered over pages."""
+    batch, capacity = inputs.key.shape[:2]
+    size = rng.choice((1, 4, 16, 64))
+    pages = -(-capacity // size)
+    table = torch.randperm(batch * pages, dtype=torch.int32).view(batch, pages)
+    scattered = []
+    for t in (inputs.key, inputs.value):
+        padded = torch.full((batch, pages * size, *t.shape[2:]), float("nan"), dtype=t.dtype)
+        padded[:, :capacity] = t
+        store = torch.empty((batch * pages, size, *t.shape[2:]), dtype=t.dtype)
+        store[table.flatten().long()] = padded.view(batch * pages, size, *t.shape[2:])
+        scattered.append(store)
+    return inputs._replace(key=scattered[0], value=scattered[1], page_table=table)
+
+
+def _broadcast(rng: random.Random, full: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if rng.random() < 0.35 else n for n in full)
+
+
+def gathered(inputs: Inputs) -> Inputs:
+    """The same call without pages."""
+    if inputs.page_table is None:
+        return inputs
+    rows = [t[inputs.page_table.long()].flatten(1, 2) for t in (inputs.key, inputs.value)]
+    return inputs._replace(key=rows[0], value=rows[1], page_table=None)
+
+
+def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gradients]:
+    """out, lse and gradients by the formula in `dtype`, sequence by sequence."""
+    inputs, options = gathered(case.inputs), case.options
+    is_packed = inputs.cu_seqlens_q is not None
+    q, k, v = inputs.query, inputs.key, inputs.value
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    lse = torch.zeros(case.dlse.shape, dtype=dtype)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=dtype) for t in (q, k, v))
+    dbias = None if inputs.bias is None else torch.zeros(inputs.bias.shape, dtype=dtype)
+    dsinks = None if inputs.sinks is None else torch.zeros(inputs.sinks.shape, dtype=dtype)
+    for n, span in enumerate(spans(describe(inputs, options), inputs)):
+        rows_q, rows_k = slice(span.q0, span.q1), slice(span.k0, span.k1)
+
+        def part(t: Tensor, rows: slice, n: int = n) -> Tensor:
+            return t[None, rows] if is_packed else t[n : n + 1, rows]
+
+        own = dict(
+            causal=options.causal,
+            window=(options.window_left, options.window_right),
+            softcap=options.softcap,
+            scale=options.scale,
+            sinks=inputs.sinks,
+            dtype=dtype,
+        )
+        columns = slice(0, span.k1 - span.k0) if is_packed else rows_k
+        cut = (slice(n, n + 1), slice(None), slice(0, span.q1 - span.q0), columns)
+        for name in ("mask", "bias"):
+            t = getattr(inputs, name)
+            own[name] = None if t is None else t.detach()[_own_axes(t, cut)]
+        slopes = inputs.alibi_slopes
+        own["alibi_slopes"] = slopes if slopes is None or slopes.ndim == 1 else slopes[n : n + 1]
+        tensors = part(q, rows_q), part(k, rows_k), part(v, rows_k)
+        lse_rows = lse[None, :, rows_q] if is_packed else lse[n : n + 1]
+        dlse = case.dlse[None, :, rows_q] if is_packed else case.dlse[n : n + 1]
+        part_out, part_lse = reference.attention(*tensors, **own)
+        part(out, rows_q)[:], lse_rows[:] = part_out, part_lse
+        dlse = dlse.masked_fill(part_lse == float("-inf"), 0.0)
+        g = reference.attention_backward(part(case.dout, rows_q), *tensors, dlse=dlse, **own)
+        part(dq, rows_q)[:], part(dk, rows_k)[:], part(dv, rows_k)[:] = g.query, g.key, g.value
+        if dbias is not None:
+            dbias[_own_axes(dbias, cut)] += g.bias
+        if dsinks is not None:
+            dsinks += g.sinks
+    return out, lse, Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _own_axes(t: Tensor, cut: tuple[slice, ...]) -> tuple[slice, ...]:
+    return tuple(slice(None) if size == 1 else rows for size, rows in zip(t.shape, cut))
+
+
+def check(case: Case) -> list[str]:
+    """What is wrong with this backend's answer; empty when all is within budget."""
+    problem, inputs = case.problem, case.inputs
+    reason = launch.supports(problem)
+    if reason is not None:
+        return [] if "broadcast" in reason and problem.bias_needs_grad else [f"refused: {reason}"]
+    inputs = inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())
+    out, lse = launch.forward(problem, inputs)
+    exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
+    pairs = [("out", out, exact[0], baseline[0]), ("lse", lse, exact[1], baseline[1])]
+    if not problem.is_paged:
+        grads = launch.backward(problem, inputs, out, lse, case.dout, case.dlse)
+        names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
+        for name in names:
+            found, want, base = (getattr(g, name) for g in (grads, exact[2], baseline[2]))
+            pairs.append((f"d{name}", found, want, base))
+    reports = [compare(*pair) for pair in pairs]
+    return [f"seed {case.seed}: {report}" for report in reports if not report.is_within]
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    failures = 0
+    for seed in range(first, first + count):
+        for line in check(draw(seed)):
+            failures += 1
+            print(line, flush=True)
+        if (seed - first + 1) % 500 == 0:
+            print(f"{seed - first + 1} cases, {failures} failures", flush=True)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""`flash_attn_with_kvcache` of both generations against one sequence at a time by the float64 reference."""
+
+import pytest
+import torch
+
+from tilewise import flash_attn_3, reference
+from tilewise.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+INF = float("inf")
+
+
+def randn(*shape, grad=False):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+def rotate(x, cos, sin, positions, interleaved):
+    """x (tokens, heads, dim) turned by complex multiplication."""
+    pairs = cos.shape[1]
+    z = torch.complex(cos, sin)[positions][:, None]
+    out = x.clone()
+    if interleaved:
+        turned = torch.view_as_complex(x[..., : 2 * pairs].unflatten(-1, (-1, 2)).contiguous()) * z
+        out[..., : 2 * pairs] = torch.view_as_real(turned).flatten(-2)
+    else:
+        turned = torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) * z
+        out[..., :pairs], out[..., pairs : 2 * pairs] = turned.real, turned.imag
+    return out
+
+
+def cached_attention(
+    q, rows, k_cache, v_cache, k=None, v=None, *, held, leftpad=None, rotary=None, interleaved=True,
+    rotary_starts=None, alibi_slopes=None, **options,
+):  # fmt: skip
+    """Update the caches in place; return each sequence's (out, lse).
+
+    Args:
+        q, k, v: lists with one (tokens, heads, dim) tensor a sequence.
+        rows: for each sequence, the (page, row) of every position of its cache.
+        held: tokens in each sequence's cache before the call.
+        options: those of the reference.
+    """
+    results = []
+    local = options.get("causal") or options.get("window") not in (None, (None, None))
+    for b, (query, place) in enumerate(zip(q, rows)):
+        new = 0 if k is None else len(k[b])
+        start = held[b] if rotary_starts is None else rotary_starts[b]
+        for t in range(new):
+            key = k[b][t : t + 1]
+            if rotary is not None:
+                key = rotate(key, *rotary, torch.tensor([start + t]), interleaved)
+            k_cache[place[held[b] + t]] = key[0]
+            v_cache[place[held[b] + t]] = v[b][t]
+        if rotary is not None:
+            steps = torch.arange(len(query)) if local else torch.zeros(len(query), dtype=torch.int64)
+            query = rotate(query, *rotary, start + steps, interleaved)
+        used = place[0 if leftpad is None else leftpad[b] : held[b] + new]
+        keys = torch.stack([k_cache[p] for p in used]) if used else k_cache.new_empty(0, *k_cache.shape[2:])
+        values = torch.stack([v_cache[p] for p in used]) if used else v_cache.new_empty(0, *v_cache.shape[2:])
+        slopes = (
+            alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        )
+        out, lse = reference.attention(query[None], keys[None], values[None], alibi_slopes=slopes, **options)
+        results.append((out[0], lse[0]))
+    return results
+
+
+def page_rows(table, page_size):
+    """The (page, row) of every position, for each sequence of a page table."""
+    return [[(int(page), row) for page in pages for row in range(page_size)] for pages in table]
+
+
+def caches(shape):
+    return randn(*shape), randn(*shape)
+
+
+def check_cache_call(q, k_cache, v_cache, k, v, rows, held, expected, **options):
+    """out, lse and the updated caches against the oracle."""
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    results = cached_attention(
+        list(q), rows, expected_k, expected_v, None if k is None else list(k), None if v is None else list(v),
+        held=held, **expected,
+    )  # fmt: skip
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, **options)
+    assert torch.equal(v_cache, expected_v)
+    torch.testing.assert_close(k_cache, expected_k, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
+    expected_lse = torch.stack([l for _, l in results])
+    torch.testing.assert_close(lse, expected_lse.masked_fill(expected_lse == -INF, INF))
+
+
+MASKS = [
+    ({}, {}),
+    ({"causal": True}, {"causal": True}),
+    ({"window_size": (3, 1)}, {"window": (3, 1)}),
+    (
+        {"causal": True, "window_size": (2, -1), "softcap": 3.0},
+        {"causal": True, "window": (2, None), "softcap": 3.0},
+    ),
+]
+
+
+@pytest.mark.parametrize("options, expected", MASKS)
+@pytest.mark.parametrize("new", [None, 0, 1, 4])
+@pytest.mark.parametrize("kind", ["contiguous", "batch_idx", "paged"])
+@pytest.mark.parametrize("rotary", [None, True, False])
+def test_kvcache(options, expected, new, kind, rotary):
+    batch, seqlen_q = 3, 4
+    held, leftpad = [5, 0, 8], [2, 0, 7]
+    options, expected = dict(options), dict(expected)
+    if kind == "paged":
+        k_cache, v_cache = caches((12, 3, 2, 8))
+        table = torch.randperm(12)[:12].view(3, 4).to(torch.int32)
+        rows = page_rows(table, 3)
+        options["block_table"] = table
+    else:
+        k_cache, v_cache = caches((5, 12, 2, 8))
+        index = torch.randperm(5)[:batch].to(torch.int32) if kind == "batch_idx" else torch.arange(batch)
+        rows = page_rows(index[:, None], 12)
+        if kind == "batch_idx":
+            options["cache_batch_idx"] = index
+    q = randn(batch, seqlen_q, 4, 8)
+    k = v = None
+    if new is not None:
+        k, v = randn(batch, new, 2, 8), randn(batch, new, 2, 8)
+        if rotary is not None:
+            angle = torch.rand(20, 3, dtype=torch.float64) * 6
+            options |= {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "rotary_interleaved": rotary}
+            expected |= {"rotary": (angle.cos(), angle.sin()), "interleaved": rotary}
+    slopes = torch.rand(batch, 4)
+    check_cache_call(
+        q, k_cache, v_cache, k, v, rows, held, {**expected, "leftpad": leftpad, "alibi_slopes": slopes},
+        cache_seqlens=torch.tensor(held, dtype=torch.int32), cache_leftpad=torch.tensor(leftpad, dtype=torch.int32),
+        alibi_slopes=slopes, num_splits=2, **options,
+    )  # fmt: skip
+
+
+def test_kvcache_lengths_and_views():
+    """cache_seqlens as an integer or left out; caches that are views; half precision."""
+    k_cache, v_cache = (t[:, :, ::2] for t in caches((2, 9, 4, 8)))
+    q, k, v = randn(2, 3, 2, 8), randn(2, 3, 2, 8), randn(2, 3, 2, 8)
+    rows = page_rows(torch.arange(2)[:, None], 9)
+    check_cache_call(q, k_cache, v_cache, k, v, rows, [6, 6], {"causal": True}, cache_seqlens=6, causal=True)
+    check_cache_call(q, k_cache, v_cache, None, None, rows, [9, 9], {})
+    check_cache_call(q, k_cache, v_cache, None, None, rows, [0, 0], {}, cache_seqlens=0)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache)
+    assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9))
+
+    half = [t.to(torch.bfloat16) for t in (q, k_cache, v_cache, k, v)]
+    out = flash_attn_with_kvcache(*half, cache_seqlens=4, causal=True)
+    assert out.dtype == torch.bfloat16 and torch.equal(half[1][:, 4:7], half[3])
+    expected, _ = reference.attention(half[0], half[1][:, :7], half[2][:, :7], causal=True)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+def test_kvcache_decoding_equals_one_causal_call():
+    x = [randn(2, 10, heads, 8) for heads in (4, 2, 2)]
+    k_cache, v_cache = caches((2, 10, 2, 8))
+    parts = [
+        flash_attn_with_kvcache(*(t[:, n : n + 1] if t is x[0] else t for t in (x[0], k_cache, v_cache)),
+                                x[1][:, n : n + 1], x[2][:, n : n + 1], cache_seqlens=n, causal=True)
+        for n in range(10)
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(parts, dim=1), flash_attn_func(*x, causal=True))
+
+
+def test_kvcache_has_no_gradient():
+    q, k, v = randn(1, 1, 2, 8, grad=True), randn(1, 1, 2, 8, grad=True), randn(1, 1, 2, 8, grad=True)
+    k_cache, v_cache = caches((1, 4, 2, 8))
+    assert not flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=1).requires_grad
+    assert not k_cache.requires_grad and torch.equal(k_cache[:, 1], k[:, 0])
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD_CALLS = [
+    ({"cache_seqlens": int32(3, 7)}, "2 new tokens do not fit: cache_seqlens[1]=7 of capacity 8"),
+    ({"cache_seqlens": 7}, "cache_seqlens[0]=7"),
+    ({"cache_seqlens": int32(3, -1)}, "cache_seqlens[1]=-1"),
+    ({"cache_seqlens": int32(3, 9)}, "cache_seqlens[1]=9"),
+    ({"cache_seqlens": int32(3)}, "cache_seqlens.shape=(1,)"),
+    ({"cache_seqlens": None}, "cache_seqlens=None"),
+    ({"cache_batch_idx": int32(0, 3)}, "cache_batch_idx=[0, 3]"),
+    ({"cache_batch_idx": int32(-1, 2)}, "cache_batch_idx=[-1, 2]"),
+    ({"cache_batch_idx": int32(0)}, "cache_batch_idx.shape=(1,)"),
+    ({"cache_leftpad": int32(0, 6)}, "cache_leftpad[1]=6"),
+    ({"cache_leftpad": int32(-1, 0)}, "cache_leftpad[0]=-1"),
+    ({"block_table": int32([0], [3])}, "block_table[1]=[3]"),
+    ({"block_table": int32([-1], [1])}, "block_table[0]=[-1]"),
+    ({"block_table": int32([0])}, "block_table.shape=(1, 1)"),
+    ({"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "cache_batch_idx must be None"),
+    ({"v": None}, "k and v"),
+    ({"k": randn(2, 2, 1, 8)}, "k.shape=(2, 2, 1, 8) must be (2, seqlen_new, 2, 8)"),
+    ({"v": randn(2, 3, 2, 8)}, "v.shape=(2, 3, 2, 8)"),
+    ({"k": randn(1, 2, 2, 8)}, "k.shape=(1, 2, 2, 8)"),
+    ({"q": randn(4, 2, 2, 8)}, "k_cache.shape[0]=3"),
+    ({"q": randn(2, 2, 3, 8)}, "query heads 3"),
+    ({"q": randn(2, 2, 8)}, "q.shape=(2, 2, 8)"),
+    ({"q": randn(2, 2, 2, 7)}, "key.shape[-1]=8"),
+    ({"rotary_cos": torch.ones(9, 4)}, "rotary_cos and rotary_sin"),
+    ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_cos.shape=(9, 5)"),
+    ({"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}, "rotary_cos.shape[0]=3"),
+    ({"rotary_cos": torch.ones(9, 2), "rotary_sin": torch.ones(9, 2), "k": None, "v": None}, "rotary_cos"),
+    ({"window_size": (1,)}, "window_size=(1,)"),
+    ({"softmax_scale": float("inf")}, "scale=inf"),
+    ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape=(3,)"),
+    ({"v_cache": randn(3, 7, 2, 8)}, "v_cache.shape=(3, 7, 2, 8)"),
+    ({"k_cache": randn(3, 8, 8, 2).mT}, "k_cache.stride(-1)=2"),
+]  # fmt: skip
+BAD_TYPES = [
+    ({"cache_seqlens": torch.tensor([1.0, 2.0])}, "cache_seqlens"),
+    ({"block_table": torch.ones(2, 1)}, "block_table"),
+    ({"cache_seqlens": [1, 2]}, "cache_seqlens"),
+    ({"k": torch.ones(2, 2, 2, 8), "v": torch.ones(2, 2, 2, 8)}, "k.dtype=torch.float32"),
+    ({"q": torch.ones(2, 2, 2, 8)}, "key.dtype"),
+    ({"k_cache": None}, "k_cache=NoneType"),
+]
+
+
+@pytest.mark.parametrize(
+    "change, message, error",
+    [(*case, ValueError) for case in BAD_CALLS] + [(*case, TypeError) for case in BAD_TYPES],
+)
+def test_kvcache_errors_write_nothing(change, message, error):
+    k_cache, v_cache = caches((3, 8, 2, 8))
+    arguments = {
+        "q": randn(2, 2, 2, 8), "k_cache": k_cache, "v_cache": v_cache, "k": randn(2, 2, 2, 8),
+        "v": randn(2, 2, 2, 8), "cache_seqlens": int32(1, 2),
+    } | change  # fmt: skip
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(error) as raised:
+        flash_attn_with_kvcache(**arguments)
+    assert message in str(raised.value)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+# The form of FlashAttention-3
+
+
+def pieces(t, counts):
+    return list(t.split(counts))
+
+
+@pytest.mark.parametrize("options, expected", MASKS)
+@pytest.mark.parametrize("query_counts", [[2, 2, 2], [3, 0, 5]])
+@pytest.mark.parametrize("new_counts", [[2, 2, 2], [1, 4, 0], None])
+@pytest.mark.parametrize("kind", ["contiguous", "batch_idx", "paged"])
+def test_fa3_packed(options, expected, query_counts, new_counts, kind):
+    """Packed queries and new keys, another head size of the values, and rotary starts of one's own."""
+    held, leftpad, starts = [5, 0, 8], [2, 0, 7], [1, 9, 3]
+    if kind == "paged":
+        k_cache, v_cache = randn(12, 3, 2, 8), randn(12, 3, 2, 5)
+        table = torch.randperm(12).view(3, 4)
+        rows, where = page_rows(table, 3), {"page_table": table}
+    else:
+        k_cache, v_cache = randn(4, 12, 2, 8), randn(4, 12, 2, 5)
+        index = torch.randperm(4)[:3] if kind == "batch_idx" else torch.arange(3)
+        rows, where = page_rows(index[:, None], 12), {"cache_batch_idx": index} if kind == "batch_idx" else {}
+    q, expected = randn(sum(query_counts), 4, 8), dict(expected)
+    k = v = None
+    if new_counts is not None:
+        k, v = randn(sum(new_counts), 2, 8), randn(sum(new_counts), 2, 5)
+        angle = torch.rand(20, 4, dtype=torch.float64) * 6
+        where |= {
+            "cu_seqlens_k_new": int32(0, *new_counts).cumsum(0), "rotary_cos": angle.cos(),
+            "rotary_sin": angle.sin(), "rotary_interleaved": False, "rotary_seqlens": int32(*starts),
+        }  # fmt: skip
+        expected |= {"rotary": (angle.cos(), angle.sin()), "interleaved": False, "rotary_starts": starts}
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    results = cached_attention(
+        pieces(q, query_counts), rows, expected_k, expected_v,
+        None if k is None else pieces(k, new_counts), None if v is None else pieces(v, new_counts),
+        held=held, leftpad=leftpad, **expected,
+    )  # fmt: skip
+    out, lse, *rest = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=int32(*held), cache_leftpad=int32(*leftpad),
+        cu_seqlens_q=int32(0, *query_counts).cumsum(0), max_seqlen_q=5, return_softmax_lse=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=True, sm_margin=4, **where, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(k_cache, expected_k, rtol=1e-12, atol=1e-12)
+    assert torch.equal(v_cache, expected_v)
+    torch.testing.assert_close(out, torch.cat([o for o, _ in results]))
+    torch.testing.assert_close(lse, torch.cat([l for _, l in results], dim=1))
+    assert [t.numel() for t in rest] == [0, 0]
+
+
+@pytest.mark.parametrize("options, expected", MASKS)
+def test_fa3_dense(options, expected):
+    k_cache, v_cache = randn(2, 9, 2, 8), randn(2, 9, 2, 5)
+    q, k, v = randn(2, 3, 4, 8), randn(2, 3, 2, 8), randn(2, 3, 2, 5)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    rows = page_rows(torch.arange(2)[:, None], 9)
+    results = cached_attention(q, rows, expected_k, expected_v, k, v, held=[4, 4], **expected)
+    out = flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4, **options)
+    assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
+    torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
+
+
+FA3_BAD_CALLS = [
+    ({"qv": randn(5, 2, 8)}, NotImplementedError, "qv must be None"),
+    ({"k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale must be None: FP8"),
+    ({"attention_chunk": 4}, NotImplementedError, "attention_chunk=4"),
+    ({"cu_seqlens_q": int32(0, 2, 4)}, ValueError, "cu_seqlens_q=[0, 2, 4]"),
+    ({"cu_seqlens_q": int32(0, 6, 5)}, ValueError, "cu_seqlens_q=[0, 6, 5]"),
+    ({"cu_seqlens_q": int32(1, 2, 5)}, ValueError, "cu_seqlens_q=[1, 2, 5]"),
+    ({"cu_seqlens_q": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens_q"),
+    ({"cu_seqlens_q": None}, ValueError, "q.shape=(5, 2, 8)"),
+    ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q=2"),
+    ({"cu_seqlens_k_new": int32(0, 2, 4)}, ValueError, "cu_seqlens_k_new=[0, 2, 4]"),
+    ({"cu_seqlens_k_new": int32(0, 3)}, ValueError, "cu_seqlens_k_new has 1 sequences"),
+    ({"cu_seqlens_k_new": None}, ValueError, "k.shape=(3, 2, 8)"),
+    ({"cache_seqlens": int32(1, 7)}, ValueError, "cache_seqlens[1]=7"),
+    ({"page_table": int32([0], [9])}, ValueError, "page_table[1]=[9]"),
+    ({"rotary_seqlens": int32(1)}, ValueError, "rotary_seqlens.shape=(1,)"),
+    ({"k": None, "v": None}, ValueError, "cu_seqlens_k_new must be None"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", FA3_BAD_CALLS)
+def test_fa3_errors_write_nothing(change, error, message):
+    k_cache, v_cache = caches((3, 8, 2, 8))
+    arguments = {
+        "q": randn(5, 2, 8), "k_cache": k_cache, "v_cache": v_cache, "k": randn(3, 2, 8), "v": randn(3, 2, 8),
+        "cache_seqlens": int32(1, 2), "cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k_new": int32(0, 1, 3),
+    } | change  # fmt: skip
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(error) as raised:
+        flash_attn_3.flash_attn_with_kvcache(**arguments)
+    assert message in str(raised.value)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])

@@ -1,0 +1,236 @@
+"""The public functions against the float64 reference, over shapes, options and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilewise
+from tilewise import reference
+from tilewise.testing import check_attention, compare
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def problems(draw):
+    """A dense call with a random mixture of every option; sizes around tile edges and degenerate ones."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    size = st.sampled_from([1, 2, 3, 7, 16, 31, 63, 130])
+    batch, seqlen_q, seqlen_k = draw(st.integers(1, 3)), draw(size), draw(size)
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    head_dim, head_dim_v = draw(st.sampled_from([1, 3, 8, 17, 40])), draw(st.sampled_from([1, 5, 8, 33]))
+    dtype = draw(st.sampled_from(DTYPES))
+    layout = draw(st.sampled_from(["bshd", "bhsd"]))
+
+    def tensor(seqlen, h, d):
+        shape = (batch, seqlen, h, d) if layout == "bshd" else (batch, h, seqlen, d)
+        return torch.randn(shape).to(dtype)
+
+    options = {"layout": layout, "causal": draw(st.booleans())}
+    bound = st.one_of(st.none(), st.integers(0, 70))
+    shapes = st.tuples(
+        *(st.sampled_from([1, n]) for n in (batch, heads, seqlen_q, seqlen_k))
+    )
+    if draw(st.booleans()):
+        options["window"] = (draw(bound), draw(bound))
+    if draw(st.booleans()):
+        options["mask"] = torch.rand(draw(shapes)) > 0.3
+    if draw(st.booleans()):
+        options["bias"] = torch.randn(draw(shapes))
+    if draw(st.booleans()):
+        options["alibi_slopes"] = torch.rand((heads,) if draw(st.booleans()) else (batch, heads))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.5, 3.0, 30.0]))
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(heads)
+    if draw(st.booleans()):
+        options["dropout_p"] = draw(st.sampled_from([0.1, 0.5]))
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.02, 1.0]))
+    qkv = tensor(seqlen_q, heads, head_dim), tensor(seqlen_k, kv_heads, head_dim), tensor(seqlen_k, kv_heads, head_dim_v)
+    return qkv, options
+
+
+@given(problems())
+def test_every_mixture_of_options(problem):
+    qkv, options = problem
+    check_attention(*qkv, **options)
+
+
+@given(problems(), st.data())
+def test_packed_sequences(problem, data):
+    (q, k, v), options = problem
+    if options.pop("layout") == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    batch = data.draw(st.integers(1, 4))
+
+    def offsets(total):
+        cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=batch - 1, max_size=batch - 1)))
+        return torch.tensor([0, *cuts, total], dtype=torch.int32)
+
+    cu_q, cu_k = offsets(len(q)), offsets(len(k))
+    longest_q, longest_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+    for name, dtype in (("mask", torch.bool), ("bias", torch.float32)):
+        if name in options:  # shaped for the longest sequence
+            shape = [1 if n == 1 else m for n, m in zip(options[name].shape, (batch, q.shape[1], longest_q, longest_k))]
+            options[name] = (torch.rand(shape) > 0.3) if dtype is torch.bool else torch.randn(shape)
+    if options.get("alibi_slopes") is not None:
+        options["alibi_slopes"] = torch.rand(batch, q.shape[1])
+    check_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": (100, None)},
+        {"window": (64, 64)},
+        {"softcap": 10.0},
+        {"sinks": True},
+        {"causal": True, "dropout_p": 0.2},
+    ],
+    ids=lambda o: "+".join(o) or "full",
+)
+def test_several_tiles_meet_the_error_rule(dtype, options):
+    torch.manual_seed(len(options) + dtype.itemsize)
+    q, k, v = torch.randn(1, 700, 4, 64), torch.randn(1, 777, 2, 64), torch.randn(1, 777, 2, 64)
+    options = {name: torch.randn(4) if name == "sinks" else o for name, o in options.items()}
+    check_attention(*(t.to(dtype) for t in (q, k, v)), **options)
+
+
+@pytest.mark.parametrize("backend", ["aten", "tiled"])
+def test_each_backend_by_name(backend):
+    q, k, v = (torch.randn(2, 300, 4, 32) for _ in range(3))
+    for options in ({}, {"causal": True}, {"mask": torch.rand(2, 1, 300, 300) > 0.5}):
+        reports = _without_lse_gradient(q, k, v, backend, options)
+        assert all(r.is_within for r in reports), reports
+
+
+def _without_lse_gradient(q, k, v, backend, options):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = tilewise.attention(*leaves, backend=backend, return_lse=True, **options)
+    dout = torch.randn_like(out)
+    found = [out, lse, *torch.autograd.grad(out, leaves, dout)]
+    values = []
+    for dtype in (torch.float64, q.dtype):
+        g = reference.attention_backward(dout, q, k, v, dtype=dtype, **options)
+        values.append([*reference.attention(q, k, v, dtype=dtype, **options), g.query, g.key, g.value])
+    return [compare(f"tensor {n}", f.detach(), e, b) for n, (f, e, b) in enumerate(zip(found, *values))]
+
+
+@pytest.mark.parametrize("head_dims", [(1, 1), (576, 512), (512, 576), (96, 64), (67, 3)])
+def test_head_sizes(head_dims):
+    head_dim, head_dim_v = head_dims
+    q, k = torch.randn(1, 9, 2, head_dim), torch.randn(1, 11, 1, head_dim)
+    check_attention(q, k, torch.randn(1, 11, 1, head_dim_v), causal=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_empty_and_single_dimensions(shape, dtype):
+    batch, seqlen_q, seqlen_k = shape
+    q = torch.randn(batch, seqlen_q, 2, 8).to(dtype)
+    k, v = (torch.randn(batch, seqlen_k, 2, 8).to(dtype) for _ in range(2))
+    check_attention(q, k, v)
+    out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (batch, 2, seqlen_q)
+    if seqlen_k == 0:
+        assert (out == 0).all() and (lse == float("-inf")).all()
+
+
+def test_no_heads():
+    x = torch.randn(2, 3, 0, 8)
+    assert tilewise.attention(x, x, x).shape == (2, 3, 0, 8)
+
+
+def test_strided_views_are_not_copied(monkeypatch):
+    qkv = torch.randn(2, 50, 3, 4, 16)
+    q, k, v = qkv.unbind(2)
+    for t in (q, k, v):
+        monkeypatch.setattr(type(t), "contiguous", _fail, raising=True)
+        break
+    out = tilewise.attention(q, k, v, backend="tiled")
+    monkeypatch.undo()
+    exact, _ = reference.attention(q, k, v)
+    assert compare("out", out, exact, exact.float()).is_within
+    x = torch.randn(2, 50, 16, 4).transpose(2, 3)  # last dimension not contiguous: served by a copy
+    exact, _ = reference.attention(x, x, x)
+    assert compare("out", tilewise.attention(x, x, x), exact, exact.float()).is_within
+
+
+def _fail(*_args, **_kwargs):
+    raise AssertionError("a contiguous copy was made")
+
+
+def test_out_is_ordered_by_token():
+    q = torch.randn(2, 4, 50, 16)
+    out = tilewise.attention(q, q, q, layout="bhsd")
+    assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (0, 0)}, {"sinks": torch.randn(2)}])
+def test_rows_that_see_nothing(options):
+    """More queries than keys: the first rows are empty. They give 0, -inf (or the sink) and no gradient."""
+    q = torch.randn(1, 9, 2, 8, requires_grad=True)
+    k = torch.randn(1, 4, 2, 8)
+    out, lse = tilewise.attention(q, k, k, return_lse=True, **{"causal": True, **options})
+    assert (out[:, :5] == 0).all()
+    expected = options.get("sinks", torch.full((2,), float("-inf")))
+    assert torch.equal(lse[0, :, :5], expected[:, None].expand(2, 5))
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert (dq[:, :5] == 0).all() and dq.isfinite().all()
+
+
+def test_extreme_logits_give_no_nan():
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    exact, _ = reference.attention(q * 1e4, k, v, scale=1.0)
+    assert torch.allclose(tilewise.attention(q * 1e4, k, v, scale=1.0).double(), exact, atol=1e-5)
+    hidden = torch.full((1, 1, 40, 40), -1e9)
+    out = tilewise.attention(q, k, v, bias=hidden)
+    assert out.isfinite().all()
+    out, lse = tilewise.attention(q, k, v, mask=torch.zeros(1, 1, 40, 40, dtype=torch.bool), return_lse=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    out = tilewise.attention(q, k, v, bias=torch.full((1, 1, 40, 40), float("-inf")))
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["aten", "tiled"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_nan_and_inf_propagate_as_in_standard_attention(bad, where, backend):
+    qkv = [torch.randn(1, 300, 2, 16) for _ in range(3)]
+    qkv[where][0, 137, 1, 3] = bad
+    q, k, v = (t.transpose(1, 2) for t in qkv)
+    standard = torch.softmax(q @ k.mT / 4, -1) @ v
+    out = tilewise.attention(*qkv, backend=backend).transpose(1, 2)
+    assert torch.equal(out.isnan(), standard.isnan())
+    assert torch.equal(out.isinf(), standard.isinf())
+    finite = standard.isfinite()
+    torch.testing.assert_close(out[finite], standard[finite], rtol=1e-4, atol=1e-5)
+
+
+def test_same_seed_same_dropout():
+    q = torch.randn(1, 64, 2, 16)
+    runs = [tilewise.attention(q, q, q, dropout_p=0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    torch.manual_seed(3)
+    a = tilewise.attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(a, tilewise.attention(q, q, q, dropout_p=0.5))
+
+
+def test_gradients_are_equal_bit_for_bit():
+    q, k, v = (torch.randn(2, 600, 4, 64, requires_grad=True) for _ in range(3))
+    runs = []
+    for _ in range(3):
+        out = tilewise.attention(q, k, v, causal=True, window=(300, None), deterministic=True)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run))

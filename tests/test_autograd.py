@@ -1,0 +1,238 @@
+"""Derivatives of every kind, and the transforms that ask for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import tilewise
+from tilewise.problem import Inputs, Options
+
+CASES = [
+    {},
+    {"causal": True},
+    {"window": (2, 1)},
+    {"softcap": 1.5, "bias": True},
+    {"sinks": True, "causal": True},
+    {"dropout_p": 0.3, "alibi_slopes": torch.rand(4, dtype=torch.float64)},
+    {"mask": torch.rand(1, 1, 4, 6) > 0.4, "bias": True, "sinks": True, "softcap": 2.0, "dropout_p": 0.2},
+]
+ids = ["+".join(case) or "full" for case in CASES]
+
+
+def differentiable(case, backend=None):
+    """A function of the differentiable tensors of a case, and float64 values for them."""
+    torch.manual_seed(3)
+
+    def leaf(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    leaves = [leaf(2, 4, 4, 3), leaf(2, 6, 2, 3), leaf(2, 6, 2, 2)]
+    names = [name for name in ("bias", "sinks") if name in case]
+    leaves += [leaf(1, 4, 4, 6) if name == "bias" else leaf(4) for name in names]
+    fixed = {name: option for name, option in case.items() if name not in names}
+
+    def function(q, k, v, *rest):
+        generator = torch.Generator().manual_seed(5) if case.get("dropout_p") else None
+        return tilewise.attention(
+            q, k, v, return_lse=True, generator=generator, backend=backend, **fixed, **dict(zip(names, rest))
+        )
+
+    return function, leaves
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_first_derivatives(case):
+    function, leaves = differentiable(case)
+    assert gradcheck(function, leaves, check_batched_grad=True, check_forward_ad=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_second_derivatives(case):
+    function, leaves = differentiable(case)
+    assert gradgradcheck(function, leaves)
+
+
+def test_packed_and_empty_rows_have_both_derivatives():
+    q, k, v = (torch.randn(7, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    cu_q, cu_k = torch.tensor([0, 5, 5, 7]), torch.tensor([0, 2, 4, 7])
+
+    def function(q, k, v):
+        return tilewise.attention_varlen(q, k, v, cu_q, cu_k, causal=True, window=(2, None))
+
+    assert gradcheck(function, (q, k, v))
+    assert gradgradcheck(function, (q, k, v))
+
+
+def test_aten_first_and_second_derivatives():
+    q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def function(q, k, v):
+        return tilewise.attention(q, k, v, causal=True, backend="aten")
+
+    assert gradcheck(function, (q, k, v))
+    assert gradgradcheck(function, (q, k, v))
+
+
+def small(dtype=torch.float64):
+    torch.manual_seed(11)
+    return [torch.randn(2, 5, 2, 4, dtype=dtype) for _ in range(3)]
+
+
+def loss(q, k, v):
+    return tilewise.attention(q, k, v, causal=True, softcap=3.0).square().sum()
+
+
+def test_func_grad_and_hessian():
+    q, k, v = small()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for found, exact in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), expected):
+        torch.testing.assert_close(found, exact)
+
+    def by_formula(q):
+        s = torch.einsum("bihd,bjhd->bhij", q, k) / 2
+        s = 3 * torch.tanh(s / 3)
+        s = s.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+        return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v).square().sum()
+
+    exact = torch.func.hessian(by_formula)(q)
+    torch.testing.assert_close(torch.func.hessian(lambda q: loss(q, k, v))(q), exact)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 2)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"bias": True}, {"sinks": True}, {"packed": True}])
+def test_vmap_is_a_loop(dims, options):
+    torch.manual_seed(2)
+    packed = "packed" in options
+    shape = (6, 2, 4) if packed else (2, 5, 2, 4)
+    stacked = []
+    for dim in dims:
+        t = torch.randn(3, *shape)
+        stacked.append(t[0] if dim is None else t.movedim(0, dim).contiguous())
+    extra = {"bias": torch.randn(3, 1, 2, 5, 5), "sinks": torch.randn(3, 2)}
+    name = next((n for n in extra if n in options), None)
+    cu = torch.tensor([0, 2, 6])
+
+    def function(q, k, v, e):
+        named = {name: e} if name else {}
+        if packed:
+            return tilewise.attention_varlen(q, k, v, cu, cu, causal=True)
+        return tilewise.attention(q, k, v, causal=options.get("causal", False), **named)
+
+    def summed(q, k, v, e):
+        return function(q, k, v, e).square().sum()
+
+    e = extra.get(name, torch.zeros(3, 1))
+    found = torch.func.vmap(function, in_dims=(*dims, 0))(*stacked, e)
+    gradients = torch.func.vmap(torch.func.grad(summed, argnums=(0, 1, 2)), in_dims=(*dims, 0))(*stacked, e)
+    for n in range(3):
+        row = [t if dim is None else t.select(dim, n) for t, dim in zip(stacked, dims)]
+        torch.testing.assert_close(found[n], function(*row, e[n]))
+        for found_gradient, expected in zip(gradients, torch.func.grad(summed, argnums=(0, 1, 2))(*row, e[n])):
+            torch.testing.assert_close(found_gradient[n], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [{"use_reentrant": False}, {"use_reentrant": True}])
+def test_checkpointing_with_dropout(mode):
+    q, k, v = (t.requires_grad_() for t in small(torch.float32))
+
+    def dropped(q, k, v):
+        return tilewise.attention(q, k, v, dropout_p=0.4).square().sum()
+
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(dropped(q, k, v), (q, k, v))
+    torch.manual_seed(1)
+    checkpoint(dropped, q, k, v, **mode).backward()
+    for t, exact in zip((q, k, v), expected):
+        torch.testing.assert_close(t.grad, exact)
+
+
+COMPILED = [
+    {},
+    {"causal": True, "window": (3, None), "softcap": 2.0},
+    {"bias": torch.randn(1, 2, 5, 5), "sinks": torch.randn(2)},
+    {"mask": torch.rand(2, 1, 5, 5) > 0.3},
+]
+
+
+@pytest.mark.parametrize("options", COMPILED, ids=lambda o: "+".join(o) or "full")
+def test_compiled_without_a_graph_break(options):
+    q, k, v = (t.requires_grad_() for t in small(torch.float32))
+
+    def function(q, k, v):
+        out, lse = tilewise.attention(q * 2, k, v, return_lse=True, **options)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(function(q, k, v), (q, k, v))
+    for found, exact in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), expected):
+        torch.testing.assert_close(found, exact)
+
+
+def test_compiled_with_dynamic_shapes_packing_and_dropout():
+    compiled = torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seqlen in (5, 9, 33):
+        q = torch.randn(2, seqlen, 2, 4)
+        torch.testing.assert_close(compiled(q, q, q, causal=True), tilewise.attention(q, q, q, causal=True))
+    packed = torch.compile(tilewise.attention_varlen, fullgraph=True, backend="aot_eager")
+    x, cu = torch.randn(9, 2, 4), torch.tensor([0, 4, 9])
+    torch.testing.assert_close(packed(x, x, x, cu, cu), tilewise.attention_varlen(x, x, x, cu, cu))
+    q = torch.randn(1, 40, 2, 4)
+    dropped = torch.compile(lambda q: tilewise.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    assert dropped(q).isfinite().all() and not torch.equal(dropped(q), tilewise.attention(q, q, q))
+
+
+def test_compiling_a_bad_call_is_an_error():
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 2, 8)
+    with pytest.raises(Exception, match="must be divisible"):
+        torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager")(q, k, k)
+
+
+def test_inductor_runs_the_operators():
+    q, k, v = (t.requires_grad_() for t in small(torch.float32))
+    compiled = torch.compile(loss, fullgraph=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(q, k, v), q)[0], torch.autograd.grad(loss(q, k, v), q)[0]
+    )
+
+
+@pytest.mark.parametrize("bhsd", [False, True])
+def test_opcheck(bhsd):
+    q, k, v = small()
+    if bhsd:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    bias, sinks = torch.randn(1, 2, 5, 5, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    for t in (q, k, v, bias, sinks):
+        t.requires_grad_()
+    scalars = (*Options(causal=True, softcap=2.0), None)
+    inputs = Inputs(q, k, v, bias=bias, sinks=sinks)
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
+    out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    torch.library.opcheck(
+        torch.ops.tilewise.attention_backward.default, (dout, dlse, out, lse, *inputs, *scalars)
+    )
+    tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks)]
+    detached = Inputs(*(None if t is None else t.detach() for t in inputs))
+    torch.library.opcheck(
+        torch.ops.tilewise.attention_double_backward.default,
+        (tangents, dout, dlse, out, lse, *detached, *scalars),
+    )
+    torch.library.opcheck(torch.ops.tilewise.attention_jvp.default, (tangents, out, lse, *detached, *scalars))
+
+
+def test_opcheck_packed():
+    x, cu = torch.randn(9, 2, 4, requires_grad=True), torch.tensor([0, 4, 9])
+    inputs = Inputs(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *Options(causal=True), None))
+
+
+def test_gradients_come_in_the_dtype_of_their_input():
+    q, k, v = (torch.randn(1, 6, 2, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, 6, 6, requires_grad=True)
+    out = tilewise.attention(q, k, v, bias=bias)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, bias))
+    assert [g.dtype for g in grads] == [torch.bfloat16] * 3 + [torch.float32]

@@ -1,0 +1,184 @@
+"""Bad input: one clear line that names the argument, its value and what is right; nothing corrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.problem import Inputs, Options, check_values, describe
+
+
+def x(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+Q, KV, BATCH_3 = x(2, 4, 6, 8), x(2, 5, 3, 8), x(3, 5, 3, 8)
+
+ATTENTION = {
+    "query is no tensor": (dict(query=[1.0]), TypeError, "query=list must be a torch.Tensor"),
+    "rank": (dict(query=x(4, 6, 8)), ValueError, r"query.shape=(4, 6, 8) has 3 dimensions, must have 4"),
+    "key rank": (dict(key=x(5, 8)), ValueError, "key.shape=(5, 8) has 2 dimensions, must have 4"),
+    "batch": (dict(key=BATCH_3, value=BATCH_3), ValueError, "key.shape[0]=3 (batch) must equal query.shape[0]=2"),
+    "head size": (dict(key=x(2, 5, 3, 9)), ValueError, "key.shape[-1]=9 (head size) must equal query.shape[-1]=8"),
+    "head size 0": (dict(query=x(2, 4, 6, 0)), ValueError, "query.shape[-1]=0 (head size) must be between 1 and 576"),
+    "head size 577": (dict(value=x(2, 5, 3, 577)), ValueError, "value.shape[-1]=577 (head size) must be between 1"),
+    "value length": (dict(value=x(2, 4, 3, 8)), ValueError, "value.shape=(2, 4, 3, 8) must equal key.shape=(2, 5, 3, 8)"),
+    "heads": (dict(query=x(2, 4, 5, 8)), ValueError, "query heads 5 must be divisible by key heads 3"),
+    "no key heads": (
+        dict(key=x(2, 5, 0, 8), value=x(2, 5, 0, 8)), ValueError, "query heads 6 must be divisible by key heads 0",
+    ),
+    "integers": (dict(query=Q.int()), TypeError, "query.dtype=torch.int32 must be float64, float32"),
+    "mixed dtypes": (dict(key=KV.double()), TypeError, "key.dtype=torch.float64 must equal query.dtype=torch.float32"),
+    "mixed devices": (dict(key=KV.to("meta")), ValueError, "key.device=meta must equal query.device=cpu"),
+    "window": (dict(window=(-1, 0)), ValueError, "window=(-1, 0) must be (left, right), each None or an integer"),
+    "window length": (dict(window=(1,)), ValueError, "window=(1,) must be (left, right)"),
+    "window type": (dict(window=(1.5, 0)), ValueError, "window=(1.5, 0) must be (left, right)"),
+    "softcap": (dict(softcap=-1.0), ValueError, "softcap=-1.0 must be 0 (off) or a positive finite number"),
+    "softcap nan": (dict(softcap=float("nan")), ValueError, "softcap=nan must be 0 (off) or a positive"),
+    "dropout 1": (dict(dropout_p=1.0), ValueError, "dropout_p=1.0 must be in [0, 1)"),
+    "dropout negative": (dict(dropout_p=-0.1), ValueError, "dropout_p=-0.1 must be in [0, 1)"),
+    "scale nan": (dict(scale=float("nan")), ValueError, "scale=nan must be a finite number"),
+    "scale inf": (dict(scale=float("inf")), ValueError, "scale=inf must be a finite number"),
+    "layout": (dict(layout="sbhd"), ValueError, "layout='sbhd' must be 'bshd' or 'bhsd'"),
+    "backend": (dict(backend="cuda9"), ValueError, "backend='cuda9' must be None or one of"),
+    "mask dtype": (dict(mask=x(2, 6, 4, 5)), TypeError, "mask.dtype=torch.float32 must be torch.bool"),
+    "mask shape": (
+        dict(mask=x(2, 6, 4, 6).bool()), ValueError, "mask.shape=(2, 6, 4, 6) must be broadcastable to (batch, heads",
+    ),
+    "mask rank": (dict(mask=x(1, 2, 6, 4, 5).bool()), ValueError, "mask.shape=(1, 2, 6, 4, 5) must be broadcastable"),
+    "mask type": (dict(mask=[True]), TypeError, "mask=list must be a torch.Tensor"),
+    "bias dtype": (dict(bias=x(4, 5).long()), TypeError, "bias.dtype=torch.int64 must be a floating-point dtype"),
+    "bias shape": (dict(bias=x(3, 4, 5)), ValueError, "bias.shape=(1, 3, 4, 5) must be broadcastable to"),
+    "bias device": (dict(bias=x(4, 5).to("meta")), ValueError, "bias.device=meta must equal query.device=cpu"),
+    "sinks": (dict(sinks=x(3)), ValueError, "sinks.shape=(3,) must be (heads,)=(6,)"),
+    "slopes": (dict(alibi_slopes=x(2, 3)), ValueError, "alibi_slopes.shape=(2, 3) must be (heads,)=(6,) or"),
+    "slope gradient": (
+        dict(alibi_slopes=x(6).requires_grad_()), NotImplementedError, "alibi_slopes.requires_grad=True has no gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name):
+    change, error, message = ATTENTION[name]
+    call = {"query": Q, "key": KV, "value": KV, **change}
+    with pytest.raises(error) as caught:
+        tilewise.attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_backend_asked_for_by_name_refuses_and_names_what_serves():
+    with pytest.raises(NotImplementedError, match=r"backend='aten' has no window; .*'tiled' would serve"):
+        tilewise.attention(KV, KV, KV, window=(1, 1), backend="aten")
+    bias = x(1, 1, 5, 5).requires_grad_()
+    with pytest.raises(NotImplementedError, match="backend='aten' has no bias gradient"):
+        tilewise.attention(KV, KV, KV, bias=bias, backend="aten")
+
+
+T = torch.tensor
+VARLEN = {
+    "starts late": (dict(cu_seqlens_q=T([1, 6])), ValueError, "cu_seqlens_q=[1, ..., 6] must start at 0 and end at total=6"),
+    "ends early": (dict(cu_seqlens_k=T([0, 5])), ValueError, "cu_seqlens_k=[0, ..., 5] must start at 0 and end at total=7"),
+    "ends late": (dict(cu_seqlens_k=T([0, 9])), ValueError, "cu_seqlens_k=[0, ..., 9] must start at 0 and end at"),
+    "decreases": (
+        dict(cu_seqlens_q=T([0, 4, 3, 6]), cu_seqlens_k=T([0, 4, 5, 7])), ValueError,
+        "cu_seqlens_q[2]=3 must be at least cu_seqlens_q[1]=4",
+    ),
+    "lengths differ": (dict(cu_seqlens_q=T([0, 3, 6])), ValueError, "cu_seqlens_k.shape=(2,) must equal cu_seqlens_q.shape=(3,)"),
+    "float offsets": (dict(cu_seqlens_q=T([0.0, 6.0])), TypeError, "cu_seqlens_q.dtype=torch.float32 must be int32 or int64"),
+    "no offsets": (dict(cu_seqlens_q=None), TypeError, "cu_seqlens_q=NoneType must be a torch.Tensor"),
+    "offsets rank": (dict(cu_seqlens_q=T([[0, 6]])), ValueError, "cu_seqlens_q.shape=(1, 2) must be (batch + 1,)"),
+    "max_seqlen": (dict(max_seqlen_q=5), ValueError, "max_seqlen_q=5 must be at least the longest sequence, 6"),
+    "rank": (dict(query=x(1, 6, 2, 8)), ValueError, "query.shape=(1, 6, 2, 8) has 4 dimensions, must have 3"),
+    "mask": (dict(mask=x(1, 1, 6, 3).bool()), ValueError, "mask.shape=(1, 1, 6, 3) must cover the longest sequence: (6, 7)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_varlen(name):
+    change, error, message = VARLEN[name]
+    call = {"query": x(6, 2, 8), "key": x(7, 2, 8), "cu_seqlens_q": T([0, 6]), "cu_seqlens_k": T([0, 7])} | change
+    names = ("query", "key", "key", "cu_seqlens_q", "cu_seqlens_k")
+    options = {name: option for name, option in call.items() if name not in names}
+    with pytest.raises(error) as caught:
+        tilewise.attention_varlen(*(call[name] for name in names), **options)
+    assert message in str(caught.value)
+
+
+def new_cache(filled=6):
+    cache = tilewise.KVCache(2, 8, 3, 4, dtype=torch.float32)
+    cache.append(torch.randn(2, filled, 3, 4), torch.randn(2, filled, 3, 4))
+    return cache
+
+
+CACHE = {
+    "overflow": (dict(key=x(2, 3, 3, 4), value=x(2, 3, 3, 4)), ValueError, "key.shape[1]=3 new tokens do not fit: a sequence holds 6 of max_seqlen=8"),
+    "batch": (dict(key=x(1, 1, 3, 4), value=x(1, 1, 3, 4)), ValueError, "key.shape=(1, 1, 3, 4) must be (2, 'new_tokens', 3, 4)"),
+    "tokens": (dict(key=x(2, 1, 3, 4), value=x(2, 2, 3, 4)), ValueError, "value.shape[1]=2 (new tokens) must equal key.shape[1]=1"),
+    "dtype": (dict(key=x(2, 1, 3, 4).double(), value=x(2, 1, 3, 4)), TypeError, "key.dtype=torch.float64 must equal the cache's dtype"),
+    "only a key": (dict(key=x(2, 1, 3, 4)), TypeError, "value=NoneType must be a torch.Tensor"),
+    "gradient": (dict(key=x(2, 1, 3, 4).requires_grad_(), value=x(2, 1, 3, 4)), ValueError, "key.requires_grad=True must be False"),
+    "query": (dict(query=x(2, 1, 3, 5), key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), ValueError, "key.shape[-1]=4 (head size) must equal query.shape[-1]=5"),
+    "option": (dict(softcap=-1.0, key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), ValueError, "softcap=-1.0"),
+    "layout": (dict(layout="no"), ValueError, "layout='no'"),
+    "backend": (dict(backend="no", key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), ValueError, "backend='no'"),
+    "refusal": (dict(backend="aten", key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), NotImplementedError, "backend='aten' has no caches"),
+    "no cache": (dict(cache=3), TypeError, "cache=int must be a tilewise.KVCache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_cache_is_unchanged(name):
+    change, error, message = CACHE[name]
+    cache = new_cache()
+    before = [t.clone() for t in (cache.key, cache.value, cache.lengths)]
+    call = {"query": x(2, 1, 3, 4), "cache": cache, **change}
+    with pytest.raises(error) as caught:
+        tilewise.attention_with_cache(call.pop("query"), call.pop("cache"), **call)
+    assert message in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, (cache.key, cache.value, cache.lengths)))
+
+
+@pytest.mark.parametrize("bad", [dict(batch=-1), dict(head_dim=0), dict(max_seqlen=2.5), dict(dtype=torch.int8)])
+def test_cache_sizes(bad):
+    sizes = dict(batch=1, max_seqlen=4, num_kv_heads=1, head_dim=4, dtype=torch.float32) | bad
+    name = next(iter(bad))
+    with pytest.raises((ValueError, TypeError), match=f"{name}="):
+        tilewise.KVCache(**sizes)
+
+
+PAGED = {
+    "page too large": (dict(page_table=T([[0, 5], [1, 2]])), "page_table[0]=[0, 5] must index pages in [0, 5)"),
+    "page negative": (dict(page_table=T([[0, -1], [1, 2]])), "page_table[0]=[0, -1] must index pages in [0, 5)"),
+    "length": (dict(seqlens_k=T([9, 1])), "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8"),
+    "leftpad": (dict(leftpad_k=T([0, 3])), "leftpad_k[1]=3, seqlens_k[1]=2 must satisfy"),
+    "table shape": (dict(page_table=T([0, 1])), "page_table.shape=(2,) must be (batch=2, pages a sequence)"),
+    "no lengths": (dict(seqlens_k=None), "seqlens_k=None must give each sequence's length"),
+    "lengths shape": (dict(seqlens_k=T([1, 2, 3])), "seqlens_k.shape=(3,) must be (batch,)=(2,)"),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages(name):
+    change, message = PAGED[name]
+    tensors = {"page_table": T([[0, 4], [1, 2]]), "seqlens_k": T([7, 2])} | change
+    inputs = Inputs(x(2, 1, 2, 8), x(5, 4, 2, 8), x(5, 4, 2, 8), **tensors)
+    with pytest.raises(ValueError) as caught:
+        check_values(describe(inputs, Options()), inputs, Options())
+    assert message in str(caught.value)
+
+
+def test_unused_page_entries_may_hold_anything():
+    inputs = Inputs(
+        x(1, 1, 2, 8), x(5, 4, 2, 8), x(5, 4, 2, 8), page_table=T([[3, -1, 99]]), seqlens_k=T([4])
+    )
+    check_values(describe(inputs, Options()), inputs, Options())
+
+
+def test_explain_refuses_what_the_call_would():
+    with pytest.raises(ValueError, match="softcap=-1"):
+        tilewise.explain(KV, KV, KV, softcap=-1)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        tilewise.explain(KV, KV, KV, sofcap=1)

@@ -1,0 +1,80 @@
+"""The contiguous cache: chunks give what the whole sequence gives."""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import reference
+from tilewise.testing import compare
+
+
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [1] * 9, [6, 1, 1, 1]])
+@pytest.mark.parametrize("options", [{}, {"window": (3, None)}, {"softcap": 2.0}, {"sinks": torch.randn(4)}])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_prefill_chunks_and_decoding_equal_one_causal_call(chunks, options, layout):
+    q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 5)
+    exact, exact_lse = reference.attention(q, k, v, causal=True, **options)
+    base, base_lse = reference.attention(q, k, v, causal=True, dtype=torch.float32, **options)
+    cache = tilewise.KVCache(2, 16, 2, 8, head_dim_v=5, dtype=torch.float32)
+    outs, lses = [], []
+    for q_chunk, k_chunk, v_chunk in zip(*(t.split(chunks, 1) for t in (q, k, v))):
+        parts = (q_chunk, k_chunk, v_chunk)
+        if layout == "bhsd":
+            parts = tuple(t.transpose(1, 2) for t in parts)
+        out, lse = tilewise.attention_with_cache(
+            parts[0], cache, *parts[1:], layout=layout, return_lse=True, **options
+        )
+        outs.append(out if layout == "bshd" else out.transpose(1, 2))
+        lses.append(lse)
+    assert cache.lengths.tolist() == [9, 9]
+    assert compare("out", torch.cat(outs, 1), exact, base).is_within
+    assert compare("lse", torch.cat(lses, 2), exact_lse, base_lse).is_within
+
+
+def test_sequences_of_different_lengths():
+    cache = tilewise.KVCache(3, 12, 1, 4, dtype=torch.float64)
+    k, v = torch.randn(3, 12, 1, 4, dtype=torch.float64), torch.randn(3, 12, 1, 4, dtype=torch.float64)
+    cache.append(k[:, :7], v[:, :7])
+    cache.lengths.copy_(torch.tensor([7, 0, 4]))
+    q, new_k, new_v = (torch.randn(3, 2, 1, 4, dtype=torch.float64) for _ in range(3))
+    out = tilewise.attention_with_cache(q, cache, new_k, new_v)
+    assert cache.lengths.tolist() == [9, 2, 6]
+    for n, held in enumerate([7, 0, 4]):
+        own_k, own_v = torch.cat([k[n : n + 1, :held], new_k[n : n + 1]], 1), torch.cat([v[n : n + 1, :held], new_v[n : n + 1]], 1)
+        exact, _ = reference.attention(q[n : n + 1], own_k, own_v, causal=True)
+        torch.testing.assert_close(out[n : n + 1], exact)
+
+
+def test_attending_without_appending_and_without_causal():
+    cache = tilewise.KVCache(1, 8, 2, 4, dtype=torch.float32)
+    k = torch.randn(1, 5, 2, 4)
+    cache.append(k, k)
+    q = torch.randn(1, 3, 2, 4)
+    exact, _ = reference.attention(q, k, k)
+    torch.testing.assert_close(tilewise.attention_with_cache(q, cache, causal=False).double(), exact, rtol=1e-5, atol=1e-6)
+    assert cache.lengths.tolist() == [5]
+
+
+def test_an_empty_cache_sees_nothing():
+    cache = tilewise.KVCache(1, 8, 2, 4, dtype=torch.float32)
+    out, lse = tilewise.attention_with_cache(torch.randn(1, 1, 2, 4), cache, return_lse=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+
+
+def test_memory_and_reset():
+    cache = tilewise.KVCache(2, 16, 3, 8, head_dim_v=4, dtype=torch.bfloat16)
+    assert cache.memory_bytes() == 2 * 16 * 3 * (8 + 4) * 2
+    cache.append(torch.ones(2, 5, 3, 8, dtype=torch.bfloat16), torch.ones(2, 5, 3, 4, dtype=torch.bfloat16))
+    storage = cache.key.data_ptr()
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0] and cache.key.data_ptr() == storage
+
+
+def test_gradients_reach_the_query():
+    cache = tilewise.KVCache(1, 8, 1, 4, dtype=torch.float64)
+    k = torch.randn(1, 4, 1, 4, dtype=torch.float64)
+    q = torch.randn(1, 2, 1, 4, dtype=torch.float64, requires_grad=True)
+    out = tilewise.attention_with_cache(q, cache, k, k)
+    dout = torch.randn_like(out)
+    expected = reference.attention_backward(dout, q, k, k, causal=True).query
+    torch.testing.assert_close(torch.autograd.grad(out, q, dout)[0], expected)

@@ -1,0 +1,199 @@
+import inspect
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import reference
+from tilewise.flash_attn_3 import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+INF = float("inf")
+REQUIRED = inspect.Parameter.empty
+DESCALE = [("q_descale", None), ("k_descale", None), ("v_descale", None)]
+SIGNATURES = {  # of hopper/flash_attn_interface.py
+    flash_attn_qkvpacked_func: [
+        ("qkv", REQUIRED), ("softmax_scale", None), ("causal", False), *DESCALE, ("window_size", (-1, -1)),
+        ("attention_chunk", 0), ("softcap", 0.0), ("deterministic", False), ("num_heads_q", None),
+        ("sm_margin", 0), ("return_attn_probs", False),
+    ],
+    flash_attn_func: [
+        ("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), ("softmax_scale", None), ("causal", False),
+        ("qv", None), *DESCALE, ("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0),
+        ("num_splits", 1), ("pack_gqa", None), ("deterministic", False), ("sm_margin", 0),
+        ("return_attn_probs", False),
+    ],
+    flash_attn_varlen_func: [
+        ("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), ("cu_seqlens_q", REQUIRED),
+        ("cu_seqlens_k", REQUIRED), ("max_seqlen_q", REQUIRED), ("max_seqlen_k", REQUIRED),
+        ("seqused_q", None), ("seqused_k", None), ("softmax_scale", None), ("causal", False), ("qv", None),
+        *DESCALE, ("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0), ("num_splits", 1),
+        ("pack_gqa", None), ("deterministic", False), ("sm_margin", 0), ("return_attn_probs", False),
+    ],
+    flash_attn_with_kvcache: [
+        ("q", REQUIRED), ("k_cache", REQUIRED), ("v_cache", REQUIRED), ("k", None), ("v", None), ("qv", None),
+        ("rotary_cos", None), ("rotary_sin", None), ("cache_seqlens", None), ("cache_batch_idx", None),
+        ("cache_leftpad", None), ("page_table", None), ("cu_seqlens_q", None), ("cu_seqlens_k_new", None),
+        ("max_seqlen_q", None), ("rotary_seqlens", None), *DESCALE, ("softmax_scale", None),
+        ("causal", False), ("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0),
+        ("rotary_interleaved", True), ("scheduler_metadata", None), ("num_splits", 0), ("pack_gqa", None),
+        ("sm_margin", 0), ("return_softmax_lse", False),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert [(p.name, p.default) for p in parameters] == SIGNATURES[function]
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    assert getattr(tilewise.flash_attn_3, function.__name__) is function
+
+
+def randn(*shape, grad=False):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+OPTIONS = [
+    ({}, {}),
+    ({"causal": True, "deterministic": True}, {"causal": True}),
+    ({"window_size": (3, -1), "num_splits": 4, "pack_gqa": False}, {"window": (3, None)}),
+    ({"window_size": (4, 2), "causal": True, "sm_margin": 8}, {"window": (4, 2), "causal": True}),
+    ({"softcap": 2.0, "softmax_scale": 0.7}, {"softcap": 2.0, "scale": 0.7}),
+]
+
+
+def compare(ours, theirs, inputs):
+    """out and lse, and the gradients of out."""
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    dout = torch.randn_like(ours[0])
+    for a, b in zip(torch.autograd.grad(ours[0], inputs, dout), torch.autograd.grad(theirs[0], inputs, dout)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("options, expected", OPTIONS)
+def test_dense(seqlen_q, seqlen_k, options, expected):
+    q, k, v = (
+        randn(2, n, h, d, grad=True) for n, h, d in [(seqlen_q, 4, 8), (seqlen_k, 2, 8), (seqlen_k, 2, 5)]
+    )
+    ours = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    compare(ours, reference.attention(q, k, v, **expected), (q, k, v))
+    out = flash_attn_func(q, k, v, **options)
+    assert isinstance(out, torch.Tensor) and torch.equal(out, ours[0])
+    if seqlen_q > seqlen_k and options.get("causal"):
+        empty = seqlen_q - seqlen_k
+        assert not out[:, :empty].any() and (ours[1][..., :empty] == -INF).all()
+
+
+@pytest.mark.parametrize("options, expected", [OPTIONS[0], OPTIONS[1], OPTIONS[4]])
+def test_qkvpacked(options, expected):
+    options = {**options, "return_attn_probs": True}
+    qkv = randn(2, 9, 3, 4, 8, grad=True)
+    ours = flash_attn_qkvpacked_func(qkv, **options)
+    compare(ours, reference.attention(*qkv.unbind(2), **expected), (qkv,))
+    qkv = randn(2, 9, 8, 8, grad=True)
+    ours = flash_attn_qkvpacked_func(qkv, num_heads_q=4, **options)
+    compare(ours, reference.attention(*qkv.split([4, 2, 2], dim=2), **expected), (qkv,))
+
+
+CU_Q = torch.tensor([0, 5, 5, 14, 15], dtype=torch.int32)
+CU_K = torch.tensor([0, 8, 11, 15, 15], dtype=torch.int32)
+
+
+def packed():
+    return randn(15, 4, 8, grad=True), randn(15, 2, 8, grad=True), randn(15, 2, 5, grad=True)
+
+
+@pytest.mark.parametrize("options, expected", OPTIONS)
+def test_varlen(options, expected):
+    q, k, v = packed()
+    ours = flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 8, return_attn_probs=True, **options)
+    assert ours[1].shape == (4, 15)
+    theirs = reference.attention(q, k, v, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, **expected)
+    compare(ours, theirs, (q, k, v))
+
+
+@pytest.mark.parametrize("used_q", [None, [5, 0, 4, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("used_k", [None, [3, 3, 0, 0]])
+@pytest.mark.parametrize("options, expected", OPTIONS)
+def test_varlen_used(used_q, used_k, options, expected):
+    """Rows behind the used ones are not seen and get no result; causal aligns the used ends."""
+    q, k, v = packed()
+    ours = flash_attn_varlen_func(
+        q, k, v, CU_Q, CU_K, 9, 8,
+        None if used_q is None else torch.tensor(used_q, dtype=torch.int32),
+        None if used_k is None else torch.tensor(used_k),
+        return_attn_probs=True, **options,
+    )  # fmt: skip
+    outs, lses = [torch.zeros(0, 4, 5)], [torch.zeros(4, 0)]
+    for b in range(4):
+        q0, q1, k0, k1 = *CU_Q[b : b + 2].tolist(), *CU_K[b : b + 2].tolist()
+        stop_q = q1 if used_q is None else q0 + used_q[b]
+        stop_k = k1 if used_k is None else k0 + used_k[b]
+        parts = q[None, q0:stop_q], k[None, k0:stop_k], v[None, k0:stop_k]
+        out, lse = reference.attention(*parts, **expected)
+        outs += [out[0], out.new_zeros(q1 - stop_q, 4, 5)]
+        lses += [lse[0], lse.new_full((4, q1 - stop_q), -INF)]
+    compare(ours, (torch.cat(outs), torch.cat(lses, dim=1)), (q, k, v))
+
+
+def refused(error, message, function, *arguments, **options):
+    with pytest.raises(error) as raised:
+        function(*arguments, **options)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_fp8_is_refused(name):
+    q, scale = torch.ones(1, 3, 2, 8), torch.ones(1, 2)
+    starts = torch.tensor([0, 3])
+    message = f"{name} must be None: FP8"
+    refused(NotImplementedError, message, flash_attn_func, q, q, q, **{name: scale})
+    refused(
+        NotImplementedError, message, flash_attn_qkvpacked_func, torch.ones(1, 3, 3, 2, 8), **{name: scale}
+    )
+    refused(
+        NotImplementedError,
+        message,
+        flash_attn_varlen_func,
+        q[0],
+        q[0],
+        q[0],
+        starts,
+        starts,
+        3,
+        3,
+        **{name: scale},
+    )
+
+
+def test_the_way_around_qv_that_its_error_names():
+    q, k, v, qv = randn(1, 3, 2, 8), randn(1, 5, 2, 8), randn(1, 5, 2, 6), randn(1, 3, 2, 6)
+    refused(NotImplementedError, "q=cat([q, qv], -1), k=cat([k, v], -1)", flash_attn_func, q, k, v, qv=qv)
+    out = flash_attn_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) + torch.einsum("bihd,bjhd->bhij", qv, v)
+    weights = torch.softmax(scores / 14**0.5, -1)
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
+
+
+def test_errors():
+    q, starts = torch.ones(1, 3, 2, 8), torch.tensor([0, 3])
+    refused(NotImplementedError, "attention_chunk=2", flash_attn_func, q, q, q, attention_chunk=2)
+    refused(ValueError, "window_size=None", flash_attn_func, q, q, q, window_size=None)
+    refused(ValueError, "qkv.shape=(1, 3, 2, 2, 8)", flash_attn_qkvpacked_func, torch.ones(1, 3, 2, 2, 8))
+    refused(ValueError, "num_heads_q=None", flash_attn_qkvpacked_func, torch.ones(1, 3, 6, 8))
+    refused(ValueError, "num_heads_q=3", flash_attn_qkvpacked_func, torch.ones(1, 3, 6, 8), num_heads_q=3)
+
+    def varlen(**used):
+        return flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 3, 3, **used)
+
+    refused(ValueError, "seqused_q[0]=4", varlen, seqused_q=torch.tensor([4]))
+    refused(ValueError, "seqused_k[0]=-1", varlen, seqused_k=torch.tensor([-1]))
+    refused(ValueError, "seqused_k must be a (batch,)=(1,)", varlen, seqused_k=torch.tensor([1, 1]))
+    refused(TypeError, "seqused_k.dtype=torch.float32", varlen, seqused_k=torch.tensor([1.0]))

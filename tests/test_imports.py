@@ -1,0 +1,105 @@
+"""The import law: calls and imports go down, never up or across."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import tilewise
+
+ROOT = Path(tilewise.__file__).parent
+
+# Each module may import those of lower layers, and of its own where that layer is listed in WITHIN.
+LAYERS = [
+    ["mask", "dropout", "tuning", "tuning_table", "device"],
+    ["problem"],
+    ["plan", "reference", "rotary"],
+    ["cpu", "triton", "hopper"],
+    ["dispatch"],
+    ["ops"],
+    ["autograd"],
+    ["cache"],
+    ["api"],
+    ["explain", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
+    ["learn", "bench", "demo"],
+    ["cli"],
+]
+BACKENDS = {"cpu.aten", "cpu.tiled", "cpu.llvm", "triton", "hopper"}
+WITHIN = {"integrations", "flash_attn", "flash_attn_3", "learn", "bench", "demo", "nn"}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name != "__init__":
+            yield name, path
+
+
+def imports(path: Path, inside_functions: bool) -> set[str]:
+    """tilewise modules that a file imports, as dotted names below the package."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if inside_functions else tree.body
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilewise":
+            base = node.module.removeprefix("tilewise").removeprefix(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".strip(".")
+                is_module = (ROOT / (full.replace(".", "/") + ".py")).exists() or (ROOT / full.replace(".", "/")).is_dir()
+                found.add(full if is_module else base)
+        elif isinstance(node, ast.Import):
+            found |= {
+                a.name.removeprefix("tilewise").removeprefix(".")
+                for a in node.names
+                if a.name.split(".")[0] == "tilewise"
+            }
+    return found - {""}
+
+
+def layer(name: str) -> int:
+    top = name.split(".")[0]
+    matches = [n for n, group in enumerate(LAYERS) if top in group]
+    assert matches, f"{name} has no layer: add it to LAYERS"
+    return matches[0]
+
+
+def test_no_arrow_goes_up():
+    wrong = []
+    for name, path in modules():
+        for other in imports(path, inside_functions=True):
+            here, there = layer(name), layer(other)
+            same_package = name.split(".")[0] == other.split(".")[0]
+            if there > here or (there == here and not same_package and name.split(".")[0] not in WITHIN):
+                wrong.append(f"{name} -> {other}")
+    assert not wrong, wrong
+
+
+def backend_of(name: str) -> str | None:
+    return next((b for b in BACKENDS if name == b or name.startswith(b + ".")), None)
+
+
+def test_backends_import_neither_each_other_nor_the_reference():
+    wrong = []
+    for name, path in modules():
+        own = backend_of(name)
+        for other in imports(path, inside_functions=True):
+            if own and (backend_of(other) not in (None, own) or layer(other) == layer("reference") and other == "reference"):
+                wrong.append(f"{name} -> {other}")
+    assert not wrong, wrong
+
+
+def test_importing_tilewise_is_light():
+    code = (
+        "import sys; import torch; before = set(sys.modules); import tilewise; "
+        "print([m for m in ('triton', 'matplotlib', 'transformers', 'llvmlite', 'rich', 'typer') "
+        "if m in sys.modules and m not in before])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_documented():
+    for name in tilewise.__all__:
+        assert (getattr(tilewise, name).__doc__ or "").strip(), name

@@ -1,0 +1,63 @@
+"""Tile arithmetic against the definition, pair by pair."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewise.mask import TileKind, Visibility
+
+bounds = st.one_of(st.none(), st.integers(0, 9))
+lengths = st.integers(0, 20)
+
+
+def by_definition(v: Visibility) -> torch.Tensor:
+    visible = torch.zeros(v.seqlen_q, v.seqlen_k, dtype=torch.bool)
+    for i in range(v.seqlen_q):
+        for j in range(v.seqlen_k):
+            position = i + v.seqlen_k - v.seqlen_q
+            visible[i, j] = (v.left is None or j >= position - v.left) and (
+                v.right is None or j <= position + v.right
+            )
+    return visible
+
+
+@given(lengths, lengths, bounds, bounds, st.data())
+def test_tiles_agree_with_the_definition(seqlen_q, seqlen_k, left, right, data):
+    v = Visibility(seqlen_q, seqlen_k, left, right)
+    full = by_definition(v)
+    assert v.visible_pairs() == int(full.sum())
+    q0 = data.draw(st.integers(0, seqlen_q))
+    q1 = data.draw(st.integers(q0, seqlen_q))
+    k0 = data.draw(st.integers(0, seqlen_k))
+    k1 = data.draw(st.integers(k0, seqlen_k))
+    tile = full[q0:q1, k0:k1]
+    assert torch.equal(v.tile_mask(q0, q1, k0, k1), tile)
+    kind = v.tile_kind(q0, q1, k0, k1)
+    if kind is TileKind.EMPTY:
+        assert not tile.any()
+    elif kind is TileKind.FULL:
+        assert tile.all()
+    if tile.numel() and tile.all():
+        assert kind is TileKind.FULL  # a mask where none is needed costs time
+    if tile.numel() and not tile.any():
+        rows = full[q0:q1].any(0).nonzero().flatten()
+        inside = [j for j in rows.tolist() if k0 <= j < k1]
+        assert inside == []
+
+
+@given(lengths, lengths, bounds, bounds, st.data())
+def test_ranges_are_tight(seqlen_q, seqlen_k, left, right, data):
+    v = Visibility(seqlen_q, seqlen_k, left, right)
+    full = by_definition(v)
+    q0 = data.draw(st.integers(0, seqlen_q))
+    q1 = data.draw(st.integers(q0, seqlen_q))
+    seen = full[q0:q1].any(0).nonzero().flatten().tolist()
+    k0, k1 = v.key_range(q0, q1)
+    if seen:
+        assert (k0, k1) == (seen[0], seen[-1] + 1)
+    c0 = data.draw(st.integers(0, seqlen_k))
+    c1 = data.draw(st.integers(c0, seqlen_k))
+    seeing = full[:, c0:c1].any(1).nonzero().flatten().tolist()
+    r0, r1 = v.query_range(c0, c1)
+    if seeing:
+        assert r0 <= seeing[0] and seeing[-1] < r1

@@ -1,0 +1,64 @@
+"""Extra memory: within the stated bounds at 16384 tokens, and linear in the number of tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = """
+import json, sys, torch, tilewise
+seqlen, direction, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+backend = None if backend == "auto" else backend
+
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
+
+def run(q, k, v, do):
+    if direction == "forward":
+        return [tilewise.attention(q, k, v, backend=backend)]
+    out = tilewise.attention(q, k, v, backend=backend)
+    return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+def inputs(n):
+    return [torch.randn(1, n, 4, 64, requires_grad=direction != "forward") for _ in range(3)] + [torch.randn(1, n, 4, 64)]
+
+run(*inputs(512))  # code, thread pools and scratch that stay for good
+tensors = inputs(seqlen)
+with open("/proc/self/clear_refs", "w") as f:
+    f.write("5")  # start a new peak
+before = status("VmRSS")
+results = run(*tensors)
+kept = sum(t.nbytes for t in results)
+print(json.dumps(status("VmHWM") - before - kept))
+"""
+
+
+def peak_extra_mib(seqlen: int, direction: str, backend: str = "auto") -> float:
+    command = [sys.executable, "-c", PROBE, str(seqlen), direction, backend]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout) / 2**20
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_forward_at_16384_tokens(backend):
+    assert peak_extra_mib(16384, "forward", backend) <= 64
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_forward_and_backward_at_16384_tokens(backend):
+    assert peak_extra_mib(16384, "both", backend) <= 128
+
+
+def test_growth_is_linear():
+    """Standard attention's scores would grow by 4 * (8192^2 - 2048^2) * 4 bytes, 960 MiB."""
+    small, large = peak_extra_mib(2048, "both", "tiled"), peak_extra_mib(8192, "both", "tiled")
+    inputs_growth = 6144 * 4 * 64 * 4 / 2**20  # one query-sized tensor: 6 MiB
+    assert large - small <= 4 * inputs_growth

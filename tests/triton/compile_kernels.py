@@ -1,0 +1,167 @@
+"""Compile the Triton kernels for one GPU without having it, and print what ptxas says of each, as JSON.
+
+    python tests/triton/compile_kernels.py CAPABILITY [CASE ...]
+
+The launch code runs unchanged on meta tensors; only the last step, the launch, is replaced by a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+import triton
+from tilewise.problem import Inputs, Options, describe
+from tilewise.triton import launch
+from tilewise.tuning_table import KernelTile
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: 2 sequences of 512, `heads` query heads over `kv_heads`."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+    heads: int = 4
+    kv_heads: int = 4
+    seqlen_q: int = 512
+
+
+CASES = {
+    "d64": Case(64, 64),
+    "d64_causal": Case(64, 64, options={"causal": True}),
+    "d128": Case(128, 128),
+    "d128_causal": Case(128, 128, options={"causal": True}),
+    "d128_fp16_gqa_window": Case(
+        128, 128, torch.float16, {"window_left": 128, "window_right": 64}, kv_heads=2
+    ),
+    "d256_causal": Case(256, 256, options={"causal": True}),
+    "mla_192_128": Case(192, 128, options={"causal": True}),
+    "absorbed_576_512": Case(576, 512, kv_heads=1),
+    "d40": Case(40, 24),
+    "float32_d64": Case(64, 64, torch.float32),
+    "float32_d256": Case(256, 256, torch.float32),
+    "everything": Case(
+        64,
+        64,
+        options={"causal": True, "softcap": 20.0, "dropout_p": 0.1},
+        extras=("mask", "bias", "alibi", "sinks"),
+    ),
+    "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
+    "cache": Case(128, 128, options={"causal": True}, extras=("lengths",), seqlen_q=8),
+    "paged": Case(128, 128, options={"causal": True}, extras=("paged",), seqlen_q=1),
+}
+
+
+class CompileOnlyDriver:
+    """Stands where Triton asks which GPU there is."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def case_inputs(case: Case) -> Inputs:
+    make = functools.partial(torch.empty, device="meta")
+    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads}
+    dims = {"q": case.head_dim, "k": case.head_dim, "v": case.head_dim_v}
+    lengths = {"q": case.seqlen_q, "k": 512, "v": 512}
+    lead: dict[str, tuple[int, ...]] = {n: (2, lengths[n]) for n in "qkv"}
+    fields: dict[str, torch.Tensor] = {}
+    if "packed" in case.extras:
+        lead = dict.fromkeys("qkv", (1024,))
+        fields |= {f"cu_seqlens_{n}": make(3, dtype=torch.int32) for n in "qk"}
+    if "paged" in case.extras:
+        lead |= dict.fromkeys("kv", (64, 16))
+        fields["page_table"] = make(2, 32, dtype=torch.int32)
+    if "lengths" in case.extras or "paged" in case.extras:
+        fields["seqlens_k"] = make(2, dtype=torch.int32)
+    if "mask" in case.extras:
+        fields["mask"] = make(2, 1, lengths["q"], 512, dtype=torch.bool)
+    if "bias" in case.extras:
+        fields["bias"] = make(1, case.heads, lengths["q"], 512, dtype=case.dtype).requires_grad_()
+    if "alibi" in case.extras:
+        fields["alibi_slopes"] = make(case.heads)
+    if "sinks" in case.extras:
+        fields["sinks"] = make(case.heads, dtype=case.dtype)
+    if case.options.get("dropout_p"):
+        fields["dropout_seed"] = make((), dtype=torch.int64)
+    q, k, v = (make(*lead[n], heads[n], dims[n], dtype=case.dtype) for n in "qkv")
+    return Inputs(q, k, v, **fields)
+
+
+def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
+    case = CASES[name]
+    reports: list[dict[str, Any]] = []
+
+    def compile_instead(
+        call: launch._Call, kernel: Any, tile: KernelTile, programs: int, args: tuple, **constants: bool
+    ) -> None:
+        cfg = launch._config(call.problem, tile)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        compiled = kernel.warmup(*args, **constants, cfg=cfg, **options, grid=(1,))
+        reports.append(
+            {"case": name, "kernel": kernel.__name__, "tile": str(tile)} | report(compiled, capability)
+        )
+
+    launch._Call.run = compile_instead  # type: ignore[method-assign]
+    launch._capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    inputs = case_inputs(case)
+    problem = describe(inputs, Options(**case.options))
+    out, lse = launch.forward(problem, inputs)
+    if "paged" not in case.extras:
+        launch.backward(problem, inputs, out, lse, out, lse)
+    return reports
+
+
+def report(compiled: Any, capability: int) -> dict[str, Any]:
+    """Registers, spills and shared memory of a compiled kernel, from ptxas."""
+    ptx = compiled.asm["ptx"]
+    arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        ptxas = get_ptxas(capability)
+        command = [getattr(ptxas, "path", ptxas), "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),  # type: ignore[index]
+        "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
+        "shared_bytes": compiled.metadata.shared,
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
+        "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
+    }
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    triton.runtime.driver.set_active(CompileOnlyDriver(capability))
+    for name in sys.argv[2:] or list(CASES):
+        for row in compile_case(name, capability):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Without a GPU, the tests of this folder run under Triton's interpreter, in a process of their own.
+
+The interpreter has to be chosen before triton is imported, which other tests may do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="the tests run in this process",
+)
+def test_attention_under_the_interpreter():
+    tests = Path(__file__).with_name("test_attention.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(tests)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
