@@ -12,6 +12,7 @@ inside; backends and plans are chosen there, out of sight of tracing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +51,15 @@ library.define(
 def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: str) -> tuple[Tensor, Tensor]:
     """Check what only values can tell, then run the named backend."""
     check_values(problem, inputs, options)
-    return dispatch.load(name).forward(problem, inputs)
+    with _own_dtypes(problem.device_type):
+        return dispatch.load(name).forward(problem, inputs)
+
+
+def _own_dtypes(device_type: str) -> AbstractContextManager[Any]:
+    """Outside of autocast, which would change the dtypes of the products that a backend is made of."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, str | None]:
@@ -83,7 +92,8 @@ def _attention_backward(
     name = dispatch.choose(problem, backend, is_backward=True)
     if name == "aten" and (dlse is not None or inputs.bias is not None):
         name = "tiled"
-    grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
+    with _own_dtypes(problem.device_type):
+        grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
     return _no_none(grads, dout)
 
 
@@ -115,7 +125,9 @@ def _attention_double_backward(
     inputs, options, _ = _rebuild(arguments)
     problem = describe(inputs, options)
     directions = _fill_tangents(inputs, tangents)
-    return _no_none(second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions), dout)
+    with _own_dtypes(problem.device_type):
+        grads = second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions)
+    return _no_none(grads, dout)
 
 
 def _attention_double_backward_fake(
@@ -134,7 +146,9 @@ def _attention_jvp(
     tangents: list[Tensor | None], out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     inputs, options, _ = _rebuild(arguments)
-    return second_order.jvp(describe(inputs, options), inputs, out, lse, _fill_tangents(inputs, tangents))
+    problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
+    with _own_dtypes(problem.device_type):
+        return second_order.jvp(problem, inputs, out, lse, directions)
 
 
 def _attention_jvp_fake(

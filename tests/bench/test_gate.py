@@ -108,7 +108,10 @@ def test_stops_the_last_rows_left_unwritten():
     data = random_data(case)
     found = exact(case, data)
     found["out"][:, -1] = 0
-    assert "a row of out" in gate.check(case, data, found).fault or "out is off" in gate.check(case, data, found).fault
+    assert (
+        "a row of out" in gate.check(case, data, found).fault
+        or "out is off" in gate.check(case, data, found).fault
+    )
 
 
 def test_stops_nan_anywhere_and_wrong_shapes():

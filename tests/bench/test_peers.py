@@ -145,7 +145,10 @@ def test_inputs_are_shared_fresh_and_never_zero():
 
 
 def test_find_peers():
-    assert [peer.name for peer in find_peers(["sdpa-flash", "tilewise:tiled"])] == ["sdpa-flash", "tilewise:tiled"]
+    assert [peer.name for peer in find_peers(["sdpa-flash", "tilewise:tiled"])] == [
+        "sdpa-flash",
+        "tilewise:tiled",
+    ]
     assert [peer.name for peer in find_peers(["all"])] == list(all_peers())
     for name in ("fa2", "tilewise:", "tilewise:nothing", "aten"):
         with pytest.raises(BenchError, match=f"peer '{name}' is unknown, must be all, tilewise"):
@@ -173,8 +176,12 @@ def _fake_package(calls: list, table: str, unbounded: int | None, returns_lse: b
         options.pop("num_splits", None)
         return attend(q, k, v, **options)
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, **options
+    ):
         calls.append("varlen")
+        if cu_seqlens_q is None:  # FlashAttention-4's paged call
+            return flash_attn_with_kvcache(q, k, v, options.pop("seqused_k"), **options)
         assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q == int(cu_seqlens_q.diff().max())
         return attend(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
@@ -212,7 +219,9 @@ EXTERNAL_CASES = {
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_other_packages_are_asked_for_the_same_problem(peer, table, unbounded, returns_lse, kind, monkeypatch):
+def test_other_packages_are_asked_for_the_same_problem(
+    peer, table, unbounded, returns_lse, kind, monkeypatch
+):
     if peer.name == "flash-attn-4" and kind == "paged":
         pytest.skip("its paged call has other arguments")
     calls: list[str] = []

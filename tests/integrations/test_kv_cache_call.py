@@ -129,7 +129,7 @@ def test_kvcache(options, expected, new, kind, rotary):
     slopes = torch.rand(batch, 4)
     check_cache_call(
         q, k_cache, v_cache, k, v, rows, held, {**expected, "leftpad": leftpad, "alibi_slopes": slopes},
-        cache_seqlens=torch.tensor(held, dtype=torch.int32), cache_leftpad=torch.tensor(leftpad, dtype=torch.int32),
+        cache_seqlens=int32(*held), cache_leftpad=int32(*leftpad),
         alibi_slopes=slopes, num_splits=2, **options,
     )  # fmt: skip
 

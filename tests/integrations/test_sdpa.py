@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` against `torch.nn.functional`'s, to the letter, and the float64 reference."""
+"""`scaled_dot_product_attention` against `torch.nn.functional`'s, to the letter, and the reference."""
 
 import inspect
 

@@ -111,7 +111,7 @@ def _svg(name: str, plot: Callable[[Figure], None]) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", svg)  # names of groups, the same in every plot
+    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)  # names of groups, the same in every plot
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', _opening(name), svg, count=1)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 

@@ -128,10 +128,11 @@ def _even_inputs(
 
 
 def _ragged_inputs(call: KVCacheCall, q: Tensor, kept: Tokens) -> Inputs:
-    """Packed queries; key and value stand for the rows gathered later: their shape, without the memory."""
+    """Packed queries; key and value stand for the rows gathered later: one row of memory, repeated."""
     total = sum(kept.counts)
     key, value = (
-        cache.new_empty(1).expand(total, *cache.shape[2:]) for cache in (call.k_cache, call.v_cache)
+        cache.new_empty(cache.shape[-1]).expand(total, *cache.shape[2:])
+        for cache in (call.k_cache, call.v_cache)
     )
     inputs = canonical_inputs(q, key, value, alibi_slopes=call.alibi_slopes)
     return inputs._replace(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=kept.cu_seqlens)

@@ -97,6 +97,12 @@ class PatternMask(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PatternMask({self._pattern if self._full is None else self._full})"
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.full().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -19,6 +19,7 @@ import triton
 from tilewise.triton.primitives import (
     Extras,
     Place,
+    Sizes,
     exponentials,
     keep_entries,
     keep_tile,
@@ -39,7 +40,7 @@ from tilewise.triton.primitives import (
 
 
 class BiasSizes(NamedTuple):
-    """Extents of the bias, of what it is broadcast over, and how that is split over programs."""
+    """Arguments of the dbias kernel: extents of the bias and of what it serves, and the split of the latter."""
 
     bias_batch: int
     bias_heads: int
@@ -54,9 +55,18 @@ class BiasSizes(NamedTuple):
     per_part: int  # iterations of one program; the parts are summed afterwards
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def attn_bwd_delta_kernel(out, do, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr):
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_bwd_delta_kernel(
+    out, do, delta_ptr, dlse_ptr,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """delta [BLOCK_M] of one head's rows; packed rows are taken as one long sequence."""
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     tile, slot = program_tile(sizes, False)
     h = slot % sizes.num_heads
@@ -70,35 +80,26 @@ def attn_bwd_delta_kernel(out, do, delta_ptr, dlse_ptr, sizes, cfg: tl.constexpr
         do, row_base(do, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
     )
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    first = stat_start(b, h, start, sizes)
+    first = (b.to(tl.int64) * sizes.num_heads + h) * sizes.seqlen_q
     if dlse_ptr is not None:
         delta -= load_stat(dlse_ptr + first, i0, sizes.seqlen_q, BLOCK_M)
     i = i0 + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + first + i, delta, mask=i < sizes.seqlen_q)
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    dk,
-    dv,
-    lse_ptr,
-    delta_ptr,
-    ragged,
-    mask,
-    bias,
-    alibi,
-    sinks,
-    dropout_seed,
-    sizes,
-    factors,
+    q, k, v, do, dk, dv, lse_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it."""
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
@@ -130,17 +131,17 @@ def attn_bwd_dkdv_kernel(
             for i0 in range(lo, full_lo, cfg.BLOCK_M):
                 dk_acc, dv_acc = dkdv_step(
                     dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                    place, extras, sizes, factors, cfg, True,
+                    place, ragged, extras, sizes, factors, cfg, True,
                 )  # fmt: skip
         for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
             dk_acc, dv_acc = dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                place, extras, sizes, factors, cfg, False,
+                place, ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
         for i0 in range(full_hi, hi, cfg.BLOCK_M):
             dk_acc, dv_acc = dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                place, extras, sizes, factors, cfg, True,
+                place, ragged, extras, sizes, factors, cfg, True,
             )  # fmt: skip
     dk_acc *= factors.scale
     dv_acc *= factors.keep
@@ -155,7 +156,7 @@ def attn_bwd_dkdv_kernel(
 @triton.jit
 def dkdv_step(
     dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-    place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+    place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
 
@@ -163,7 +164,7 @@ def dkdv_step(
     """
     q_base = row_base(q, place.b, place.h, q_start)
     do_base = row_base(do, place.b, place.h, q_start)
-    first_stat = stat_start(place.b, place.h, q_start, sizes)
+    first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
     lse = load_lse_log2(lse_ptr + first_stat, i0, place.seqlen_q, cfg.BLOCK_M)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -188,27 +189,19 @@ def dkdv_step(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q,
-    k,
-    v,
-    do,
-    dq,
-    lse_ptr,
-    delta_ptr,
-    ragged,
-    mask,
-    bias,
-    alibi,
-    sinks,
-    dropout_seed,
-    sizes,
-    factors,
+    q, k, v, do, dq, lse_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK_M rows of dq of one head."""
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
@@ -225,7 +218,7 @@ def attn_bwd_dq_kernel(
 
     q_base = row_base(q, b, h, q_start)
     do_base = row_base(do, b, h, q_start)
-    first_stat = stat_start(b, h, q_start, sizes)
+    first_stat = stat_start(b, h, q_start, sizes, ragged)
     q_tile = load_tile(
         q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
     )  # [BLOCK_M, BLOCK_D]
@@ -278,10 +271,13 @@ def dq_step(
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=cfg.PRECISION)
 
 
-@triton.jit(do_not_specialize=["sizes", "bias_sizes"])
+@triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
-    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed,
-    sizes, bias_sizes, factors,
+    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
+    tiles_m, tiles_n, per_part,
     ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
@@ -290,25 +286,29 @@ def attn_bwd_dbias_kernel(
     its gradient is summed in registers.
     """
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     pid = tl.program_id(0)
-    tile_n = pid % bias_sizes.tiles_n
-    tile_m = pid // bias_sizes.tiles_n % bias_sizes.tiles_m
-    head = pid // (bias_sizes.tiles_n * bias_sizes.tiles_m)
-    bias_h = head % bias_sizes.bias_heads
-    bias_b = head // bias_sizes.bias_heads % bias_sizes.bias_batch
-    part = head // (bias_sizes.bias_heads * bias_sizes.bias_batch)
-    iterations = bias_sizes.loop_batch * bias_sizes.loop_heads * bias_sizes.loop_rows * bias_sizes.loop_cols
+    tile_n = pid % tiles_n
+    tile_m = pid // tiles_n % tiles_m
+    head = pid // (tiles_n * tiles_m)
+    bias_h = head % bias_heads
+    bias_b = head // bias_heads % bias_batch
+    part = head // (bias_heads * bias_batch)
+    iterations = loop_batch * loop_heads * loop_rows * loop_cols
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part * bias_sizes.per_part
-    for n in range(first, tl.minimum(first + bias_sizes.per_part, iterations)):
-        col = tile_n + n % bias_sizes.loop_cols  # either the tile is 0 or the loop has one round
-        row = tile_m + n // bias_sizes.loop_cols % bias_sizes.loop_rows
-        rest = n // (bias_sizes.loop_cols * bias_sizes.loop_rows)
-        h = bias_h + rest % bias_sizes.loop_heads
-        b = bias_b + rest // bias_sizes.loop_heads
+    first = part * per_part
+    for n in range(first, tl.minimum(first + per_part, iterations)):
+        col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
+        row = tile_m + n // loop_cols % loop_rows
+        rest = n // (loop_cols * loop_rows)
+        h = bias_h + rest % loop_heads
+        b = bias_b + rest // loop_heads
         acc += dbias_step(
             q, k, v, do, lse_ptr, delta_ptr, row * cfg.BLOCK_M, col * cfg.BLOCK_N, b, h,
             ragged, extras, sizes, factors, cfg,
@@ -322,10 +322,10 @@ def attn_bwd_dbias_kernel(
     if COLS_BROADCAST:
         acc = tl.sum(acc, 1, keep_dims=True)
         c = tl.zeros((1, 1), tl.int32)
-    plane = (part * bias_sizes.bias_batch + bias_b) * bias_sizes.bias_heads + bias_h
-    rows = plane.to(tl.int64) * bias_sizes.bias_rows + i
-    exists = (i < bias_sizes.bias_rows) & (c < bias_sizes.bias_cols)
-    tl.store(dbias_ptr + rows * bias_sizes.bias_cols + c, acc, mask=exists)
+    plane = (part * bias_batch + bias_b) * bias_heads + bias_h
+    rows = plane.to(tl.int64) * bias_rows + i
+    exists = (i < bias_rows) & (c < bias_cols)
+    tl.store(dbias_ptr + rows * bias_cols + c, acc, mask=exists)
 
 
 @triton.jit
@@ -343,7 +343,7 @@ def dbias_step(
     lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
     if (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo):
         kv_head = h // cfg.GROUP_SIZE
-        first_stat = stat_start(b, h, q_start, sizes)
+        first_stat = stat_start(b, h, q_start, sizes, ragged)
         i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
         j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
         q_tile = load_tile(

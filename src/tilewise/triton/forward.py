@@ -20,6 +20,7 @@ from tilewise.triton.primitives import (
     LOG2E,
     Extras,
     Place,
+    Sizes,
     keep_tile,
     key_regions,
     load_keys,
@@ -35,12 +36,19 @@ from tilewise.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
-    q, k, v, out, lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, sizes, factors, cfg: tl.constexpr
-):
+    q, k, v, out, lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """Rows of out and lse. Grid: (tiles * slots,), see `program_tile`."""
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
@@ -85,7 +93,7 @@ def attn_fwd_kernel(
 
     i = i0 + tl.arange(0, BLOCK_M)
     lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen
-    tl.store(lse_ptr + stat_start(b, h, q_start, sizes) + i, lse, mask=i < seqlen_q)
+    tl.store(lse_ptr + stat_start(b, h, q_start, sizes, ragged) + i, lse, mask=i < seqlen_q)
     acc = acc * (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None]
     store_tile(out, row_base(out, b, h, q_start), i0, seqlen_q, acc, BLOCK_M, cfg.HEAD_DIM_V, BLOCK_DV)
 

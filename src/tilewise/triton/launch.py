@@ -75,8 +75,8 @@ def forward(
             lse,
             call.ragged(),
             *call.extras(),
-            call.sizes(num_tiles, call.slots_q, section),
             call.factors(),
+            *call.sizes(num_tiles, call.slots_q, section),
         ),
     )
     return out, lse
@@ -203,8 +203,6 @@ class _Call:
             num_heads=problem.num_heads,
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
-            stride_stat_batch=0 if self.is_packed else problem.num_heads * self.seqlen_q,
-            stride_stat_head=self.seqlen_q,
             stride_page_table=0 if table is None else table.shape[1],
             window_left=visibility.left,
             window_right=visibility.right,
@@ -246,7 +244,7 @@ def _delta(call: _Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
         call.rows(dout),
         delta,
         None if dlse is None else dlse.contiguous(),
-        call.sizes(num_tiles, call.slots_q, call.slots_q),
+        *call.sizes(num_tiles, call.slots_q, call.slots_q),
     )
     call.run(attn_bwd_delta_kernel, tile, num_tiles * call.slots_q, args)
     return delta
@@ -269,8 +267,8 @@ def _dkdv(
         delta,
         call.ragged(),
         *call.extras(),
-        call.sizes(num_tiles, call.slots_k, section),
         call.factors(),
+        *call.sizes(num_tiles, call.slots_k, section),
     )
     call.run(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, args)
 
@@ -290,8 +288,8 @@ def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile:
         delta,
         call.ragged(),
         *call.extras(),
-        call.sizes(num_tiles, call.slots_q, section),
         call.factors(),
+        *call.sizes(num_tiles, call.slots_q, section),
     )
     call.run(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, args)
 
@@ -324,11 +322,11 @@ def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTi
         partial,
         call.ragged(),
         *call.extras(),
-        call.sizes(0, 0, 0),
-        BiasSizes(
+        call.factors(),
+        *call.sizes(0, 0, 0),
+        *BiasSizes(
             batch, heads, rows, cols, loop_batch, loop_heads, loop_rows, loop_cols, tiles_m, tiles_n, per_part
         ),
-        call.factors(),
     )
     call.run(
         attn_bwd_dbias_kernel,

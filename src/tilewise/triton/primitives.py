@@ -72,14 +72,15 @@ class Ragged(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Integers that change from call to call; never specialized. None: absent from the compiled kernel."""
+    """Integers that change from call to call. None: absent from the compiled kernel.
+
+    Built inside a kernel from plain arguments: only those can be exempt from specialization.
+    """
 
     batch: int
     num_heads: int
     seqlen_q: int  # packed: total rows
     seqlen_k: int
-    stride_stat_batch: int  # lse and delta; 0 if packed
-    stride_stat_head: int
     stride_page_table: int
     window_left: int | None
     window_right: int | None  # causal is a window whose right edge is 0
@@ -185,9 +186,12 @@ def sequence_rows(b, sizes, ragged):
 
 
 @triton.jit
-def stat_start(b, h, q_start, sizes):
-    """Offset of a head's first lse or delta."""
-    return b.to(tl.int64) * sizes.stride_stat_batch + h.to(tl.int64) * sizes.stride_stat_head + q_start
+def stat_start(b, h, q_start, sizes, ragged):
+    """Offset of a head's first lse or delta: (batch, heads, seqlen_q), or packed (heads, total_q)."""
+    head = h.to(tl.int64)
+    if ragged.cu_seqlens_q is None:
+        head += b.to(tl.int64) * sizes.num_heads
+    return head * sizes.seqlen_q + q_start
 
 
 @triton.jit

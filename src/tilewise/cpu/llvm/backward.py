@@ -29,6 +29,7 @@ from tilewise.cpu.llvm.tiles import (
     Scores,
     Scratch,
     Shape,
+    lane_chunks,
     load_rows,
     outer_sums,
     round_up,
@@ -36,7 +37,6 @@ from tilewise.cpu.llvm.tiles import (
     transpose_rows,
 )
 from tilewise.cpu.llvm.vector import (
-    Ptr,
     Rows,
     Value,
     Var,
@@ -208,8 +208,9 @@ class BackwardKernel:
     def add_key_gradients(self, j: Value, begin: Value, end: Value) -> None:
         """dv += p_t do and dk += ds_t q: head dimensions in lanes, up to 4 vectors of them at a time."""
         shape = self.shape
+        most = 4 if shape.rows == 8 else 3
         for weights, rows, gradient in ((self.p_t, self.do, self.dv), (self.ds_t, self.q, self.dk)):
-            for c, count, vectors in lane_chunks(shape, gradient.stride):
+            for c, count, vectors in lane_chunks(shape, gradient.stride, most):
                 height = 4 if vectors > 3 else shape.rows
                 for r0 in loop(begin, end, height):
                     for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
@@ -249,15 +250,6 @@ class BackwardKernel:
                 self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)
         store_rows(shape, lambda j: head.key_row("dk", j0 + j), self.dk, n, config.head_dim)
         store_rows(shape, lambda j: head.key_row("dv", j0 + j), self.dv, n, config.head_dim_v)
-
-
-def lane_chunks(shape: Shape, width: int) -> list[tuple[int, int, int]]:
-    """Cut `width` into (first column, chunks, vectors a chunk): 4 x 4 accumulators, then what is left."""
-    most = 4 if shape.rows == 8 else 3
-    vectors = width // shape.lanes
-    whole, rest = divmod(vectors, most)
-    chunks = [(0, whole, most)] if whole else []
-    return chunks + ([(whole * most * shape.lanes, 1, rest)] if rest else [])
 
 
 def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:

@@ -26,6 +26,8 @@ TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 M
 MAX_TILES = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
+DECODE_ROWS = 32  # rows of the decode kernel's scratch
+DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_PLANS = 256
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
@@ -58,7 +60,15 @@ def _bias_is_full(problem: AttentionProblem) -> bool:
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse (batch, heads, seqlen_q), or packed (heads, total_q)."""
     inputs = _with_dense_rows(inputs)
-    return _plan(ForwardPlan, problem, inputs)(inputs)
+    return _plan(DecodePlan if _is_decoding(problem) else ForwardPlan, problem, inputs)(inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_decoding(problem: AttentionProblem) -> bool:
+    """Few queries that share each key: the head dimension then fills the lanes better than they do."""
+    rows = problem.seqlen_q * problem.group_size
+    has_score_tensors = problem.mask_shape is not None or problem.bias_shape is not None
+    return 0 < rows <= DECODE_ROWS // 2 and not problem.is_packed and not has_score_tensors
 
 
 def backward(
@@ -217,6 +227,44 @@ class ForwardPlan(Plan):
         if self.problem.is_packed and (longest := _longest(inputs.cu_seqlens_q)) != self.seqlen_q:
             self.cut(longest)
         if self.items:
+            self.run(self.kernel, self.threads, self.thread_bytes)
+        del kept
+        return out, lse
+
+
+class DecodePlan(Plan):
+    """Few queries, split over keys, with one set of strides and one number of threads."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+        super().__init__(problem, inputs)
+        self.kernel = load("decode", _config(problem, inputs, 1))
+        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
+        self.lse_shape = _lse_shape(problem, inputs)
+        self.block.update(**_named("out", "bnh", self.out_stride))
+        heads = problem.batch * problem.num_kv_heads
+        splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
+        split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
+        splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
+        self.items, self.heads = heads * splits, heads
+        self.threads = max(1, min(threads, self.items))
+        self.thread_bytes = self.kernel.facts["scratch_bytes"]
+        self.partial_bytes = self.items * DECODE_ROWS * self.kernel.facts["partial_bytes"]
+        self.block.update(
+            items=self.items, splits=splits, split_keys=split_keys, scratch_bytes=self.thread_bytes
+        )
+
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        query = inputs.query
+        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
+        lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
+        partial = torch.empty(self.partial_bytes, dtype=torch.uint8)
+        turn = torch.zeros(self.heads, dtype=torch.int64)
+        words = self.block.words
+        words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
+        words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
+        words[WORD["partial"]], words[WORD["turn"]] = partial.data_ptr(), turn.data_ptr()
+        kept = self.bind(inputs) if self.has_options else None
+        if out.numel() or lse.numel():
             self.run(self.kernel, self.threads, self.thread_bytes)
         del kept
         return out, lse

@@ -183,6 +183,13 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     return acc
 
 
+def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut `width` columns into (first column, chunks, vectors a chunk), chunks of `most` vectors first."""
+    whole, rest = divmod(width // shape.lanes, most)
+    chunks = [(0, whole, most)] if whole else []
+    return chunks + ([(whole * most * shape.lanes, 1, rest)] if rest else [])
+
+
 class Head:
     """One head of one sequence: where its rows are, and which keys its queries see.
 
@@ -221,6 +228,11 @@ class Head:
     def sink(self) -> Value:
         """The head's sink logit in every lane."""
         return self.args.ptr("sinks", self.shape.kind)[self.head].splat(self.shape.lanes)
+
+    def negative_slope(self) -> Value:
+        """ALiBi's slope, to be added per unit of distance."""
+        slope = self.args.ptr("slopes", self.shape.kind)[self.batch * self.args.slopes_b + self.head]
+        return -1.0 * slope.load()
 
     def score_row(self, name: str, kind: str, i: Scalar, j: Scalar) -> Ptr:
         """Where (query i, key j) stands in mask, bias or dbias."""
@@ -308,8 +320,7 @@ class TileScores:
         if self.config.has_softcap:
             self.softcap = args.vector("softcap", shape)
         if self.config.has_alibi:
-            slope = args.ptr("slopes", shape.kind)[head.batch * args.slopes_b + head.head].load()
-            self.slope = splat(-1.0 * slope, shape.lanes)
+            self.slope = splat(head.negative_slope(), shape.lanes)
 
     def apply(self, s: Grid, j: Value, slope_of_cap: Rows | None = None) -> None:
         """Products q k of keys j0 + [j, j + rows) -> scores, in place; -inf where not visible.

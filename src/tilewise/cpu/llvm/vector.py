@@ -436,6 +436,11 @@ class Ptr:
         offset = _int(index).ir
         return Ptr(_b().gep(self.address, [offset], source_etype=STORED[self.kind], inbounds=True), self.kind)
 
+    @property
+    def item(self) -> int:
+        """Bytes of one element."""
+        return BYTES[self.kind]
+
     def as_kind(self, kind: str) -> Ptr:
         return Ptr(self.address, kind)
 
@@ -503,6 +508,12 @@ class Rows:
     @property
     def T(self) -> Rows:
         return Rows(self.ptr, self.step, self.stride)
+
+
+def prefetch(ptr: Ptr) -> None:
+    """Ask for a line that will be read soon; any address is safe."""
+    read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+    _emitters[-1].intrinsic("llvm.prefetch.p0", ir.VoidType(), ptr.address, read, keep, data)
 
 
 def loop(start: Scalar, stop: Scalar, step: int = 1) -> Iterator[Value]:
