@@ -160,3 +160,13 @@ def test_compiles_in_one_graph():
     x = torch.randn(1, 6, 16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_positions_restart_and_continue():
+    """Rotary scores see distances alone, so only the positions themselves can show this."""
+    layer, x = FlashAttention(8, 2, rope=10000.0), torch.zeros(7, 8)
+    cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    assert layer._positions(x, None, cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3]
+    cache = layer.new_cache(2, 9)
+    cache.lengths += torch.tensor([4, 0])
+    assert layer._positions(torch.zeros(2, 3, 8), cache, None).tolist() == [[4, 5, 6], [0, 1, 2]]

@@ -36,9 +36,8 @@ def test_figures_bars_and_numbers(results_of, drawn, tmp_path):
                 told = {"tilewise": [seconds] * 3, "sdpa-flash": [seconds * 2] * 3}
                 rows.append((case, {**told, "flex": [seconds * 3] * 3 if n == 1024 else "refused"}))
     written = plots(results_of(*rows), tmp_path / "plots")
-    assert sorted(path.name for path in written) == [
-        "fwd-bf16-d128-causal.png", "fwd-bf16-d128-full.png", "fwd-bf16-d64-causal.png", "fwd-bf16-d64-full.png",
-    ]  # fmt: skip
+    names = [f"fwd-bf16-d{d}-{mask}.png" for d in (128, 64) for mask in ("causal", "full")]
+    assert sorted(path.name for path in written) == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     for axes in drawn:
         assert [text.get_text() for text in axes.texts] == ["123", "123", "62", "62", "41"]

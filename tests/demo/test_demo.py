@@ -52,8 +52,8 @@ def test_the_curves_coincide_and_training_learns(good):
     training = good[1].training
     assert len(training.differences) == QUICK.steps
     assert training.differences[0] <= QUICK.first_bound
-    assert max(training.differences) <= QUICK.bound
-    assert abs(training.tilewise.valid_after - training.standard.valid_after) <= QUICK.bound
+    assert max(training.differences) <= training.bound < 0.02
+    assert abs(training.tilewise.valid_after - training.standard.valid_after) <= training.bound
     assert training.tilewise.valid_after < training.tilewise.valid_before - 0.5
 
 
@@ -187,14 +187,14 @@ def test_the_seed_is_heard():
 
 def test_standard_attention_is_skipped_where_it_would_not_fit(monkeypatch):
     table_bytes = 4 * QUICK.table_heads * QUICK.lengths[-1] ** 2
-    free = 3 * table_bytes / lengths.SAFE_SHARE  # enough for the longest forward, not for its backward
+    free = 3.5 * table_bytes / lengths.SAFE_SHARE  # enough for the longest forward, not for its backward
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     table = lengths.measure(QUICK, DEVICE, 0, lambda: None)
     skipped = {key for key, cell in table.cells.items() if cell.skipped}
     assert skipped == {(QUICK.lengths[-1], True, STANDARD)}
     shown, reasons = report.rows(table)
     assert len(reasons) == 1 and "GiB" in reasons[0] and "25%" in reasons[0]
-    assert sum("skipped [1]" in row for row in shown) == 1
+    assert sum("skip [1]" in row for row in shown) == 1
     assert f"standard attention needs {findings.mebibytes(table.cells[128, True, STANDARD].extra_bytes)}" in (
         findings.memory_sentence(table)
     )

@@ -22,6 +22,7 @@ masks = pytest.importorskip("transformers.masking_utils")
 # The largest difference over the largest reference value. Eager attention of most models takes its softmax
 # in float32 whatever the model's dtype, so float64 is compared with torch's SDPA where eager cannot serve.
 FLOAT32, FLOAT64 = 2e-5, 1e-12
+EXPERTS_FLOAT32 = 2e-4  # gradients through a router of experts lose a digit: eager's own float32 error
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -41,7 +42,7 @@ EXPERTS = {"experts_implementation": "eager", "num_experts_per_tok": 2, "router_
 DECODERS = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 5}),
-    "gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 8}),
+    "gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 3}),
     "gpt_oss": ("GptOss", ALTERNATING | EXPERTS | {"num_local_experts": 3}),
 }
 
@@ -97,6 +98,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str =
 
 def assert_same_run(actual, expected, tolerance: float) -> None:
     assert_close(actual[0], expected[0], tolerance, "logits")
+    if tolerance == FLOAT32 and any("experts" in name for name in expected[1]):
+        tolerance = EXPERTS_FLOAT32
     assert actual[1].keys() == expected[1].keys()
     largest = max(g.abs().max() for g in expected[1].values())
     for name, gradient in expected[1].items():
@@ -456,6 +459,17 @@ def test_packed_sequences_combine_with_padding_and_position_bias():
         out, _ = attention_forward(module, q, q, q, mask, position_bias=bias, **packed)
         expected = tilewise.attention(q, q, q, mask=visible, bias=bias, layout="bhsd").transpose(1, 2)
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layers_called_without_a_mask(is_causal):
+    q, k = torch.randn(2, 4, 9, 4), torch.randn(2, 2, 9, 4)
+    for sliding_window, scaling in ((None, None), (3, 0.2)):
+        window = None if sliding_window is None else (2, 0 if is_causal else 2)
+        expected = tilewise.attention(q, k, k, causal=is_causal, window=window, scale=scaling, layout="bhsd")
+        options = {"is_causal": is_causal, "sliding_window": sliding_window, "scaling": scaling}
+        actual, _ = attention_forward(nn.Module(), q, k, k, None, **options)
+        torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
 def test_dropout_only_in_training():

@@ -1,6 +1,7 @@
 """Compile the Triton kernels for one GPU without having it, and print what ptxas says of each, as JSON.
 
     python tests/triton/compile_kernels.py CAPABILITY [CASE ...]
+    python tests/triton/compile_kernels.py CAPABILITY lengths     # how often new lengths compile
 
 The launch code runs unchanged on meta tensors; only the last step, the launch, is replaced by a compilation.
 """
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from triton.backends.compiler import GPUTarget
 
 import triton
 from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import launch
+from tilewise.triton import backward, forward, launch
 from tilewise.tuning_table import KernelTile
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: 2 sequences of 512, `heads` query heads over `kv_heads`."""
+    """One call; extras and packing are made for the default lengths."""
 
     head_dim: int
     head_dim_v: int
@@ -37,6 +38,8 @@ class Case:
     heads: int = 4
     kv_heads: int = 4
     seqlen_q: int = 512
+    seqlen_k: int = 512
+    batch: int = 2
 
 
 CASES = {
@@ -85,8 +88,8 @@ def case_inputs(case: Case) -> Inputs:
     make = functools.partial(torch.empty, device="meta")
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads}
     dims = {"q": case.head_dim, "k": case.head_dim, "v": case.head_dim_v}
-    lengths = {"q": case.seqlen_q, "k": 512, "v": 512}
-    lead: dict[str, tuple[int, ...]] = {n: (2, lengths[n]) for n in "qkv"}
+    lengths = {"q": case.seqlen_q, "k": case.seqlen_k, "v": case.seqlen_k}
+    lead: dict[str, tuple[int, ...]] = {n: (case.batch, lengths[n]) for n in "qkv"}
     fields: dict[str, torch.Tensor] = {}
     if "packed" in case.extras:
         lead = dict.fromkeys("qkv", (1024,))
@@ -118,7 +121,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
         call: launch._Call, kernel: Any, tile: KernelTile, programs: int, args: tuple, **constants: bool
     ) -> None:
         cfg = launch._config(call.problem, tile)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
         compiled = kernel.warmup(*args, **constants, cfg=cfg, **options, grid=(1,))
         reports.append(
             {"case": name, "kernel": kernel.__name__, "tile": str(tile)} | report(compiled, capability)
@@ -155,9 +158,24 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
     }
 
 
+def variants_over_lengths(capability: int) -> dict[str, int]:
+    """Compiled variants of each kernel after calls of several batch sizes and lengths."""
+    CASES["lengths"] = CASES["d64_causal"]
+    for batch, seqlen_q, seqlen_k in ((2, 512, 512), (1, 17, 1), (3, 999, 333), (16, 70000, 65536)):
+        CASES["lengths"] = replace(CASES["lengths"], batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        compile_case("lengths", capability)
+    kernels = (forward.attn_fwd_kernel, backward.attn_bwd_dkdv_kernel, backward.attn_bwd_dq_kernel)
+    return {
+        kernel.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels
+    }
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
+    if sys.argv[2:] == ["lengths"]:
+        print(json.dumps(variants_over_lengths(capability)))
+        return
     for name in sys.argv[2:] or list(CASES):
         for row in compile_case(name, capability):
             print(json.dumps(row), flush=True)

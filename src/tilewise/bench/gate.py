@@ -19,7 +19,7 @@ from tilewise.bench.cases import Case
 from tilewise.bench.inputs import Data
 
 # ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has
-# 3e-3 (bfloat16), 4e-4 (float16) and 3e-7 (float32), its gradients up to twice that.
+# 4e-3 (bfloat16), 6e-4 (float16) and 4e-7 (float32), its gradients a little more.
 LIMITS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
 GRADIENT_FACTOR = 2.0
 ROW_FACTOR = 8.0  # the worst row may be this much worse than the slice

@@ -83,17 +83,14 @@ def _device_name(device: torch.device) -> str:
 
 def loss_sentence(training: Training) -> str:
     t, s = training.tilewise, training.standard
-    verdict = (
-        f"so the curves coincide (bounds: {training.first_bound:.0e} and {training.bound:.0e})"
-        if training.coincides
-        else f"so the curves DO NOT coincide (bounds: {training.first_bound:.0e} and {training.bound:.0e})"
-    )
+    verdict = "so the curves coincide" if training.coincides else "so the curves DO NOT coincide"
     return (
         f"Over {len(t.losses)} steps from the same seed and batches the loss goes from {t.losses[0]:.3f} to "
         f"{t.losses[-1]:.3f} nats a byte with tilewise and from {s.losses[0]:.3f} to {s.losses[-1]:.3f} with "
         f"standard attention (held-out: {t.valid_after:.4f} and {s.valid_after:.4f}); the two differ by "
         f"{figure(training.differences[0])} before the first update and by at most "
-        f"{figure(training.largest_difference)}, {verdict}."
+        f"{figure(training.largest_difference)}, {verdict} (bounds: {figure(training.first_bound)}; then "
+        f"{figure(training.bound)}, {training.bound_share:.0%} of the fall of the held-out loss)."
     )
 
 
@@ -132,7 +129,7 @@ def time_sentence(table: Table) -> str:
         mine, torch_time = ours[longest].time, theirs[longest].time
         parts.append(
             f"{name} at {longest} tokens takes tilewise {duration(mine)} and torch SDPA "
-            f"{duration(torch_time)} ({torch_time / mine:.2f} times tilewise's)"
+            f"{duration(torch_time)} ({torch_time / mine:.3g} times tilewise's)"
             + _standard_time(table, is_backward, ours)
         )
     text = "; ".join(parts)

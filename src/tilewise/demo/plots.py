@@ -65,12 +65,12 @@ def draw_loss(figure: Figure, training: Training) -> None:
     # A logarithm has no zero: steps without any difference are left out.
     drawn = [(step, d) for step, d in zip(steps, training.differences) if d > 0]
     differences.plot([s for s, _ in drawn], [d for _, d in drawn], ".", color=COLOURS[TILEWISE])
-    differences.axhline(training.bound, color=INK, ls="--", lw=1)
-    differences.text(1, training.bound, "bound", va="bottom")
-    differences.set(yscale="log", ylabel="|difference|", xlabel="step", ylim=(1e-8, 10 * training.bound))
-    largest = max((d for _, d in drawn), default=0.0)
-    if largest > training.bound:
-        differences.set_ylim(1e-8, 10 * largest)
+    highest = max((d for _, d in drawn), default=1e-8)
+    if training.bound > 0:
+        differences.axhline(training.bound, color=INK, ls="--", lw=1)
+        differences.text(1, training.bound, "bound", va="bottom")
+        highest = max(highest, training.bound)
+    differences.set(yscale="log", ylabel="|difference|", xlabel="step", ylim=(1e-8, 20 * highest))
 
 
 def draw_generation(figure: Figure, generation: Generation) -> None:

@@ -36,7 +36,7 @@ TITLES = {
     "memory": "Peak extra memory over sequence length",
     "error": "Error against float64",
 }
-HEADINGS = ("time", "extra memory", "error")
+HEADINGS = ("time", "memory", "error")
 
 
 def write(findings: Findings) -> str:
@@ -80,14 +80,15 @@ def rows(table: Table) -> tuple[list[list[str]], list[str]]:
                     row += [duration(cell.time), mebibytes(cell.extra_bytes), figure(cell.error)]
                 else:
                     reasons.append(f"{name}, {PASSES[is_backward]} at {seqlen}: {cell.skipped}")
-                    row += [f"skipped [{len(reasons)}]", "", ""]
+                    row += [f"skip [{len(reasons)}]", "", ""]
             found.append(row)
     return found, reasons
 
 
 def about(table: Table) -> str:
     return (
-        f"{table.shape}; times are medians; error: largest difference from float64 over largest value. "
+        f"{table.shape}; times are medians; memory: at the peak, beyond inputs, output and "
+        f"gradients; error: largest difference from float64 over largest value. "
         f"tilewise chose the backend {table.backends}."
     )
 

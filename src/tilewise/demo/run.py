@@ -17,6 +17,7 @@ from tilewise.demo import report
 from tilewise.demo.findings import Findings, facts, why_differences
 from tilewise.demo.generate import generate_both
 from tilewise.demo.lengths import PASSES, Table, measure
+from tilewise.demo.methods import METHODS
 from tilewise.demo.scale import Scale, scale_for
 from tilewise.demo.text import standard_library
 from tilewise.demo.train import train_both
@@ -37,7 +38,7 @@ def run(out: Path, seed: int, quick: bool, device: torch.device, console: Consol
         training = train_both(text, scale, device, seed, advance)
     with _bar(console, "generating, twice", 2 * scale.new_tokens) as advance:
         generation = generate_both(training.model, text, scale, device, seed, advance)
-    with _bar(console, "measuring lengths", len(PASSES) * len(scale.lengths)) as advance:
+    with _bar(console, "measuring lengths", len(PASSES) * len(scale.lengths) * len(METHODS)) as advance:
         table = measure(scale, device, seed, advance)
     findings = Findings(about, training, generation, table, time.perf_counter() - start)
     _show(console, findings)
@@ -77,12 +78,11 @@ def _section(console: Console, title: str, *sentences: tuple[str, bool]) -> None
 def _show_table(console: Console, table: Table) -> None:
     found, reasons = report.rows(table)
     shown = RichTable(box=None, padding=(0, 1), pad_edge=False)
-    shown.add_column("length", justify="right")
+    shown.add_column("length", justify="right", no_wrap=True)
     shown.add_column("method", no_wrap=True)
-    for name in PASSES.values():
+    for name in ("forward", "fwd+bwd"):
         for heading in report.HEADINGS:
-            label = "fwd+bwd" if "backward" in name else "forward"
-            shown.add_column(f"{label}\n{heading.removeprefix('extra ')}", justify="right", no_wrap=True)
+            shown.add_column(f"{name}\n{heading}", justify="right", no_wrap=True)
     for row in found:
         shown.add_row(*(RichText(cell) for cell in row))
     console.print(shown)

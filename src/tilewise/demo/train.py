@@ -34,7 +34,12 @@ class Training:
     standard: Curve
     model: GPT  # the one trained with tilewise
     first_bound: float
-    bound: float
+    bound_share: float
+
+    @property
+    def bound(self) -> float:
+        """How far the curves may lie apart at any step, in nats a byte."""
+        return self.bound_share * (self.standard.valid_before - self.standard.valid_after)
 
     @property
     def differences(self) -> list[float]:
@@ -55,13 +60,13 @@ class Training:
 def train_both(text: Text, scale: Scale, device: torch.device, seed: int, advance: Advance) -> Training:
     tilewise, model = train(METHODS[TILEWISE], text, scale, device, seed, advance)
     standard, _ = train(METHODS[STANDARD], text, scale, device, seed, advance)
-    return Training(tilewise, standard, model, scale.first_bound, scale.bound)
+    return Training(tilewise, standard, model, scale.first_bound, scale.bound_share)
 
 
 def train(
     attend: Method, text: Text, scale: Scale, device: torch.device, seed: int, advance: Advance
 ) -> tuple[Curve, GPT]:
-    """AdamW with a warm-up and a linear decay; `advance` is called after each step."""
+    """AdamW with clipped gradients, a warm-up and a linear decay; `advance` is called after each step."""
     torch.manual_seed(seed)
     model = GPT(scale).to(device)
     batches = torch.Generator().manual_seed(seed)
@@ -78,6 +83,7 @@ def train(
         loss = _loss(model, attend, sample(text.train, scale.batch, scale.context, batches), scale, device)
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(loss.item())

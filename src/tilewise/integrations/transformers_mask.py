@@ -124,7 +124,6 @@ def visibility_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
-    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """transformers' mask function: takes what its `sdpa_mask` takes, and documents.
@@ -150,8 +149,6 @@ def visibility_mask(
         device=device,
         **kwargs,
     )
-    # A config that makes a causal model bidirectional does not reach its modules: they need a mask.
-    allow_is_bidirectional_skip &= getattr(config, "is_causal", True)
     is_offset_known = not isinstance(q_offset, Tensor)
     if is_tracing(attention_mask):  # values cannot be read, and compiled graphs take plain masks
         may_skip = attention_mask is None and is_offset_known

@@ -11,15 +11,11 @@ The tiles of the second kernel are transposed, so that p^T and ds^T are left ope
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton.language as tl
 
 import triton
+from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
 from tilewise.triton.primitives import (
-    Extras,
-    Place,
-    Sizes,
     exponentials,
     keep_entries,
     keep_tile,
@@ -37,22 +33,6 @@ from tilewise.triton.primitives import (
     stat_start,
     store_tile,
 )
-
-
-class BiasSizes(NamedTuple):
-    """Arguments of the dbias kernel: extents of the bias and of what it serves, and the split of the latter."""
-
-    bias_batch: int
-    bias_heads: int
-    bias_rows: int
-    bias_cols: int
-    loop_batch: int  # sequences one bias tile serves: 1, or all of them where bias is broadcast
-    loop_heads: int
-    loop_rows: int  # query tiles likewise
-    loop_cols: int
-    tiles_m: int  # bias tiles
-    tiles_n: int
-    per_part: int  # iterations of one program; the parts are summed afterwards
 
 
 @triton.jit(do_not_specialize=Sizes._fields)

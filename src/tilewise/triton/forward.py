@@ -15,12 +15,10 @@ from __future__ import annotations
 import triton.language as tl
 
 import triton
+from tilewise.triton.arguments import Extras, Place, Sizes
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
-    Extras,
-    Place,
-    Sizes,
     keep_tile,
     key_regions,
     load_keys,

@@ -15,6 +15,17 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.triton.arguments import (
+    BiasSizes,
+    Extras,
+    Factors,
+    KernelConfig,
+    Ragged,
+    Rows,
+    ScoreTensor,
+    Sizes,
+    Slopes,
+)
 from tilewise.tuning_table import KernelTile, kernel_tile
 
 FLOAT32_PRECISION = "ieee"  # or "tf32": ten bits of mantissa at the speed of the matrix units
@@ -35,9 +46,14 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Triton kernels serve the problem, else why not."""
-    if importlib.util.find_spec("triton") is None:
+    if not _is_installed():
         return "the package triton is not installed"
     if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
         return f"Triton kernels run on GPUs, not on device type {problem.device_type!r}"
@@ -159,27 +175,21 @@ class _Call:
         return self.seqlen_k // block + self.problem.batch if self.is_packed else -(-self.seqlen_k // block)
 
     def rows(self, t: Tensor) -> Any:
-        from tilewise.triton.primitives import Rows
-
-        strides = [0 if size == 1 else stride for size, stride in zip(t.shape, t.stride())]
-        return Rows(t, 0, *strides[:2]) if self.is_packed else Rows(t, *strides[:3])
+        strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
+        return Rows(t, 0, strides[0], strides[1]) if self.is_packed else Rows(t, *strides[:3])
 
     def ragged(self) -> Any:
-        from tilewise.triton.primitives import Ragged
-
         i = self.inputs
         tensors = (i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
         return Ragged(*(None if t is None else t.contiguous() for t in tensors))
 
     def extras(self) -> Any:
-        from tilewise.triton.primitives import Extras, ScoreTensor, Slopes
-
         i, device = self.inputs, self.inputs.query.device
 
         def score_tensor(t: Tensor | None) -> Any:
             if t is None:
                 return None
-            return ScoreTensor(t, *(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride())))
+            return ScoreTensor(t, *_canonical_strides(t))
 
         slopes = None
         if i.alibi_slopes is not None:
@@ -192,8 +202,6 @@ class _Call:
         return Extras(score_tensor(mask), score_tensor(i.bias), slopes, sinks, seed)
 
     def sizes(self, num_tiles: int, num_slots: int, section: int) -> Any:
-        from tilewise.triton.primitives import Sizes
-
         problem = self.problem
         visibility = problem.visibility()
         threshold = int(problem.dropout_p * 2**32)
@@ -213,8 +221,6 @@ class _Call:
         )
 
     def factors(self) -> Any:
-        from tilewise.triton.primitives import Factors
-
         return Factors(self.problem.scale, self.problem.softcap, 1.0 / (1.0 - self.problem.dropout_p))
 
     def run(self, kernel: Any, tile: KernelTile, programs: int, args: tuple, **constants: bool) -> None:
@@ -222,7 +228,9 @@ class _Call:
         if programs == 0:
             return
         cfg = _config(self.problem, tile)
-        options = {} if is_interpreted() else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options: dict[str, Any] = {}
+        if not is_interpreted():  # fused multiply-adds: the exponential's scale costs nothing
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
         device = self.inputs.query.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -296,7 +304,7 @@ def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile:
 
 def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTile | None) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums over parts, added in a fixed order."""
-    from tilewise.triton.backward import BiasSizes, attn_bwd_dbias_kernel
+    from tilewise.triton.backward import attn_bwd_dbias_kernel
 
     problem, inputs = call.problem, call.inputs
     bias = inputs.bias
@@ -349,8 +357,15 @@ def _dsinks(call: _Call, lse: Tensor, delta: Tensor) -> Tensor:
     return total.neg().to(sinks.dtype)
 
 
+def _canonical_strides(t: Tensor) -> tuple[int, ...]:
+    """t's strides, 0 where the size is one: there any number may stand, and must not cause a compilation."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride()))
+
+
 def _empty_like_query(problem: AttentionProblem, query: Tensor) -> Tensor:
     """Uninitialized output: query's shape with head_dim_v, dimensions in query's memory order."""
+    if query.is_contiguous():
+        return query.new_empty((*query.shape[:-1], problem.head_dim_v))
     order = sorted(range(query.ndim - 1), key=lambda dim: -query.stride()[dim])
     dense = query.new_empty([query.shape[dim] for dim in order] + [problem.head_dim_v])
     return dense.permute(*(order.index(dim) for dim in range(query.ndim - 1)), query.ndim - 1)
@@ -358,8 +373,6 @@ def _empty_like_query(problem: AttentionProblem, query: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _config(problem: AttentionProblem, tile: KernelTile) -> Any:
-    from tilewise.triton.primitives import KernelConfig
-
     adds_to_scores = problem.softcap > 0 or problem.bias_shape is not None or problem.has_alibi
     return KernelConfig(
         BLOCK_M=tile.block_m,

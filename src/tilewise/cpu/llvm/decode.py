@@ -58,7 +58,8 @@ from tilewise.cpu.llvm.vector import (
 )
 
 MAX_ROWS = 32  # queries times the query heads of a key head
-AHEAD = 64  # keys between a prefetch and its use
+BLOCK_BYTES = 8 << 10  # of K, and of V: both stay in L1 while all rows use them
+AHEAD = 24  # keys between a prefetch and its use
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -78,12 +79,13 @@ class DecodeKernel:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         lanes = shape.lanes
-        self.k = scratch.rows(BLOCK_K, shape.pad)
-        self.v = scratch.rows(BLOCK_K, shape.pad_v)
+        row_bytes = max(shape.pad, shape.pad_v) * shape.item
+        self.block_k = block_k = max(lanes, min(BLOCK_K, BLOCK_BYTES // row_bytes // lanes * lanes))
+        self.k, self.v = scratch.rows(block_k, shape.pad), scratch.rows(block_k, shape.pad_v)
         self.q = scratch.rows(MAX_ROWS, shape.pad)  # scaled
         self.acc = scratch.rows(MAX_ROWS, shape.pad_v)
         self.m, self.l = scratch.rows(MAX_ROWS, lanes), scratch.rows(MAX_ROWS, lanes)  # m: all lanes alike
-        self.p = scratch.rows(1, BLOCK_K)
+        self.p = scratch.rows(1, block_k)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
 
     def run(self) -> None:
@@ -97,8 +99,8 @@ class DecodeKernel:
             k0, k1 = head.key_range(0, head.seqlen_q)
             begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
             end = minimum(k1, (split + 1) * args.split_keys)
-            for j0 in loop(begin, end, BLOCK_K):
-                n = minimum(end - j0, BLOCK_K)
+            for j0 in loop(begin, end, self.block_k):
+                n = minimum(end - j0, self.block_k)
                 self.load_keys(head, j0, n, end)
                 for r in loop(0, rows):
                     self.attend(self.query_head(head, r), r, j0, n)

@@ -512,7 +512,7 @@ class Rows:
 
 def prefetch(ptr: Ptr) -> None:
     """Ask for a line that will be read soon; any address is safe."""
-    read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+    read, keep, data = (ir.Constant(I32, x) for x in (0, 2, 1))
     _emitters[-1].intrinsic("llvm.prefetch.p0", ir.VoidType(), ptr.address, read, keep, data)
 
 

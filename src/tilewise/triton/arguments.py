@@ -1,0 +1,129 @@
+"""What the kernels are given: named tuples of tensors and numbers, and the compile-time choices.
+
+`None` in a tuple leaves no trace in the compiled kernel. This module does not import triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Rows(NamedTuple):
+    """Rows of one tensor: (batch, row, head) strides in elements; the last dimension is contiguous."""
+
+    ptr: Any
+    stride_batch: int  # 0 if packed; a page's stride if paged
+    stride_row: int
+    stride_head: int
+
+
+class ScoreTensor(NamedTuple):
+    """A tensor that broadcasts to the score matrix; a stride of 0 is a broadcast dimension."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+    stride_col: int
+
+
+class Slopes(NamedTuple):
+    """ALiBi slopes; stride_batch is 0 where one row serves every batch entry."""
+
+    ptr: Any
+    stride_batch: int
+
+
+class Extras(NamedTuple):
+    """Tensors that change scores or weights. None: absent from the compiled kernel.
+
+    Built inside a kernel: Triton 3.6 loses the constants of a tuple that is nested in an argument.
+    """
+
+    mask: ScoreTensor | None
+    bias: ScoreTensor | None
+    alibi: Slopes | None
+    sinks: Any
+    dropout_seed: Any
+
+
+class Ragged(NamedTuple):
+    """Where each sequence lies, for packed problems and caches. None: absent from the compiled kernel."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlens_k: Any
+    leftpad_k: Any
+    page_table: Any
+
+
+class Sizes(NamedTuple):
+    """Integers that change from call to call. None: absent from the compiled kernel.
+
+    Built inside a kernel from plain arguments: only those can be exempt from specialization.
+    """
+
+    batch: int
+    num_heads: int
+    seqlen_q: int  # packed: total rows
+    seqlen_k: int
+    stride_page_table: int
+    window_left: int | None
+    window_right: int | None  # causal is a window whose right edge is 0
+    dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
+    num_tiles: int
+    num_slots: int  # (batch, head) pairs; heads if packed
+    section: int  # slots whose keys and values stay in L2 together
+
+
+class Factors(NamedTuple):
+    """Floats that change from call to call."""
+
+    scale: float
+    softcap: float
+    keep: float  # 1 / (1 - dropout_p)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Compile-time choices of one kernel. BLOCK_D and BLOCK_DV are head sizes padded to a power of two."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    GROUP_SIZE: int  # query heads that share one key head
+    PAGE_SIZE: int  # 0: keys are not paged
+    HAS_SOFTCAP: bool
+    IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
+    PRECISION: str  # of a float32 product: "ieee", "tf32" or "tf32x3"
+
+
+class BiasSizes(NamedTuple):
+    """Arguments of the dbias kernel: extents of the bias and of what it serves, and how that is split."""
+
+    bias_batch: int
+    bias_heads: int
+    bias_rows: int
+    bias_cols: int
+    loop_batch: int  # sequences one bias tile serves: 1, or all of them where bias is broadcast
+    loop_heads: int
+    loop_rows: int  # query tiles likewise
+    loop_cols: int
+    tiles_m: int  # bias tiles
+    tiles_n: int
+    per_part: int  # iterations of one program; the parts are summed afterwards
+
+
+class Place(NamedTuple):
+    """One (sequence, head) inside a kernel, and how its queries align with its keys."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    offset: Any  # seqlen_k - seqlen_q: the last query is aligned with the last key
+    first_col: Any  # column of mask and bias that key 0 has
