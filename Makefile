@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/tilewise demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,6 +16,15 @@ settings.load_profile("tilewise")
 
 
 @pytest.fixture(autouse=True)
+def _one_thread():
+    """Small tensors are slower on several threads, and xdist's workers share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def _poison_uninitialized_memory():
     """`torch.empty` returns NaN, so that an element nobody wrote cannot pass for a result."""
     torch.utils.deterministic.fill_uninitialized_memory = True

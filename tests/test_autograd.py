@@ -213,7 +213,7 @@ def test_opcheck(bhsd):
     out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     torch.library.opcheck(
-        torch.ops.tilewise.attention_backward.default, (dout, dlse, out, lse, *inputs, *scalars)
+        torch.ops.tilewise.attention_backward.default, (dout, dlse, out, lse, *inputs, *scalars, True)
     )
     tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks)]
     detached = Inputs(*(None if t is None else t.detach() for t in inputs))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import reference
+from tilewise import autograd, reference
+from tilewise.problem import Inputs, Options
 from tilewise.testing import compare
 
 
@@ -78,3 +79,36 @@ def test_gradients_reach_the_query():
     dout = torch.randn_like(out)
     expected = reference.attention_backward(dout, q, k, k, causal=True).query
     torch.testing.assert_close(torch.autograd.grad(out, q, dout)[0], expected)
+
+
+def test_left_padding_alone_and_paged_gradients():
+    """Each sequence's keys lie in pages, some shared; gradients of shared pages add up."""
+    k, v = torch.randn(4, 3, 2, 8, dtype=torch.float64), torch.randn(4, 3, 2, 8, dtype=torch.float64)
+    q = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    table, lengths = torch.tensor([[2, 0, 1], [2, 3, 3]]), torch.tensor([8, 5])
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def paged(q, k, v):
+        inputs = Inputs(q, k, v, page_table=table, seqlens_k=lengths)
+        return autograd.attention(inputs, Options(causal=True, softcap=2.0), None)[0]
+
+    def gathered(q, k, v):
+        rows = []
+        for n in range(2):
+            own = [t[table[n]].flatten(0, 1)[None, : lengths[n]] for t in (k, v)]
+            rows.append(tilewise.attention(q[n : n + 1], *own, causal=True, softcap=2.0))
+        return torch.cat(rows)
+
+    torch.testing.assert_close(paged(*leaves), gathered(*leaves))
+    dout = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    for found, exact in zip(
+        torch.autograd.grad(paged(*leaves), leaves, dout), torch.autograd.grad(gathered(*leaves), leaves, dout)
+    ):
+        torch.testing.assert_close(found, exact)
+    assert torch.autograd.gradgradcheck(paged, leaves)
+
+    x = torch.randn(2, 6, 2, 4)
+    inputs = Inputs(x, x, x, leftpad_k=torch.tensor([0, 4]))
+    out, _ = autograd.attention(inputs, Options(), None)
+    exact, _ = reference.attention(x[1:], x[1:, 4:], x[1:, 4:])
+    torch.testing.assert_close(out[1:].double(), exact, rtol=1e-5, atol=1e-6)

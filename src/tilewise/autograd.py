@@ -46,8 +46,10 @@ def _is_plain_eager(query: Tensor) -> bool:
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    bias = Inputs(*inputs[:_N]).bias
     ctx.save_for_backward(*inputs[:_N], *output)
     ctx.scalars = inputs[_N:]
+    ctx.bias_needs_grad = bias is not None and bias.requires_grad
     ctx.set_materialize_grads(False)
 
 
@@ -61,13 +63,13 @@ def differentiate(
         return (*(None,) * _N, *none)
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = backward(dout, dlse, out, lse, *tensors, *ctx.scalars)
-    return (*_place(Inputs(*tensors), grads), *none)
+    grads = backward(dout, dlse, out, lse, *tensors, *ctx.scalars, ctx.bias_needs_grad)
+    return (*_place(Inputs(*tensors), grads, ctx.bias_needs_grad), *none)
 
 
 def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[: 4 + _N])
-    ctx.scalars = inputs[4 + _N :]
+    *ctx.scalars, ctx.bias_needs_grad = inputs[4 + _N :]
     ctx.set_materialize_grads(False)
 
 
@@ -76,22 +78,23 @@ def differentiate_twice(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | No
     dout, dlse, out, lse, *tensors = ctx.saved_tensors
     inputs = Inputs(*tensors)
     g_dout, g_dlse, *grads = torch.ops.tilewise.attention_double_backward(
-        _present(inputs, tangents), dout, dlse, out, lse, *tensors, *ctx.scalars
+        _present(inputs, tangents, ctx.bias_needs_grad), dout, dlse, out, lse, *tensors, *ctx.scalars
     )
     # out and lse are functions of the inputs: their part is already in the gradients of the inputs.
     leading = (g_dout, None if dlse is None else g_dlse, None, None)
-    return (*leading, *_place(inputs, tuple(grads)), *(None,) * len(ctx.scalars))
+    return (*leading, *_place(inputs, tuple(grads), has_bias=True), *(None,) * (len(ctx.scalars) + 1))
 
 
-def _present(inputs: Inputs, tangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Tangents of query, key, value, bias and sinks, None for those the call does not have."""
+def _present(inputs: Inputs, tangents: tuple[Tensor | None, ...], has_bias: bool) -> list[Tensor | None]:
+    """Tangents or gradients of query, key, value, bias and sinks, None for those that do not exist."""
     q, k, v, bias, sinks = tangents
-    return [q, k, v, None if inputs.bias is None else bias, None if inputs.sinks is None else sinks]
+    bias = bias if has_bias and inputs.bias is not None else None
+    return [q, k, v, bias, None if inputs.sinks is None else sinks]
 
 
-def _place(inputs: Inputs, grads: tuple[Tensor, ...]) -> Inputs:
+def _place(inputs: Inputs, grads: tuple[Tensor, ...], has_bias: bool) -> Inputs:
     """The gradients of query, key, value, bias and sinks in the places of `Inputs`."""
-    q, k, v, bias, sinks = _present(inputs, grads)
+    q, k, v, bias, sinks = _present(inputs, grads, has_bias)
     return Inputs(q, k, v, bias=bias, sinks=sinks)  # type: ignore[arg-type]
 
 
@@ -146,10 +149,10 @@ class AttentionBackward(torch.autograd.Function):
         rest = (out, lse, *tensors, *ctx.scalars)
         grads = torch.ops.tilewise.attention_double_backward(directions, dout, dlse, *rest)[2:]
         if dout_dot is None and dlse_dot is None:
-            return tuple(grads)
+            return tuple(grads) if ctx.bias_needs_grad else (*grads[:3], grads[3].new_empty(0), grads[4])
         dout_dot = torch.zeros_like(out) if dout_dot is None else dout_dot
-        linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest)
-        return tuple(a + b for a, b in zip(grads, linear))
+        linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest, ctx.bias_needs_grad)
+        return tuple(a + b if b.numel() else b for a, b in zip(grads, linear))
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -9,6 +10,8 @@ from tilewise.problem import AttentionProblem
 
 # In order of preference; a module is imported when it is first considered.
 BACKENDS = {
+    "triton": "tilewise.triton.launch",
+    "llvm": "tilewise.cpu.llvm.launch",
     "aten": "tilewise.cpu.aten",
     "tiled": "tilewise.cpu.tiled",
 }
@@ -27,16 +30,12 @@ def load(name: str) -> ModuleType:
 
 def refusals(problem: AttentionProblem, is_backward: bool = False) -> dict[str, str | None]:
     """Each backend's reason not to serve the problem, None where it would; in order of preference."""
-    reasons: dict[str, str | None] = {}
-    for name in BACKENDS:
-        module = load(name)
-        reason = module.supports(problem)
-        if reason is None and name == "aten" and not module.is_faster(problem, is_backward):
-            reason = "measured slower than the tiles for this problem"
-        reasons[name] = reason
-    return reasons
+    return {
+        name: _refusal(name, problem, is_backward) or _slower(name, problem, is_backward) for name in BACKENDS
+    }
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(problem: AttentionProblem, backend: str | None = None, is_backward: bool = False) -> str:
     """The name of the backend that serves the problem: the first that can, or the one asked for.
 
@@ -46,10 +45,22 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
     """
     if backend is None:
         return next(name for name, reason in refusals(problem, is_backward).items() if reason is None)
-    reason = load(backend).supports(problem)
+    reason = _refusal(backend, problem, is_backward)
     if reason is not None:
-        serving = [name for name, other in refusals(problem).items() if other is None]
-        raise NotImplementedError(
-            f"backend={backend!r} {reason}; {' or '.join(map(repr, serving))} would serve"
-        )
+        serving = [name for name, other in refusals(problem, is_backward).items() if other is None]
+        would_serve = " or ".join(map(repr, serving))
+        raise NotImplementedError(f"backend={backend!r} {reason}; {would_serve} would serve")
     return backend
+
+
+def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
+    reason = load(name).supports(problem)
+    if reason is None and is_backward and problem.is_paged and name != "tiled":
+        return "has no gradient of keys in pages"
+    return reason
+
+
+def _slower(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
+    if name == "aten" and not load(name).is_faster(problem, is_backward):
+        return "is measured slower than the tiles for this problem"
+    return None

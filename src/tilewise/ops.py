@@ -1,7 +1,7 @@
 """PyTorch operators: schemas, kernels and fakes. `tilewise.autograd` makes them differentiable.
 
     tilewise::attention                  (Inputs, Options, backend)                            -> out, lse
-    tilewise::attention_backward         (dout, dlse, out, lse, Inputs, Options, backend)      -> gradients
+    tilewise::attention_backward         (dout, dlse, out, lse, Inputs, ..., bias_needs_grad)  -> gradients
     tilewise::attention_double_backward  (tangents, dout, dlse, out, lse, Inputs, ...)         -> gradients
     tilewise::attention_jvp              (tangents, out, lse, Inputs, Options, backend)        -> tangents
 
@@ -12,6 +12,7 @@ inside; backends and plans are chosen there, out of sight of tracing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,8 +37,8 @@ _N = len(Inputs._fields)
 library = torch.library.Library("tilewise", "DEF")
 library.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
 library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}, "
+    "bool bias_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "attention_double_backward(Tensor?[] tangents, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
@@ -87,21 +88,21 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs, options, backend = _rebuild(arguments)
+    inputs, options, backend = _rebuild(arguments[:-1])
     problem = describe(inputs, options)
+    problem = replace(problem, bias_needs_grad=arguments[-1], lse_needs_grad=dlse is not None)
     name = dispatch.choose(problem, backend, is_backward=True)
-    if name == "aten" and (dlse is not None or inputs.bias is not None):
-        name = "tiled"
     with _own_dtypes(problem.device_type):
         grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
-    return _no_none(grads, dout)
+    return _no_none(grads if problem.bias_needs_grad else grads._replace(bias=None), dout)
 
 
 def _attention_backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs, _, _ = _rebuild(arguments)
-    return _no_none(_empty_gradients(inputs), dout)
+    inputs, _, _ = _rebuild(arguments[:-1])
+    grads = _empty_gradients(inputs)
+    return _no_none(grads if arguments[-1] else grads._replace(bias=None), dout)
 
 
 def _empty_gradients(inputs: Inputs) -> Gradients:

@@ -94,10 +94,11 @@ class AttentionProblem:
     has_alibi: bool = False
     has_sinks: bool = False
     is_packed: bool = False
-    has_seqlens_k: bool = False
+    is_cached: bool = False  # each sequence has its own range of keys: seqlens_k, leftpad_k or both
     page_size: int | None = None
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
+    lse_needs_grad: bool = False  # known in the backward only
 
     @property
     def group_size(self) -> int:
@@ -211,7 +212,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         has_alibi=signatures.alibi_slopes is not None,
         has_sinks=signatures.sinks is not None,
         is_packed=is_packed,
-        has_seqlens_k=signatures.seqlens_k is not None,
+        is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
         page_size=page_size,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,

@@ -222,8 +222,6 @@ EXTERNAL_CASES = {
 def test_other_packages_are_asked_for_the_same_problem(
     peer, table, unbounded, returns_lse, kind, monkeypatch
 ):
-    if peer.name == "flash-attn-4" and kind == "paged":
-        pytest.skip("its paged call has other arguments")
     calls: list[str] = []
     monkeypatch.setitem(sys.modules, peer.module, _fake_package(calls, table, unbounded, returns_lse))
     if "." in peer.module:

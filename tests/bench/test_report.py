@@ -38,11 +38,11 @@ def test_speeds_ratios_ceilings_and_means(run):
     assert header == ["case (GFLOP/s)", "tilewise", "sdpa-flash", "flex", "best peer",
                       "tilewise / best peer", "of ceiling"]  # fmt: skip
     assert rows_of(text, SHORT.name) == [
-        [SHORT.name, "40.0 ±0%", "20.0 ±0%", "10.0 ±0%", "sdpa-flash", "2.00×", "40%"]
+        [SHORT.name, "40.0 ±0.0%", "20.0 ±0.0%", "10.0 ±0.0%", "sdpa-flash", "2.00×", "40%"]
     ]
     # 40 GFLOP/s at the median; one of three rounds took twice as long
     assert rows_of(text, LONG.name) == [
-        [LONG.name, "40.0 ±50%", "10.0 ±0%", "– [1]", "sdpa-flash", "4.00×", "40%"]
+        [LONG.name, "40.0 ±50%", "10.0 ±0.0%", "– [1]", "sdpa-flash", "4.00×", "40%"]
     ]
     assert rows_of(text, "geometric") == [
         ["geometric mean, tilewise / peer", "–", "2.83×", "4.00×", "", "2.83×", ""]
@@ -71,7 +71,7 @@ def test_wrong_results_shout_and_show_no_speed(results_of):
 def test_decoding_is_bandwidth(results_of):
     case = decode("float32", (4, 2), 1, 1000)
     text = tables(results_of((case, {"tilewise": [case.cache_bytes() / 5e9], "flex": [1.0]})))
-    assert rows_of(text, case.name)[0][1] == "5.00 ±0%"
+    assert rows_of(text, case.name)[0][1] == "5.00 ±0.0%"
     assert rows_of(text, case.name)[0][-1] == "25%"
 
 

@@ -43,7 +43,7 @@ class OneCall(CpuStopwatch):
     def plan(self, seconds, quick):
         return 1, 1
 
-    def warm_up(self, call):
+    def warm_up(self, call, is_warm=False):
         call()
         return 0.001
 

@@ -1,6 +1,8 @@
 """`tilewise demo`: what it measures, what it says, and that a wrong attention cannot pass."""
 
 import re
+import sys
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 import tilewise
 from tilewise import cli
-from tilewise.demo import findings, generate, lengths, memory, report, run, text
+from tilewise.demo import findings, generate, lengths, memory, report, run, text, train
 from tilewise.demo.methods import METHODS, SDPA, STANDARD, TILEWISE, standard
 from tilewise.demo.scale import CPU, CUDA, QUICK
 
@@ -51,7 +53,7 @@ def good(tmp_path_factory):
 def test_the_curves_coincide_and_training_learns(good):
     training = good[1].training
     assert len(training.differences) == QUICK.steps
-    assert training.differences[0] <= QUICK.first_bound
+    assert training.differences[0] <= train.FIRST_BOUND
     assert max(training.differences) <= training.bound < 0.02
     assert abs(training.tilewise.valid_after - training.standard.valid_after) <= training.bound
     assert training.tilewise.valid_after < training.tilewise.valid_before - 0.5
@@ -88,7 +90,7 @@ def test_the_console_says_what_the_page_says(good):
         assert " ".join(sentence.split()) in flat
         assert sentence.replace("'", "&#x27;") in page
     assert "report.html" in flat and "FAILED" not in flat
-    assert "recorded by torch.profiler" in flat and "recorded by torch.profiler" in page
+    assert memory.HOW["cpu"] in flat and memory.HOW["cpu"].replace("'", "&#x27;") in page
 
 
 def test_the_sentences_carry_the_measured_figures(good):
@@ -167,21 +169,30 @@ def test_a_wrong_curve_is_named(monkeypatch, tmp_path):
     assert "DO NOT coincide" in " ".join(result.output.split())
 
 
-def test_a_wrong_cache_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (-100.0, r"the tokens DIFFER from number \d+ on"),
+        (1.1, "are the same, but their scores DIFFER"),
+    ],
+)
+def test_a_wrong_cache_is_named(factor, says, monkeypatch, tmp_path):
     right = tilewise.attention_with_cache
 
     def forgets(query, cache, key, value, **options):
-        return right(query, cache, key, value * 1.5, **options)
+        return right(query, cache, key, value * factor, **options)
 
     monkeypatch.setattr(tilewise, "attention_with_cache", forgets)
     result = demo("--out", tmp_path)
     assert result.exit_code == 1
-    assert re.search(r"the tokens DIFFER from number \d+ on", " ".join(result.output.split()))
+    assert re.search(says, " ".join(result.output.split()))
 
 
 def test_the_seed_is_heard():
     source = text.standard_library()
-    makes = [run.train_both(source, QUICK, DEVICE, seed, lambda: None).standard.losses for seed in (1, 1, 2)]
+    makes = [
+        train.train_both(source, QUICK, DEVICE, seed, lambda: None).standard.losses for seed in (1, 1, 2)
+    ]
     assert makes[0] == makes[1] != makes[2]
 
 
@@ -223,6 +234,25 @@ def test_peak_memory_is_that_of_the_allocations():
     assert extra == (6 << 20) - (2 << 20)
 
 
+def test_scratch_that_a_thread_keeps_counts_every_time():
+    kept = threading.local()
+
+    def call():
+        if not hasattr(kept, "scratch"):
+            kept.scratch = torch.empty(1 << 20, dtype=torch.uint8)
+        return (torch.ones(4),)
+
+    call()
+    assert [memory.peak_extra(call, DEVICE)[1] for _ in range(2)] == [1 << 20] * 2
+
+
+def test_a_call_that_raises_leaves_the_error_stream(capfd):
+    with pytest.raises(ZeroDivisionError):
+        memory.peak_extra(lambda: (torch.ones(1 // 0),), DEVICE)
+    print("heard", file=sys.stderr)
+    assert "heard" in capfd.readouterr().err
+
+
 def test_memory_that_is_free():
     assert 1 << 20 < memory.free_bytes(DEVICE) < 1 << 50
 
@@ -254,7 +284,8 @@ def test_first_difference():
     scores = torch.zeros(3, 4)
     runs = [generate.Run(tokens, [1.0, 2.0, 3.0], scores) for tokens in ([1, 2, 3], [1, 7, 3])]
     assert generate.Generation(b"", *runs, 1).first_difference == 1
-    assert generate.Generation(b"", runs[0], runs[0], 1).first_difference is None
+    same = generate.Generation(b"", runs[0], runs[0], 1)
+    assert same.first_difference is None and same.agrees
 
 
 @pytest.mark.parametrize(

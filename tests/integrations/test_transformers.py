@@ -443,6 +443,10 @@ def test_pattern_mask_is_a_mask_to_anyone_else():
     expected = tilewise.attention(q, q, q, mask=changed, layout="bhsd").transpose(1, 2)
     torch.testing.assert_close(attention_forward(module, q, q, q, mask)[0], expected)
 
+    k = torch.randn(2, 1, 7, 4)  # fewer keys than the mask was made for
+    expected = tilewise.attention(q, k, k, mask=full[..., :7], layout="bhsd").transpose(1, 2)
+    torch.testing.assert_close(attention_forward(module, q, k, k, make_mask(*arguments))[0], expected)
+
 
 def test_packed_sequences_combine_with_padding_and_position_bias():
     module, q, bias = nn.Module(), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 9)

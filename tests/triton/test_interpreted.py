@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 def test_attention_under_the_interpreter():
     tests = Path(__file__).with_name("test_attention.py")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(tests)],
+        [sys.executable, "-m", "pytest", str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -83,7 +83,7 @@ def cell(record: Record, entry: Entry | None) -> str:
     if record["case"]["kind"] == "memory":
         return f"{results.median(entry) / 2**20:.1f} MiB"
     scale, unit = scale_and_unit([record])
-    return f"{number(speed(record, entry) / scale)} {unit} ±{results.spread(entry) * 50:.1f}%"
+    return f"{number(speed(record, entry) / scale)} {unit} {_half_range(entry)}"
 
 
 def tables(found: Results, reference: Results | None = None) -> str:
@@ -116,7 +116,10 @@ def provenance(found: Results) -> str:
         parts.append(f"{found['threads']} threads")
     elif found["device"].get("driver"):
         parts.append(f"driver {found['device']['driver']}")
-    parts.append(f"commit {found['commit'][:12]}" if found.get("commit") else "no commit")
+    if found.get("commit"):
+        parts.append(f"commit {found['commit'][:12]}")
+    elif found.get("source_sha256"):
+        parts.append(f"sources {found['source_sha256'][:12]}")
     parts.append(f"{found['rounds']} rounds" + (", quick" if found["quick"] else ""))
     said = "; ".join(parts) + "."
     limits = []
@@ -184,7 +187,7 @@ def _peers_of(found: Results, records: list[Record]) -> list[str]:
 def _table_cell(record: Record, name: str, scale: float, notes: list[str]) -> str:
     entry = record["peers"].get(name)
     if entry is not None and is_measured(entry):
-        return f"{number(speed(record, entry) / scale)} ±{results.spread(entry) * 50:.0f}%"
+        return f"{number(speed(record, entry) / scale)} {_half_range(entry)}"
     if entry is not None and entry["status"] == "recorded":
         return cell(record, entry)
     note = f"{name}: {cell(record, entry)}"
@@ -268,6 +271,12 @@ def scale_and_unit(records: Sequence[Record]) -> tuple[float, str]:
         return 1e9, "GB/s"
     speeds = [speed(r, e) for r in records for e in r["peers"].values() if is_measured(e)]
     return (1e12, "TFLOP/s") if speeds and max(speeds) >= 2e12 else (1e9, "GFLOP/s")
+
+
+def _half_range(entry: Entry) -> str:
+    """Half of what lies between the slowest and the fastest round."""
+    percent = results.spread(entry) * 50
+    return f"±{percent:.{0 if percent >= 9.95 else 1}f}%"
 
 
 def number(value: float) -> str:

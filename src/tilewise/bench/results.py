@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -122,7 +123,10 @@ def _output(*command: str) -> str | None:
 def save(results: Results, path: Path) -> None:
     """Write atomically: a run that is cut short leaves the cases it finished."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(results, indent=1) + "\n")
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    numbers = r"\[[-+.\deE,\s]+\]"
+    text = re.sub(numbers, lambda found: " ".join(found[0].split()), text)  # a round's samples on one line
+    scratch.write_text(text + "\n")
     os.replace(scratch, path)
 
 

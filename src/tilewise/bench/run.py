@@ -166,7 +166,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _measure_memory(case: Case, peer: Peer, data: Data) -> results.Entry:
-    return {"status": "ok", "samples": [[memory.measure(case, peer.name, data)]]}
+    return {"status": "ok", "samples": [[b] for b in memory.measure(case, peer.name, data)]}
 
 
 def _prepare(
@@ -198,7 +198,8 @@ def _best_layout(case: Case, peer: Peer, data: Data, clock: Stopwatch) -> tuple[
         try:
             prepared = peer.prepare(case, data, layout)
             with prepared.context():
-                candidates.append((layout, prepared, clock.warm_up(prepared.call)))
+                seconds = clock.warm_up(prepared.call, is_warm=bool(candidates))
+            candidates.append((layout, prepared, seconds))
         except Exception as error:
             if len(peer.layouts(case)) == 1:
                 raise

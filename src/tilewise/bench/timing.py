@@ -42,9 +42,13 @@ class Stopwatch(ABC):
     def ceilings(self) -> list[Ceiling]:
         """A matrix product and a large read: what this device reaches at best."""
 
-    def warm_up(self, call: Call) -> float:
-        """Call until caches, allocators and clocks have settled; the time of one call afterwards."""
-        self.sample(call, 1)
+    def warm_up(self, call: Call, is_warm: bool = False) -> float:
+        """Call until caches, allocators and clocks have settled; the time of one call afterwards.
+
+        `is_warm`: the same code has run before, on other memory.
+        """
+        if not is_warm:
+            self.sample(call, 1)
         seconds = self.sample(call, 1)[0]
         if seconds < 0.1:
             self.sample(call, min(20, math.ceil(0.02 / max(seconds, 1e-6))))

@@ -13,7 +13,7 @@ def supports(problem: AttentionProblem) -> str | None:
     refusals = {
         "runs on the CPU only": problem.device_type != "cpu",
         "has no packed sequences": problem.is_packed,
-        "has no caches or pages": problem.has_seqlens_k or problem.is_paged,
+        "has no caches or pages": problem.is_cached or problem.is_paged,
         "has no window": problem.has_window,
         "has no softcap": problem.softcap > 0,
         "has no sinks": problem.has_sinks,
@@ -23,6 +23,7 @@ def supports(problem: AttentionProblem) -> str | None:
         "aligns causal masks top-left": problem.causal and problem.seqlen_q != problem.seqlen_k,
         "takes a mask or a bias, not both": problem.mask_shape is not None and problem.bias_shape is not None,
         "has no bias gradient": problem.bias_needs_grad,
+        "has no lse gradient": problem.lse_needs_grad,
         "fails on empty tensors": 0
         in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads, problem.num_kv_heads),
     }

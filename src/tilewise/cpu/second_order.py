@@ -117,8 +117,8 @@ def double_backward(
                 g_sink = -rows.p_sink * (delta * rows.sink_dot + total)
                 per_head = g_sink.view(len(segment.sequences), problem.num_heads, -1)
                 result.sinks.add_(per_head.sum((0, 2)))
-        tiles.key_rows(result.key).copy_(gk.view(tiles.key_rows(result.key).shape))
-        tiles.key_rows(result.value).copy_(gv.view(tiles.key_rows(result.value).shape))
+        tiles.store_key_rows(result.key, gk)
+        tiles.store_key_rows(result.value, gv)
     return result._replace(
         bias=None if inputs.bias is None or result.bias is None else result.bias.to(inputs.bias.dtype),
         sinks=None if inputs.sinks is None or result.sinks is None else result.sinks.to(inputs.sinks.dtype),

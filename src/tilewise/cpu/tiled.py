@@ -189,8 +189,8 @@ def backward(
                 p_sink = torch.exp(tiles.sink_column(i0, i1) - row_lse)
                 per_head = (p_sink * delta).view(len(segment.sequences), problem.num_heads, -1)
                 dsinks -= per_head.sum((0, 2))
-        tiles.key_rows(dk).copy_(dk_sum.view(tiles.key_rows(dk).shape))
-        tiles.key_rows(dv).copy_(dv_sum.view(tiles.key_rows(dv).shape))
+        tiles.store_key_rows(dk, dk_sum)
+        tiles.store_key_rows(dv, dv_sum)
     return Gradients(
         dq,
         dk,
@@ -261,6 +261,18 @@ class Tiles:
             return t[rows].transpose(0, 1)[None]
         batch = self.segment.sequences
         return t[batch.start : batch.stop, rows].transpose(1, 2)
+
+    def store_key_rows(self, t: Tensor, total: Tensor) -> None:
+        """Write [n, seqlen_k, dim] into this segment's part of a key-shaped tensor; add it to its pages."""
+        if not self.problem.is_paged:
+            rows = self.key_rows(t)
+            rows.copy_(total.view(rows.shape))
+            return
+        size, n = self.problem.page_size or 1, self.segment.sequences.start
+        position = torch.arange(self.segment.rows_k.start, self.segment.rows_k.stop, device=t.device)
+        page = self.inputs.page_table[n, position // size].long()  # type: ignore[index]
+        # Sequences may share pages, so gradients add up.
+        t.index_put_((page, position % size), total.transpose(0, 1).to(t.dtype), accumulate=True)
 
     def lse_rows(self, t: Tensor) -> Tensor:
         """This segment's part of lse, as a view (batch, heads, seqlen_q)."""
@@ -368,7 +380,7 @@ def segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Segment]:
     """Ragged problems: one segment a sequence. Dense: chunks of the batch that keep a tile in cache."""
     if problem.num_heads == 0:
         return
-    if problem.is_packed or problem.has_seqlens_k or inputs.leftpad_k is not None:
+    if problem.is_packed or problem.is_cached:
         for n, span in enumerate(spans(problem, inputs)):
             visibility = problem.visibility(span.q1 - span.q0, span.k1 - span.k0)
             rows_q, rows_k = slice(span.q0, span.q1), slice(span.k0, span.k1)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from tilewise.demo.generate import Generation
+from tilewise.demo.generate import SCORE_BOUND, Generation
 from tilewise.demo.lengths import PASSES, Cell, Table
 from tilewise.demo.methods import SDPA, STANDARD, TILEWISE
-from tilewise.demo.train import Training
+from tilewise.demo.train import BOUND_SHARE, FIRST_BOUND, Training
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Findings:
         """One a plot, by the plot's name, and whether what it must show is so."""
         return {
             "loss": (loss_sentence(self.training), self.training.coincides),
-            "generation": (generation_sentence(self.generation), self.generation.first_difference is None),
+            "generation": (generation_sentence(self.generation), self.generation.agrees),
             "time": (time_sentence(self.table), True),
             "memory": (memory_sentence(self.table), True),
             "error": (error_sentence(self.table), not self.table.outside),
@@ -89,8 +89,8 @@ def loss_sentence(training: Training) -> str:
         f"{t.losses[-1]:.3f} nats a byte with tilewise and from {s.losses[0]:.3f} to {s.losses[-1]:.3f} with "
         f"standard attention (held-out: {t.valid_after:.4f} and {s.valid_after:.4f}); the two differ by "
         f"{figure(training.differences[0])} before the first update and by at most "
-        f"{figure(training.largest_difference)}, {verdict} (bounds: {figure(training.first_bound)}; then "
-        f"{figure(training.bound)}, {training.bound_share:.0%} of the fall of the held-out loss)."
+        f"{figure(training.largest_difference)}, {verdict} (bounds: {figure(FIRST_BOUND)}; then "
+        f"{figure(training.bound)}, {BOUND_SHARE:.0%} of the fall of the held-out loss)."
     )
 
 
@@ -107,17 +107,18 @@ def why_differences(training: Training) -> str:
 def generation_sentence(generation: Generation) -> str:
     cached, recomputed = generation.cached, generation.recomputed
     count, first = len(cached.tokens), generation.first_difference
-    verdict = (
-        f"all {count} tokens are the same"
-        if first is None
-        else f"the tokens DIFFER from number {first + 1} on"
-    )
+    if first is not None:
+        verdict = f"the tokens DIFFER from number {first + 1} on"
+    elif generation.agrees:
+        verdict = f"all {count} tokens are the same"
+    else:
+        verdict = f"all {count} tokens are the same, but their scores DIFFER"
     return (
         f"Generating {count} tokens takes {duration(cached.seconds)} with the KV cache "
         f"({mebibytes(generation.cache_bytes)}) and {duration(recomputed.seconds)} without it, "
-        f"{recomputed.seconds / cached.seconds:.2g} times as long; {verdict} (scores differ by at most "
-        f"{figure(generation.score_difference)}, the closest choice was won by "
-        f"{figure(generation.closest_choice)})."
+        f"{times(recomputed.seconds / cached.seconds)} as long; {verdict} (scores lie at most "
+        f"{figure(generation.score_difference)} apart, {figure(SCORE_BOUND)} is allowed; the closest choice "
+        f"was won by {figure(generation.closest_choice)})."
     )
 
 
@@ -129,7 +130,7 @@ def time_sentence(table: Table) -> str:
         mine, torch_time = ours[longest].time, theirs[longest].time
         parts.append(
             f"{name} at {longest} tokens takes tilewise {duration(mine)} and torch SDPA "
-            f"{duration(torch_time)} ({torch_time / mine:.3g} times tilewise's)"
+            f"{duration(torch_time)} ({times(torch_time / mine)} tilewise's)"
             + _standard_time(table, is_backward, ours)
         )
     text = "; ".join(parts)
@@ -142,7 +143,7 @@ def _standard_time(table: Table, is_backward: bool, ours: dict[int, Cell]) -> st
         return ""
     longest = max(standard)
     ratio = standard[longest].time / ours[longest].time
-    return f", and at {longest} standard attention {duration(standard[longest].time)} ({ratio:.2g} times)"
+    return f", and at {longest} standard attention {duration(standard[longest].time)} ({times(ratio)})"
 
 
 def memory_sentence(table: Table) -> str:
@@ -160,7 +161,7 @@ def memory_sentence(table: Table) -> str:
         f"N^{growth(standard):.1f}"
     )
     if ours[longest].extra_bytes:
-        text += f", {standard[longest].extra_bytes / ours[longest].extra_bytes:.3g} times tilewise's there"
+        text += f", {times(standard[longest].extra_bytes / ours[longest].extra_bytes)} tilewise's there"
     return text + "."
 
 
@@ -188,6 +189,10 @@ def growth(series: dict[int, Cell]) -> float:
     if not (n0 and a.extra_bytes and b.extra_bytes):
         return math.nan
     return math.log(b.extra_bytes / a.extra_bytes) / math.log(n1 / n0)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio >= 100 else f"{ratio:.3g} times"
 
 
 def duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ from tilewise.demo.text import Text
 from tilewise.demo.train import Advance
 
 TEMPERATURE = 0.7
+SCORE_BOUND = 1e-3  # in float32, where scores are of the order of 10; rounding was seen to give up to 3e-5
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Generation:
         """The largest difference of a score, over the tokens that had the same past."""
         same = len(self.cached.tokens) if self.first_difference is None else self.first_difference + 1
         return (self.cached.scores[:same] - self.recomputed.scores[:same]).abs().max().item()
+
+    @property
+    def agrees(self) -> bool:
+        """The tokens are the same, and not by luck: so are the scores, but for rounding."""
+        return self.first_difference is None and self.score_difference <= SCORE_BOUND
 
     @property
     def closest_choice(self) -> float:

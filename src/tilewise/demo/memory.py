@@ -8,14 +8,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 HOW = {
-    "cpu": "every allocation of PyTorch's allocator during one call, recorded by torch.profiler and replayed "
-    "to the peak, less the output and the gradients",
+    "cpu": "every allocation of PyTorch's allocator during one call in a fresh thread, recorded by "
+    "torch.profiler and replayed to the peak, less the output and the gradients",
     "cuda": "torch.cuda.max_memory_allocated during one call, less the output and the gradients",
 }
 ASSUMED_FREE = 2 << 30  # bytes, where the system does not tell
@@ -33,11 +34,17 @@ def peak_extra(call: Call, device: torch.device) -> tuple[tuple[Tensor, ...], in
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
     else:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with _no_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            results = call()
-        peak = _replay(profile)
+        # In a fresh thread, because a backend may keep scratch for its thread's next call: it counts too.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            results, peak = thread.submit(_record, call).result()
     return results, max(0, peak - sum(t.nbytes for t in results))
+
+
+def _record(call: Call) -> tuple[tuple[Tensor, ...], int]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _no_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        results = call()
+    return results, _replay(profile)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tilewise.demo.train import Training
 
 INK, GRID = "#010203", "#040506"  # stand-ins, replaced by the page's own colours
 COLOURS = {STANDARD: "#d9822b", SDPA: "#3aa17e", TILEWISE: "#4c86e0"}
+WIDTHS = {STANDARD: 2, SDPA: 3.5, TILEWISE: 1.5}  # where two lines coincide, both are seen
 MARKERS = {STANDARD: "s", SDPA: "^", TILEWISE: "o"}
 STYLE = {
     "svg.fonttype": "none",
@@ -90,13 +92,14 @@ def draw_table(figure: Figure, table: Table, label: str, value: Callable[[Cell],
         for name in (STANDARD, SDPA, TILEWISE):
             shown = {n: value(cell) for n, cell in table.series(is_backward, name).items()}
             shown = {n: v for n, v in shown.items() if v > 0}
-            axes.plot(
-                list(shown), list(shown.values()), marker=MARKERS[name], color=COLOURS[name], lw=2, label=name
-            )
+            style: Any = {"marker": MARKERS[name], "color": COLOURS[name], "lw": WIDTHS[name]}
+            axes.plot(list(shown), list(shown.values()), ms=3 + 2 * WIDTHS[name], label=name, **style)
         axes.set(xscale="log", yscale="log", xlabel="sequence length", title=title)
         axes.set_xticks(table.lengths, [str(n) for n in table.lengths], rotation=45)
         axes.minorticks_off()
         axes.yaxis.set_tick_params(labelleft=True)
+    low, high = (math.log10(limit) for limit in figure.axes[0].get_ylim())
+    figure.axes[0].set_ylim(10.0 ** math.floor(low), 10.0 ** math.ceil(high))  # whole decades have labels
     figure.axes[0].set_ylabel(label)
     figure.axes[0].legend()
 

@@ -22,7 +22,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
 dt { font-weight: 600; } dd { margin: 0; overflow-wrap: anywhere; }
 li { margin: .5rem 0; } .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 svg { width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif !important; }
-pre { background: var(--panel); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
+pre { background: var(--panel); padding: .8rem 1rem; white-space: pre-wrap; border-radius: 6px; }
 pre b { color: var(--quiet); font-weight: normal; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; width: 100%; }
 caption { text-align: left; padding-bottom: .4rem; }

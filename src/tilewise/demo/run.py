@@ -53,7 +53,7 @@ def run(out: Path, seed: int, quick: bool, device: torch.device, console: Consol
 def _model(scale: Scale) -> str:
     return (
         f"a byte-level GPT of {scale.layers} layers, {scale.heads} heads of {scale.head_dim}, trained on "
-        f"{scale.batch} x {scale.context} bytes a step in {str(scale.train_dtype).removeprefix('torch.')}"
+        f"{scale.batch} x {scale.context} bytes a step in float32"
     )
 
 

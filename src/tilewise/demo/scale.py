@@ -12,11 +12,6 @@ class Scale:
     """Every size of one run.
 
     Attributes:
-        train_dtype: what the attention of the training runs in; parameters stay float32.
-        first_bound, bound_share: how far two loss curves may lie apart: before the first update, in nats;
-            at any step, as a share of the fall of the held-out loss. Training amplifies rounding without
-            bound: over 8 seeds two exact methods came to lie up to 0.0024 nats apart at the CPU's learning
-            rate and up to 0.034 at twice that, so a higher rate needs a wider bound.
         lengths: sequence lengths of the table, its heads, head size and dtype.
         checked_rows: queries in each of the three slices that are compared with float64.
         seconds, samples: a method is timed until it has used so much time or has so many samples.
@@ -29,9 +24,6 @@ class Scale:
     batch: int
     steps: int
     learning_rate: float
-    train_dtype: torch.dtype
-    first_bound: float
-    bound_share: float
     prompt: int
     new_tokens: int
     lengths: tuple[int, ...]
@@ -55,9 +47,6 @@ CPU = Scale(
     batch=4,
     steps=160,
     learning_rate=2e-3,
-    train_dtype=torch.float32,
-    first_bound=1e-5,
-    bound_share=0.01,
     prompt=64,
     new_tokens=448,
     lengths=(512, 1024, 2048, 4096, 8192, 16384),
@@ -74,9 +63,6 @@ CUDA = Scale(
     batch=8,
     steps=300,
     learning_rate=6e-4,
-    train_dtype=torch.bfloat16,
-    first_bound=2e-3,
-    bound_share=0.02,
     prompt=64,
     new_tokens=960,
     lengths=(1024, 2048, 4096, 8192, 16384, 32768),
@@ -93,9 +79,6 @@ QUICK = Scale(
     batch=4,
     steps=12,
     learning_rate=4e-3,
-    train_dtype=torch.float32,
-    first_bound=1e-5,
-    bound_share=0.01,
     prompt=16,
     new_tokens=24,
     lengths=(128, 256),

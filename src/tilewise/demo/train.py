@@ -15,6 +15,14 @@ from tilewise.demo.methods import METHODS, STANDARD, TILEWISE, Method
 from tilewise.demo.scale import Scale
 from tilewise.demo.text import Text, sample, spread
 
+# How far the two loss curves may lie apart: before the first update, in nats a byte; at any step, as a share
+# of the fall of the held-out loss. Training amplifies rounding, so the second depends on the learning rate:
+# at the CPU's sizes standard attention and torch SDPA came to lie at most 0.012 nats apart over 28 seeds
+# (0.03 is allowed), and 0.034 over 8 seeds at twice the learning rate. In bfloat16 they reached 0.12 in one
+# run of six, which would tell nothing: so training is in float32 on every device.
+FIRST_BOUND = 1e-5
+BOUND_SHARE = 0.01
+
 Advance = Callable[[], None]
 
 
@@ -33,13 +41,11 @@ class Training:
     tilewise: Curve
     standard: Curve
     model: GPT  # the one trained with tilewise
-    first_bound: float
-    bound_share: float
 
     @property
     def bound(self) -> float:
         """How far the curves may lie apart at any step, in nats a byte."""
-        return self.bound_share * (self.standard.valid_before - self.standard.valid_after)
+        return BOUND_SHARE * (self.standard.valid_before - self.standard.valid_after)
 
     @property
     def differences(self) -> list[float]:
@@ -54,13 +60,13 @@ class Training:
 
     @property
     def coincides(self) -> bool:
-        return self.differences[0] <= self.first_bound and self.largest_difference <= self.bound
+        return self.differences[0] <= FIRST_BOUND and self.largest_difference <= self.bound
 
 
 def train_both(text: Text, scale: Scale, device: torch.device, seed: int, advance: Advance) -> Training:
     tilewise, model = train(METHODS[TILEWISE], text, scale, device, seed, advance)
     standard, _ = train(METHODS[STANDARD], text, scale, device, seed, advance)
-    return Training(tilewise, standard, model, scale.first_bound, scale.bound_share)
+    return Training(tilewise, standard, model)
 
 
 def train(
@@ -106,7 +112,5 @@ def _loss(
 ) -> Tensor:
     """Mean cross-entropy in nats a byte."""
     tokens, following = (t.to(device) for t in windows)
-    is_half = scale.train_dtype != torch.float32
-    with torch.autocast(device.type, scale.train_dtype, enabled=is_half):
-        logits = model.logits(model(tokens, [attend] * scale.layers))
-    return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+    logits = model.logits(model(tokens, [attend] * scale.layers))
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten())

@@ -59,8 +59,6 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"Triton kernels run on GPUs, not on device type {problem.device_type!r}"
     if problem.dtype == torch.float64:
         return "float64 is not supported, only float32, bfloat16 and float16 are"
-    if problem.is_paged and problem.needs_grad:
-        return "keys in pages have no gradient"
     return None
 
 
@@ -72,7 +70,7 @@ def forward(
 
     call = _Call(problem, inputs)
     query = call.inputs.query
-    out = _empty_like_query(problem, query)
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse = torch.empty(call.stat_shape, dtype=torch.float32, device=query.device)
     is_short = not problem.is_packed and problem.seqlen_q <= SHORT_QUERY
     tile = tile or _tile("forward_short" if is_short else "forward", problem, query.device)
@@ -112,10 +110,11 @@ def backward(
     tiles = tiles or {}
     dout, lse = call.last_dim_contiguous(dout), lse.contiguous()
     delta = _delta(call, out, dout, dlse)
-    dq = torch.empty_like(call.inputs.query)
+    query, key, value = call.inputs[:3]
+    dq = query.new_empty(query.shape)
     # rows outside a cache's sequences are never visited
-    empty = torch.zeros_like if problem.has_seqlens_k or inputs.leftpad_k is not None else torch.empty_like
-    dk, dv = empty(call.inputs.key), empty(call.inputs.value)
+    fresh = torch.zeros if problem.is_cached else torch.empty
+    dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     _dkdv(call, dout, lse, delta, dk, dv, tiles.get("dkdv"))
     _dq(call, dout, lse, delta, dq, tiles.get("dq"))
     dbias = _dbias(call, dout, lse, delta, tiles.get("dbias")) if problem.bias_needs_grad else None
@@ -133,7 +132,7 @@ def warmup(problem: AttentionProblem, device: torch.device | str = "cuda") -> No
     if supports(problem) is not None or problem.is_packed or problem.is_paged:
         return
     length = min(problem.seqlen_q, 32)
-    small = replace(problem, batch=1, seqlen_q=length, seqlen_k=32, has_seqlens_k=False)
+    small = replace(problem, batch=1, seqlen_q=length, seqlen_k=32, is_cached=False)
     make = functools.partial(torch.zeros, dtype=problem.dtype, device=device)
     inputs = Inputs(
         make(1, length, problem.num_heads, problem.head_dim),
@@ -360,15 +359,6 @@ def _dsinks(call: _Call, lse: Tensor, delta: Tensor) -> Tensor:
 def _canonical_strides(t: Tensor) -> tuple[int, ...]:
     """t's strides, 0 where the size is one: there any number may stand, and must not cause a compilation."""
     return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride()))
-
-
-def _empty_like_query(problem: AttentionProblem, query: Tensor) -> Tensor:
-    """Uninitialized output: query's shape with head_dim_v, dimensions in query's memory order."""
-    if query.is_contiguous():
-        return query.new_empty((*query.shape[:-1], problem.head_dim_v))
-    order = sorted(range(query.ndim - 1), key=lambda dim: -query.stride()[dim])
-    dense = query.new_empty([query.shape[dim] for dim in order] + [problem.head_dim_v])
-    return dense.permute(*(order.index(dim) for dim in range(query.ndim - 1)), query.ndim - 1)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,8 @@ FLOATS = ("q_factor", "softcap", "scale")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
-    "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride", "lse_b", "lse_h", "slopes_b",
+    "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
+    "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
@@ -47,6 +48,7 @@ class Config:
     bias_kind: str = ""
     has_dbias: bool = False
     is_paged: bool = False
+    is_direct: bool = False  # decode: read keys where they lie
 
 
 class Block:

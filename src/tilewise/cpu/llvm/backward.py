@@ -21,6 +21,9 @@ from __future__ import annotations
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
+from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
@@ -36,23 +39,7 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import (
-    Rows,
-    Value,
-    Var,
-    claim,
-    either,
-    exp,
-    fma,
-    fold_sums,
-    function,
-    loop,
-    maximum,
-    minimum,
-    select,
-    wait_until,
-    when,
-)
+from tilewise.cpu.llvm.vector import Value, Var, fma, fold_sums, function, maximum, minimum, select
 
 KEY_BLOCK_BYTES = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
 MAX_KEY_BLOCK = 256  # a tile's transposes are then 2% of its products
@@ -113,8 +100,8 @@ class BackwardKernel:
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
         count = (n + (shape.rows - 1)) & -shape.rows
-        load_rows(shape, self.k, lambda j: head.key_row("k", j0 + j), n, count, config.head_dim)
-        load_rows(shape, self.v, lambda j: head.key_row("v", j0 + j), n, count, config.head_dim_v)
+        load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        load_rows(shape, self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
         for area in (self.dk, self.dv):
             fill_zero(shape, area, count)
 
@@ -139,9 +126,9 @@ class BackwardKernel:
         """q, do as rows and transposed; lse; delta. Lanes past the end get p = 0."""
         shape, config, args = self.shape, self.config, self.args
         n, block_q = head.seqlen_q - q0, shape.block_q
-        load_rows(shape, self.q, lambda i: head.query_row("q", q0 + i), n, block_q, config.head_dim)
-        load_rows(shape, self.do, lambda i: head.query_row("do", q0 + i), n, block_q, config.head_dim_v)
-        load_rows(shape, self.out, lambda i: head.query_row("out", q0 + i), n, block_q, config.head_dim_v)
+        load_rows(shape, self.q, head.query_rows("q", q0), n, block_q, config.head_dim)
+        load_rows(shape, self.do, head.query_rows("do", q0), n, block_q, config.head_dim_v)
+        load_rows(shape, self.out, head.query_rows("out", q0), n, block_q, config.head_dim_v)
         transpose_rows(shape, self.q_t, self.q, block_q, shape.pad, args.vector("q_factor", shape))
         transpose_rows(shape, self.do_t, self.do, block_q, shape.pad_v)
         for i in loop(0, block_q, shape.lanes):
@@ -176,9 +163,7 @@ class BackwardKernel:
                     p = exp(s[r][v] - lse[v], shape.exp_degree)
                     self.p_t.at(r0, c)[r, 0].store(p)
 
-    def score_gradients(
-        self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value
-    ) -> None:
+    def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
         shape = self.shape
         delta = [self.delta[0, c].load(shape.lanes) for c in shape.columns()]
@@ -234,9 +219,11 @@ class BackwardKernel:
         q0 = t * shape.block_q
         with either(is_last) as (write, pass_on):
             with write:
-                transpose_rows(shape, self.dq, self.dq_t, shape.pad, shape.block_q, args.vector("scale", shape))
+                transpose_rows(
+                    shape, self.dq, self.dq_t, shape.pad, shape.block_q, args.vector("scale", shape)
+                )
                 n = minimum(head.seqlen_q - q0, shape.block_q)
-                store_rows(shape, lambda i: head.query_row("dq", q0 + i), self.dq, n, config.head_dim)
+                store_rows(shape, head.query_rows("dq", q0), self.dq, n, config.head_dim)
             with pass_on:
                 for d in loop(0, shape.pad):
                     for c in shape.columns():
@@ -248,8 +235,8 @@ class BackwardKernel:
         for j in loop(0, n):
             for c in range(0, shape.pad, shape.lanes):
                 self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)
-        store_rows(shape, lambda j: head.key_row("dk", j0 + j), self.dk, n, config.head_dim)
-        store_rows(shape, lambda j: head.key_row("dv", j0 + j), self.dv, n, config.head_dim_v)
+        store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
+        store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
 
 
 def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:

@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.control import claim, loop, when
+from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch
+from tilewise.cpu.llvm.numerics import exp, log, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
@@ -32,34 +35,25 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
 )
 from tilewise.cpu.llvm.vector import (
-    Ptr,
-    Rows,
     Value,
     Var,
     absolute,
     across,
-    claim,
-    exp,
     fma,
     fold_sums,
     function,
     int32,
     iota,
-    log,
-    loop,
     maximum,
     minimum,
-    prefetch,
     select,
     splat,
-    tanh,
     to_float,
-    when,
 )
 
 MAX_ROWS = 32  # queries times the query heads of a key head
 BLOCK_BYTES = 8 << 10  # of K, and of V: both stay in L1 while all rows use them
-AHEAD = 24  # keys between a prefetch and its use
+AHEAD = 64  # keys between a prefetch and its use
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -85,7 +79,8 @@ class DecodeKernel:
         self.q = scratch.rows(MAX_ROWS, shape.pad)  # scaled
         self.acc = scratch.rows(MAX_ROWS, shape.pad_v)
         self.m, self.l = scratch.rows(MAX_ROWS, lanes), scratch.rows(MAX_ROWS, lanes)  # m: all lanes alike
-        self.p = scratch.rows(1, block_k)
+        self.p = scratch.rows(MAX_ROWS, block_k)  # s until the exponential is taken
+        self.m_new, self.correction = scratch.rows(MAX_ROWS, lanes), scratch.rows(MAX_ROWS, lanes)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
 
     def run(self) -> None:
@@ -101,9 +96,13 @@ class DecodeKernel:
             end = minimum(k1, (split + 1) * args.split_keys)
             for j0 in loop(begin, end, self.block_k):
                 n = minimum(end - j0, self.block_k)
-                self.load_keys(head, j0, n, end)
+                k, v = self.load_keys(head, j0, n, end)
                 for r in loop(0, rows):
-                    self.attend(self.query_head(head, r), r, j0, n)
+                    self.score_row(self.query_head(head, r), r, k, j0, n)
+                for r in loop(0, rows):
+                    self.weigh_row(r, n)
+                for r in loop(0, rows):
+                    self.add_values(r, v, n)
             self.store_partial(item, rows)
             arrived = args.ptr("turn", "i64")[batch_head].fetch_add(1, "acq_rel")
             with when(arrived.equals(args.splits - 1)):
@@ -118,7 +117,7 @@ class DecodeKernel:
         shape, factor = self.shape, self.args.vector("q_factor", self.shape)
 
         def source(r: Value) -> Ptr:
-            return self.query_head(head, r).query_row("q", r % head.seqlen_q)
+            return self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
 
         load_rows(shape, self.q, source, rows, rows, self.config.head_dim)
         for r in loop(0, rows):
@@ -129,59 +128,79 @@ class DecodeKernel:
             self.m[r, 0].store(shape.constant(-INF))
             self.l[r, 0].store(shape.constant(0.0))
 
-    def load_keys(self, head: Head, j0: Value, n: Value, end: Value) -> None:
+    def load_keys(self, head: Head, j0: Value, n: Value, end: Value) -> tuple[Rows, Rows]:
+        """k and v of the block: converted into scratch, or read where they lie when one row uses them."""
         shape, config = self.shape, self.config
-        count = round_up_to(n, shape.lanes)
+        count = (n + (shape.lanes - 1)) & -shape.lanes
+        blocks = []
         for name, area, fill, dim in (
             ("k", self.k, count, config.head_dim),
             ("v", self.v, n, config.head_dim_v),
         ):
+            rows = head.key_rows(name, j0)
+            for j in loop(0, n):
+                later = rows(minimum(j + AHEAD, end - j0 - 1))
+                for c in range(0, dim, 64 // later.item):
+                    prefetch(later[c])
+            if config.is_direct:
+                area = Rows(rows(0), getattr(self.args, f"{name}_n"))
+            else:
+                load_rows(shape, area, rows, n, fill, dim)
+            blocks.append(area)
+        return blocks[0], blocks[1]
 
-            def source(j: Value, name: str = name, dim: int = dim) -> Ptr:
-                row = head.key_row(name, minimum(j0 + j + AHEAD, end - 1))
-                for c in range(0, dim, 64 // row.item):
-                    prefetch(row[c])
-                return head.key_row(name, j0 + j)
-
-            load_rows(shape, area, source, n, fill, dim)
-
-    def attend(self, head: Head, r: Value, j0: Value, n: Value) -> None:
-        """Fold one block of keys into the running softmax of row r."""
+    def score_row(self, head: Head, r: Value, k: Rows, j0: Value, n: Value) -> None:
+        """s of row r against one block of keys, and the new maximum."""
         shape = self.shape
-        m = self.m[r, 0].load(shape.lanes)
-        largest = Var(m)
+        largest = Var(self.m[r, 0].load(shape.lanes))
         for j in loop(0, n, shape.lanes):
-            s = self.scores(head, r, j0, j)
-            self.p[0, j].store(s)
+            s = self.scores(head, r, k, j0, j, n)
+            self.p[r, j].store(s)
             largest.set(maximum(largest, s))
-        m_new = across(largest, maximum)
+        self.m_new[r, 0].store(largest)
+
+    def weigh_row(self, r: Value, n: Value) -> None:
+        """p = exp(s - m), l and m of row r. (A loop of its own: rows overlap, chains of one row do not.)"""
+        shape = self.shape
+        m_new = across(self.m_new[r, 0].load(shape.lanes), maximum)
         m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
-        correction = exp(m - m_finite, shape.exp_degree)
+        correction = exp(self.m[r, 0].load(shape.lanes) - m_finite, shape.exp_degree)
         l = Var(self.l[r, 0].load(shape.lanes) * correction)
         for j in loop(0, n, shape.lanes):
-            p = exp(self.p[0, j].load(shape.lanes) - m_finite, shape.exp_degree)
-            self.p[0, j].store(p)
+            p = exp(self.p[r, j].load(shape.lanes) - m_finite, shape.exp_degree)
+            self.p[r, j].store(p)
             l.set(l + p)
         self.m[r, 0].store(m_new)
         self.l[r, 0].store(l)
+        self.correction[r, 0].store(correction)
+
+    def add_values(self, r: Value, v: Rows, n: Value) -> None:
+        """acc = correction * acc + p v of row r."""
+        shape = self.shape
+        correction = self.correction[r, 0].load(shape.lanes)
         for c, count, vectors in lane_chunks(shape, shape.pad_v, 8):
             for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                (pv,) = outer_sums(shape, 1, vectors, n, self.p, self.v.at(0, column))
+                (pv,) = outer_sums(shape, 1, vectors, n, self.p.at(r, 0), v.at(0, column))
                 for x, part in enumerate(pv):
                     acc = self.acc[r, column][x * shape.lanes]
                     acc.store(fma(acc.load(shape.lanes), correction, part))
 
-    def scores(self, head: Head, r: Value, j0: Value, j: Value) -> Value:
+    def scores(self, head: Head, r: Value, k: Rows, j0: Value, j: Value, n: Value) -> Value:
         """Scores of row r for the keys j0 + j + [0, lanes): one key a lane, -inf where not visible."""
         shape, config, args = self.shape, self.config, self.args
         dots = [Var(shape.constant(0.0)) for _ in range(shape.lanes)]
+        corner = k.at(j, 0)
+        key_rows = [
+            k[minimum(j + key, n - 1), 0] if config.is_direct else corner[key, 0]
+            for key in range(shape.lanes)
+        ]
         for c in loop(0, shape.pad, shape.lanes):
             q = self.q[r, c].load(shape.lanes)
-            for key, dot in enumerate(dots):
-                dot.set(fma(self.k.at(j, c)[key, 0].load(shape.lanes), q, dot))
+            for key_row, dot in zip(key_rows, dots):
+                dot.set(fma(key_row[c].load(shape.lanes), q, dot))
         s = fold_sums(dots)
         if config.has_softcap:
-            s = tanh(s, shape.exp_degree) * args.vector("softcap", shape)
+            s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
         i = r % head.seqlen_q
         key = splat(int32(j0 + j), shape.lanes) + iota(shape.lanes)
         if config.has_alibi:
@@ -230,8 +249,4 @@ class DecodeKernel:
         i = r % head.seqlen_q
         self.p[0, 0].store(select(is_empty, m, m + log(l)))
         head.statistic("lse", i).store(self.p[0, 0].load())
-        store_rows(shape, lambda _: head.query_row("out", i), self.acc, 1, self.config.head_dim_v)
-
-
-def round_up_to(n: Value, step: int) -> Value:
-    return (n + (step - 1)) & -step
+        store_rows(shape, head.query_rows("out", i), self.acc, 1, self.config.head_dim_v)

@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.control import claim, loop, when
+from tilewise.cpu.llvm.memory import Ptr
+from tilewise.cpu.llvm.numerics import exp, log
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
@@ -33,22 +36,7 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import (
-    Ptr,
-    Scalar,
-    Value,
-    Var,
-    claim,
-    exp,
-    fma,
-    function,
-    log,
-    loop,
-    maximum,
-    minimum,
-    select,
-    when,
-)
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, function, maximum, minimum, select
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -116,7 +104,7 @@ class ForwardKernel:
         """Transpose and scale the queries; m, l, acc = -inf, 0, 0, or the state after the sink."""
         shape, dim = self.shape, self.shape.config.head_dim
         n = head.seqlen_q - tile.q0
-        load_rows(shape, self.rows, lambda i: head.query_row("q", tile.q0 + i), n, shape.block_q, dim)
+        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, dim)
         factor = self.args.vector("q_factor", shape)
         transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
         for c in shape.columns():
@@ -129,8 +117,8 @@ class ForwardKernel:
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
         count = (n + (shape.rows - 1)) & -shape.rows
-        load_rows(shape, self.k, lambda j: head.key_row("k", j0 + j), n, count, config.head_dim)
-        load_rows(shape, self.v, lambda j: head.key_row("v", j0 + j), n, n, config.head_dim_v)
+        load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
 
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
         """Fold the keys of one block that the tile can see into its running softmax."""
@@ -142,7 +130,7 @@ class ForwardKernel:
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
             correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
-            l = [Var(tile.l[0, c].load(shape.lanes) * x) for c, x in zip(shape.columns(), correction)]
+            l = [Var(shape.constant(0.0)) for _ in m]  # of this block: one chain over all keys errs more
             for j in loop(first, n):
                 for v, c in enumerate(shape.columns()):
                     p = exp(self.p_t[j, c].load(shape.lanes) - m_finite[v], shape.exp_degree)
@@ -150,7 +138,7 @@ class ForwardKernel:
                     l[v].set(l[v] + p)
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
-                tile.l[0, c].store(l[v])
+                tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
             self.add_values(tile, correction, first, n)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Var]:
@@ -197,4 +185,4 @@ class ForwardKernel:
                 acc = tile.acc_t[d, c]
                 acc.store(acc.load(shape.lanes) * inverse)
         transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
-        store_rows(shape, lambda i: head.query_row("out", tile.q0 + i), self.rows, n, shape.config.head_dim_v)
+        store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)

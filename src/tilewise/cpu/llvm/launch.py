@@ -1,37 +1,18 @@
-"""From an attention problem to kernel calls: coverage, plans, memory.
-
-What does not change between two calls of one problem with one set of strides (kernel, tile counts, most of
-the argument block) is worked out once and kept in a plan, a thread's own; a call then allocates its outputs,
-writes their addresses into the block, and runs.
-"""
+"""The LLVM backend's face: what it covers, and which plan a call runs."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import COUNTER, SLOTS, UNBOUNDED, WORD, Block, Config
-from tilewise.cpu.llvm.compile import Kernel, current_target, load, unavailable
+from tilewise.cpu.llvm.compile import unavailable
+from tilewise.cpu.llvm.plans import BackwardPlan, DecodePlan, ForwardPlan, local, rows_dense
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
-KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
-MAX_TILES = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
-BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
-WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
-DECODE_ROWS = 32  # rows of the decode kernel's scratch
-DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_PLANS = 256
-KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
-# Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
-VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,9 +47,10 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=4096)
 def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
+    if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
+        return False
     rows = problem.seqlen_q * problem.group_size
-    has_score_tensors = problem.mask_shape is not None or problem.bias_shape is not None
-    return 0 < rows <= DECODE_ROWS // 2 and not problem.is_packed and not has_score_tensors
+    return 0 < rows <= (16 if problem.seqlen_k >= 2048 else 8)
 
 
 def backward(
@@ -84,18 +66,7 @@ def _with_dense_rows(inputs: Inputs) -> Inputs:
     q, k, v = inputs.query, inputs.key, inputs.value
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return inputs
-    return inputs._replace(query=_rows_dense(q), key=_rows_dense(k), value=_rows_dense(v))
-
-
-class _Local(threading.local):
-    """A thread's own plans and scratch memory, so that two threads may call at once."""
-
-    def __init__(self) -> None:
-        self.plans: dict[tuple, Any] = {}
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-
-
-_local = _Local()
+    return inputs._replace(query=rows_dense(q), key=rows_dense(k), value=rows_dense(v))
 
 
 def _plan(make: type, problem: AttentionProblem, inputs: Inputs) -> Any:
@@ -103,324 +74,9 @@ def _plan(make: type, problem: AttentionProblem, inputs: Inputs) -> Any:
     q, k, v = inputs.query, inputs.key, inputs.value
     # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.
     key = (make, id(problem), threads, q.stride(), k.stride(), v.stride())
-    plan = _local.plans.get(key)
+    plan = local.plans.get(key)
     if plan is None:
-        if len(_local.plans) >= KEPT_PLANS:
-            _local.plans.clear()
-        plan = _local.plans[key] = make(problem, inputs, threads)
+        if len(local.plans) >= KEPT_PLANS:
+            local.plans.clear()
+        plan = local.plans[key] = make(problem, inputs, threads)
     return plan
-
-
-def _scratch(size: int) -> Tensor:
-    """At least `size` bytes from an address divisible by 64; kept for the next call unless very large."""
-    scratch = _local.scratch
-    if scratch.numel() < size + 64:
-        scratch = torch.empty(size + 64, dtype=torch.uint8)
-        if size <= KEPT_SCRATCH:
-            _local.scratch = scratch
-    return scratch
-
-
-class Plan:
-    """What forward and backward plans share: the argument block and how a call fills it."""
-
-    def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
-        self.problem = problem
-        self.is_ragged = problem.is_packed or problem.has_seqlens_k or inputs.leftpad_k is not None
-        self.has_options = self.is_ragged or any(
-            (problem.mask_shape, problem.bias_shape, problem.has_alibi, problem.has_sinks, problem.is_paged)
-        )
-        self.block = Block()
-        self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
-        visibility = problem.visibility()
-        softcap = problem.softcap
-        self.block.update(
-            num_heads=problem.num_heads,
-            num_kv_heads=problem.num_kv_heads,
-            group=problem.group_size,
-            left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
-            right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
-            spans=ctypes.addressof(self.dense_span),
-            scale=problem.scale,
-            q_factor=problem.scale / softcap if softcap else problem.scale,
-            softcap=softcap,
-            lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
-            lse_h=inputs.query.shape[0] if problem.is_packed else problem.seqlen_q,
-            score_k0=int(not problem.is_packed),
-            page_size=problem.page_size or 1,
-        )
-        for name, t in zip("qkv", inputs):
-            self.set_strides(name, t)
-
-    def set_strides(self, name: str, t: Tensor) -> None:
-        """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
-        strides = (0, *t.stride()) if self.problem.is_packed else t.stride()
-        self.block.update(**{f"{name}_{axis}": stride for axis, stride in zip("bnh", strides)})
-
-    def bind(self, inputs: Inputs) -> list[Any]:
-        """Write the addresses of optional tensors into the block; the result must outlive the call."""
-        problem, dtype, kept = self.problem, self.problem.compute_dtype, []
-        if self.is_ragged:
-            spans = _spans(problem, inputs)
-            self.block.update(spans=spans.data_ptr(), span_stride=4)
-            kept.append(spans)
-        for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
-            if t is not None:
-                t = _last_dimension_dense(t, problem, inputs)
-                strides = [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
-                self.block.update(**{name: t.data_ptr()}, **_named(name, "bhi", strides))
-                kept.append(t)
-        if inputs.alibi_slopes is not None:
-            slopes = inputs.alibi_slopes.to(dtype).contiguous()
-            self.block.update(slopes=slopes.data_ptr(), slopes_b=problem.num_heads if slopes.ndim == 2 else 0)
-            kept.append(slopes)
-        if inputs.sinks is not None:
-            sinks = inputs.sinks.to(dtype).contiguous()
-            self.block.update(sinks=sinks.data_ptr())
-            kept.append(sinks)
-        if inputs.page_table is not None:
-            table = inputs.page_table.to(torch.int32).contiguous()
-            self.block.update(page_table=table.data_ptr(), page_b=table.shape[1])
-            kept.append(table)
-        return kept
-
-    def run(self, kernel: Kernel, threads: int, thread_bytes: int) -> None:
-        scratch = _scratch(threads * thread_bytes)
-        words = self.block.words
-        words[WORD["scratch"]] = -(-scratch.data_ptr() // 64) * 64
-        words[COUNTER] = words[SLOTS] = 0
-        parallel.run(kernel, self.block.address, threads)
-
-
-class ForwardPlan(Plan):
-    """A forward of one problem, with one set of strides and one number of threads."""
-
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
-        super().__init__(problem, inputs)
-        self.kernel = load("forward", _config(problem, inputs, _vectors(problem, problem.seqlen_q)))
-        self.wanted_threads = threads
-        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
-        self.lse_shape = _lse_shape(problem, inputs)
-        order = (0, *self.out_stride) if problem.is_packed else self.out_stride
-        self.block.update(**_named("out", "bnh", order))
-        self.cut(problem.seqlen_q)
-
-    def cut(self, seqlen_q: int) -> None:
-        """Work items for sequences of at most seqlen_q queries."""
-        facts, heads = self.kernel.facts, self.problem.batch * self.problem.num_heads
-        tiles_all = -(-seqlen_q // facts["block_q"])
-        tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, facts)
-        chunks = -(-tiles_all // tiles)
-        self.items, self.seqlen_q = heads * chunks, seqlen_q
-        self.threads = max(1, min(self.wanted_threads, self.items))
-        self.thread_bytes = facts["scratch_bytes"] + tiles * facts["tile_bytes"]
-        self.block.update(items=self.items, chunks=chunks, tiles=tiles, scratch_bytes=self.thread_bytes)
-
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        query = inputs.query
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
-        lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
-        words = self.block.words
-        words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
-        words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
-        kept = self.bind(inputs) if self.has_options else None
-        if self.problem.is_packed and (longest := _longest(inputs.cu_seqlens_q)) != self.seqlen_q:
-            self.cut(longest)
-        if self.items:
-            self.run(self.kernel, self.threads, self.thread_bytes)
-        del kept
-        return out, lse
-
-
-class DecodePlan(Plan):
-    """Few queries, split over keys, with one set of strides and one number of threads."""
-
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
-        super().__init__(problem, inputs)
-        self.kernel = load("decode", _config(problem, inputs, 1))
-        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
-        self.lse_shape = _lse_shape(problem, inputs)
-        self.block.update(**_named("out", "bnh", self.out_stride))
-        heads = problem.batch * problem.num_kv_heads
-        splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
-        split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
-        splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        self.items, self.heads = heads * splits, heads
-        self.threads = max(1, min(threads, self.items))
-        self.thread_bytes = self.kernel.facts["scratch_bytes"]
-        self.partial_bytes = self.items * DECODE_ROWS * self.kernel.facts["partial_bytes"]
-        self.block.update(
-            items=self.items, splits=splits, split_keys=split_keys, scratch_bytes=self.thread_bytes
-        )
-
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        query = inputs.query
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
-        lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
-        partial = torch.empty(self.partial_bytes, dtype=torch.uint8)
-        turn = torch.zeros(self.heads, dtype=torch.int64)
-        words = self.block.words
-        words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
-        words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
-        words[WORD["partial"]], words[WORD["turn"]] = partial.data_ptr(), turn.data_ptr()
-        kept = self.bind(inputs) if self.has_options else None
-        if out.numel() or lse.numel():
-            self.run(self.kernel, self.threads, self.thread_bytes)
-        del kept
-        return out, lse
-
-
-class BackwardPlan(Plan):
-    """A backward of one problem, with one set of strides and one number of threads."""
-
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
-        super().__init__(problem, inputs)
-        config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
-        self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
-        self.wanted_threads = threads
-        self.cut(problem.seqlen_q, problem.seqlen_k)
-
-    def cut(self, seqlen_q: int, seqlen_k: int) -> None:
-        """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
-        problem, facts = self.problem, self.kernel.facts
-        heads = problem.batch * problem.num_kv_heads
-        split = facts["key_block"]
-        while split > BLOCK_K and heads * -(-seqlen_k // split) < WANTED_ITEMS:
-            split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
-        splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = heads * splits, (seqlen_q, seqlen_k)
-        self.turns = problem.batch * problem.num_heads * tiles
-        self.sum_bytes = self.turns * facts["tile_bytes"] if splits > 1 else 0
-        self.threads = max(1, min(self.wanted_threads, self.items))
-        self.thread_bytes = facts["scratch_bytes"]
-        self.block.update(
-            items=self.items, splits=splits, split_keys=split, tiles=tiles, scratch_bytes=self.thread_bytes
-        )
-
-    def __call__(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        problem, query = self.problem, inputs.query
-        if problem.is_packed:
-            lengths = _longest(inputs.cu_seqlens_q), _longest(inputs.cu_seqlens_k)
-            if lengths != self.lengths:
-                self.cut(*lengths)
-        gradients = [torch.zeros_like(t) for t in inputs[:3]]  # what no work item reaches stays 0
-        lse = lse.contiguous()
-        dlse = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype).contiguous()
-        dbias = torch.zeros_like(inputs.bias) if problem.bias_needs_grad and inputs.bias is not None else None
-        delta = -dlse if problem.has_sinks else None
-        tensors = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*inputs[:3], *gradients)))
-        tensors.update(out=_rows_dense(out), do=_rows_dense(dout), lse=lse, dlse=dlse)
-        tensors["turn"] = torch.zeros(self.turns, dtype=torch.int64)
-        tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
-        for name in ("dq", "dk", "dv", "out", "do"):
-            self.set_strides(name, tensors[name])
-        if dbias is not None:
-            tensors["dbias"] = dbias
-            self.block.update(**_named("dbias", "bhi", dbias.stride()))
-        if delta is not None:
-            tensors["delta"] = delta
-        self.block.update(**{name: t.data_ptr() for name, t in tensors.items()})
-        kept = self.bind(inputs) if self.has_options else None
-        if self.items:
-            self.run(self.kernel, self.threads, self.thread_bytes)
-        del kept
-        return Gradients(*gradients, dbias, _sink_gradient(inputs, lse, delta))
-
-
-def _sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """dsink = -sum of p_sink * delta over the head's queries."""
-    sinks = inputs.sinks
-    if sinks is None or delta is None:
-        return None
-    p_sink = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    summed = -(p_sink * delta).sum(-1)
-    return (summed if summed.ndim == 1 else summed.sum(0)).to(sinks.dtype)
-
-
-def _rows_dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-_Q, _K, _V, _OUT, _LSE = (WORD[name] for name in ("q", "k", "v", "out", "lse"))
-
-
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:
-    return Config(
-        kind=KINDS[problem.dtype],
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        vectors=vectors,
-        has_softcap=problem.softcap > 0,
-        has_alibi=problem.has_alibi,
-        has_sinks=problem.has_sinks,
-        has_mask=problem.mask_shape is not None,
-        bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
-        is_paged=problem.is_paged,
-    )
-
-
-def _vectors(problem: AttentionProblem, seqlen_q: int) -> int:
-    """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
-    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-
-    def speed(vectors: int) -> float:
-        return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
-
-    return max(VECTOR_SPEED, key=speed) if seqlen_q else 3
-
-
-def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
-    """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(MAX_TILES, tiles_all, TILE_CACHE // facts["tile_bytes"]))
-    while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
-        tiles -= 1
-    return tiles
-
-
-def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of out: query's dimensions in query's memory order, dense."""
-    shape = (*query.shape[:-1], problem.head_dim_v)
-    strides, size = [0] * len(shape), 1
-    for axis in (query.ndim - 1, *sorted(range(query.ndim - 1), key=lambda a: query.stride(a))):
-        strides[axis], size = size, size * max(1, shape[axis])
-    return shape, tuple(strides)
-
-
-def _lse_shape(problem: AttentionProblem, inputs: Inputs) -> tuple[int, ...]:
-    if problem.is_packed:
-        return problem.num_heads, inputs.query.shape[0]
-    return problem.batch, problem.num_heads, problem.seqlen_q
-
-
-def _named(name: str, axes: str, strides: Any) -> dict[str, int]:
-    return {f"{name}_{axis}": stride for axis, stride in zip(axes, strides)}
-
-
-def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """int64 (batch, 4): each sequence's first query row, queries, first key row and keys."""
-    spans = torch.zeros((problem.batch, 4), dtype=torch.int64)
-    if problem.is_packed:
-        cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        assert cu_q is not None and cu_k is not None
-        spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = cu_q[:-1], cu_q.diff(), cu_k[:-1], cu_k.diff()
-        return spans
-    spans[:, 1] = problem.seqlen_q
-    spans[:, 3] = problem.seqlen_k if inputs.seqlens_k is None else inputs.seqlens_k
-    if inputs.leftpad_k is not None:
-        spans[:, 2] = inputs.leftpad_k
-        spans[:, 3] -= spans[:, 2]
-    return spans
-
-
-def _longest(cu_seqlens: Tensor | None) -> int:
-    assert cu_seqlens is not None
-    return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
-
-
-def _last_dimension_dense(t: Tensor, problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """A mask or bias whose last dimension spans the keys with stride 1."""
-    if t.shape[3] == 1:
-        t = t.expand(-1, -1, -1, max(1, problem.seqlen_k))
-    return t if t.stride(3) == 1 else t.contiguous()

@@ -12,30 +12,27 @@ from collections.abc import Callable, Iterator
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.control import either, loop, when
+from tilewise.cpu.llvm.memory import Ptr, Rows
+from tilewise.cpu.llvm.numerics import tanh
 from tilewise.cpu.llvm.vector import (
     Emitter,
     Operand,
-    Ptr,
-    Rows,
     Scalar,
     Value,
     Var,
     absolute,
     as_kind,
-    either,
     fma,
     int32,
     iota,
-    loop,
     maximum,
     minimum,
     number,
     select,
     splat,
-    tanh,
     to_float,
     transpose,
-    when,
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
@@ -91,7 +88,7 @@ class Arguments:
         if name not in self.values:
             with self.emitter.on_entry():
                 self.values[name] = self.block[WORD[name]].as_kind("ptr").load()
-        return Ptr(self.values[name].ir, kind)
+        return Ptr(self.values[name].raw, kind)
 
     def vector(self, name: str, shape: Shape) -> Value:
         """A floating-point argument in every lane, in the compute type."""
@@ -203,22 +200,28 @@ class Head:
         self.q_row0, self.seqlen_q, self.k_row0, self.seqlen_k = (span[i].load() for i in range(4))
         self.offset = self.seqlen_k - self.seqlen_q
 
-    def query_row(self, name: str, i: Scalar) -> Ptr:
-        """Row i of q, out, do or dq."""
-        args = self.args
+    def query_rows(self, name: str, q0: Scalar) -> Callable[[Scalar], Ptr]:
+        """Rows of q, out, do or dq from query q0 on, as a function of i: the address of row q0 + i."""
+        args, step = self.args, getattr(self.args, f"{name}_n")
         base = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        row = base + (self.q_row0 + i) * getattr(args, f"{name}_n")
-        return args.ptr(name, self.shape.config.kind)[row]
+        first = args.ptr(name, self.shape.config.kind)[base + (self.q_row0 + q0) * step]
+        return lambda i: first[step * i]
 
-    def key_row(self, name: str, j: Value) -> Ptr:
-        """Row j of k, v, dk or dv."""
-        args, row = self.args, self.k_row0 + j
-        outer = self.batch
-        if self.shape.config.is_paged:
-            page = self.batch * args.page_b + row // args.page_size
-            outer, row = args.ptr("page_table", "i32")[page].load(), row % args.page_size
-        base = outer * getattr(args, f"{name}_b") + self.kv_head * getattr(args, f"{name}_h")
-        return args.ptr(name, self.shape.config.kind)[base + row * getattr(args, f"{name}_n")]
+    def key_rows(self, name: str, j0: Scalar) -> Callable[[Scalar], Ptr]:
+        """Rows of k, v, dk or dv from key j0 on, as a function of j; by the page table if there is one."""
+        args, step = self.args, getattr(self.args, f"{name}_n")
+        base = args.ptr(name, self.shape.config.kind)[self.kv_head * getattr(args, f"{name}_h")]
+        batch_step, first_row = getattr(args, f"{name}_b"), self.k_row0 + j0
+        if not self.shape.config.is_paged:
+            first = base[self.batch * batch_step + first_row * step]
+            return lambda j: first[step * j]
+        table = args.ptr("page_table", "i32")[self.batch * args.page_b]
+
+        def row(j: Scalar) -> Ptr:
+            page = table[(first_row + j) // args.page_size].load()
+            return base[page * batch_step + (first_row + j) % args.page_size * step]
+
+        return row
 
     def statistic(self, name: str, i: Scalar) -> Ptr:
         """Query i's entry of lse or dlse."""
@@ -263,7 +266,7 @@ class Scores:
         self.areas = {name: scratch.rows(BLOCK_K, shape.block_q) for name, used in areas.items() if used}
         self.by_query = scratch.rows(shape.block_q, BLOCK_K) if self.areas else None
 
-    def load(self, head: Head, q0: Value, j0: Value, n: Value) -> None:
+    def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
         """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
         shape = self.shape
         for name, area in self.areas.items():
@@ -295,14 +298,14 @@ class Scores:
             for j in loop(begin, end):
                 row[j].store(as_kind(rows[i, j].load(), "f64" if kind == "f64" else "f32"))
 
-    def at(self, head: Head, q0: Value, j0: Value) -> TileScores:
+    def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
 
 
 class TileScores:
     """Applies the options to rows of one score tile."""
 
-    def __init__(self, scores: Scores, head: Head, q0: Value, j0: Value) -> None:
+    def __init__(self, scores: Scores, head: Head, q0: Scalar, j0: Value) -> None:
         self.scores, self.shape, self.config = scores, scores.shape, scores.config
         shape, args = self.shape, head.args
         self.head, self.j0 = head, j0
@@ -331,9 +334,9 @@ class TileScores:
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 if config.has_softcap:
-                    t = tanh(x, shape.exp_degree)
+                    t, slope = tanh(x, shape.exp_degree)
                     if slope_of_cap is not None:
-                        slope_of_cap.at(j, v * shape.lanes)[r, 0].store(1.0 - t * t)
+                        slope_of_cap.at(j, v * shape.lanes)[r, 0].store(slope)
                     x.set(t * self.softcap)
                 if "bias" in self.scores.areas:
                     x.set(x + self._option("bias", j, r, v))

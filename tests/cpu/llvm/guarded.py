@@ -1,0 +1,89 @@
+"""Tensors that end, or start, at a page that may not be touched: an access out of bounds ends the process.
+
+`python tests/cpu/llvm/guarded.py` runs random problems on such tensors, their outputs included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from unittest import mock
+
+import random_cases
+import torch
+from torch import Tensor
+
+from tilewise.cpu.llvm import plans
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded_empty(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, at_end: bool
+) -> Tensor:
+    """An uninitialized tensor whose memory touches a guard page at its end or at its start."""
+    elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if math.prod(shape) else 0
+    size = elements * dtype.itemsize
+    pages = max(1, -(-size // PAGE))
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (address, address + (pages + 1) * PAGE):
+        assert _libc.mprotect(guard, PAGE, 0) == 0
+    start = (pages + 1) * PAGE - size if at_end else PAGE
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=start)
+    return flat.as_strided(shape, stride)
+
+
+def guarded(t: Tensor | None, at_end: bool) -> Tensor | None:
+    if t is None:
+        return None
+    copy = guarded_empty(t.shape, t.stride(), t.dtype, at_end)
+    return copy.copy_(t.detach()).requires_grad_(t.requires_grad)
+
+
+def run(seed: int, at_end: bool) -> None:
+    case = random_cases.draw(seed)
+    if random_cases.launch.supports(case.problem):
+        return
+    problem = case.problem
+    inputs = random_cases.Inputs(*(guarded(t, at_end) for t in case.inputs))
+    if inputs.bias is not None:
+        inputs = inputs._replace(bias=inputs.bias.detach())
+
+    def empty_strided(shape, stride, dtype):
+        return guarded_empty(shape, stride, dtype, at_end)
+
+    def empty(shape, dtype):
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return guarded_empty(shape, stride, dtype, at_end)
+
+    def zeros(shape, dtype):
+        return empty(shape, dtype).zero_()
+
+    plans.local.__init__()  # fresh scratch, guarded too
+    patches = {"empty_strided": empty_strided, "empty": empty, "zeros": zeros}
+    stand_in = mock.Mock(wraps=torch, **patches)
+    stand_in.uint8, stand_in.int32, stand_in.int64, stand_in.Tensor = (
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        Tensor,
+    )
+    with mock.patch.object(plans, "torch", stand_in):
+        out, lse = random_cases.launch.forward(problem, inputs)
+        if not problem.is_paged:
+            dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)
+            random_cases.launch.backward(problem, inputs, out, lse, dout, dlse)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    for seed in range(0, 25 * 24, 5):
+        run(seed, at_end=seed % 10 == 0)
+    print("no access out of bounds")

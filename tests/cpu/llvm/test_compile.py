@@ -1,0 +1,118 @@
+"""The kernel cache on disk: reused, never trusted, safe for many processes and after fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilewise.cpu.llvm import compile as kernels
+from tilewise.cpu.llvm.arguments import Config
+
+CALL = """
+import sys, torch
+from tilewise.cpu.llvm import launch
+from tilewise.problem import Inputs, Options, describe
+torch.manual_seed(0)
+inputs = Inputs(*(torch.randn(1, 40, 2, 16) for _ in range(3)))
+out, lse = launch.forward(describe(inputs, Options()), inputs)
+q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(q, k, v))
+"""
+
+
+def start(code: str, cache) -> subprocess.Popen:
+    environment = os.environ | {"TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+
+def test_eight_processes_start_at_once_and_later_ones_do_not_build(tmp_path):
+    for process in [start(CALL, tmp_path) for _ in range(8)]:
+        finish(process)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".kernel"]  # one file, nothing half-written
+    finish(start(CALL + "assert 'tilewise.cpu.llvm.vector' not in sys.modules", tmp_path))
+
+
+def test_importing_the_package_does_not_import_llvmlite(tmp_path):
+    finish(start("import sys, tilewise; assert 'llvmlite' not in sys.modules", tmp_path))
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    config = Config("f32", 8, 8, 1)
+    kernels._load("forward", config, kernels.current_target())
+    (path,) = tmp_path.iterdir()
+    return config, path
+
+
+def builds(config, monkeypatch) -> bool:
+    """Whether loading the kernel compiles it."""
+    calls, generate = [], kernels.generate
+    monkeypatch.setattr(kernels, "generate", lambda *a: calls.append(1) or generate(*a))
+    kernels._load("forward", config, kernels.current_target())
+    return bool(calls)
+
+
+def test_a_whole_file_is_loaded(stored, monkeypatch):
+    assert not builds(stored[0], monkeypatch)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "garbage"])
+def test_a_damaged_file_is_compiled_again(stored, monkeypatch, damage):
+    config, path = stored
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(
+        {"flip": bytes(content), "truncate": path.read_bytes()[:-9], "empty": b"", "garbage": b"x" * 999}[
+            damage
+        ]
+    )
+    assert builds(config, monkeypatch)
+    assert not builds(config, monkeypatch)  # and the file is whole again
+
+
+def test_a_file_made_for_something_else_is_not_loaded(stored, monkeypatch):
+    config, path = stored
+    machine = kernels.current_target()
+    kernels._load("forward", Config("f32", 9, 9, 1), machine)
+    (other,) = set(path.parent.iterdir()) - {path}
+    path.write_bytes(other.read_bytes())
+    assert builds(config, monkeypatch)
+
+
+def test_another_llvmlite_or_cpu_gets_its_own_file(stored, monkeypatch):
+    monkeypatch.setattr(kernels, "_llvmlite_version", lambda: "0.0.1")
+    assert builds(stored[0], monkeypatch)
+    assert len(list(stored[1].parent.iterdir())) == 2
+
+
+def test_no_place_to_write_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_calls_and_answers(tmp_path):
+    threads = torch.get_num_threads()
+    assert threads >= 1
+    code = CALL + (
+        "import os\n"
+        "torch.set_num_threads(2)\n"
+        "launch.forward(describe(inputs, Options()), inputs)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    again, _ = launch.forward(describe(inputs, Options()), inputs)\n"
+        "    os._exit(0 if torch.equal(again, out) else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    finish(start(code, tmp_path))

@@ -1,0 +1,179 @@
+"""The LLVM kernels against float64, on random problems and on the ones that are easily wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import random_cases
+import torch
+
+from tilewise import reference
+from tilewise.cpu.llvm import backward, decode, forward, launch
+from tilewise.cpu.llvm import compile as kernels
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.problem import Inputs, Options, describe
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("group", range(12))
+def test_random_problems_meet_the_error_budget(group):
+    first = group * random_cases.CASES_A_KERNEL
+    failures = [
+        line for seed in range(first, first + 8) for line in random_cases.check(random_cases.draw(seed))
+    ]
+    assert not failures, "\n".join(failures)
+
+
+def run_script(*args: str, **environment: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(HERE)} | environment
+    done = subprocess.run(
+        [sys.executable, *args], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif("avx512" not in str(kernels.target()), reason="the default target is AVX2 already")
+def test_avx2_code_meets_the_error_budget():
+    run_script(str(HERE / "random_cases.py"), "60", "5", TILEWISE_CPU_ISA="avx2")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
+def test_no_access_out_of_bounds():
+    assert "no access" in run_script(str(HERE / "guarded.py"))
+
+
+@pytest.mark.parametrize("builder", [forward, backward, decode])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
+def test_neon_code_compiles(builder, kind):
+    neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
+    ir_text, _ = builder.build(Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True), neon)
+    code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
+
+
+def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=torch.float32):
+    return Inputs(
+        torch.randn(batch, seqlen_q, heads, dim).to(dtype),
+        torch.randn(batch, seqlen_k, kv_heads, dim).to(dtype),
+        torch.randn(batch, seqlen_k, kv_heads, dim).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1)])
+def test_any_number_of_threads_gives_the_same_bits(shape):
+    batch, seqlen_q, seqlen_k, heads, kv_heads = shape
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads)
+    problem = describe(inputs, Options(window_left=300, window_right=200))
+    dout = torch.randn_like(inputs.query)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            out, lse = launch.forward(problem, inputs)
+            results.append((out, lse, *launch.backward(problem, inputs, out, lse, dout, None)[:3]))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen_q):
+    inputs = qkv(seqlen_q=seqlen_q)
+    getattr(inputs, where)[0, 0 if where == "query" else 33, 1, 5] = poison
+    out, _ = launch.forward(describe(inputs, Options()), inputs)
+    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+    standard = (torch.softmax(q @ k.mT * 16**-0.5, -1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out, standard, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_masked_keys_have_no_weight_whatever_they_hold():
+    inputs = qkv(seqlen_q=70, seqlen_k=70)
+    clean = describe(inputs, Options(causal=True))
+    expected, _ = launch.forward(clean, inputs)
+    inputs.key[0, 40:] = float("nan")
+    out, lse = launch.forward(clean, inputs)
+    assert torch.equal(out[:, :40], expected[:, :40])
+    assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
+
+
+def test_logits_far_apart_and_rows_without_keys():
+    inputs = qkv(seqlen_q=100, seqlen_k=60)
+    inputs.query.mul_(1e4)
+    problem = describe(inputs, Options(causal=True))  # the first 40 queries see no key
+    out, lse = launch.forward(problem, inputs)
+    exact, exact_lse = reference.attention(*inputs[:3], causal=True)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+    assert (out[:, :40] == 0).all() and (lse[:, :, :40] == float("-inf")).all()
+    torch.testing.assert_close(lse[:, :, 40:].double(), exact_lse[:, :, 40:], rtol=1e-5, atol=1e-3)
+    grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+    assert (grads.query[:, :40] == 0).all() and all(g.isfinite().all() for g in grads[:3])
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2), (2, 3, 4, 0)])
+def test_empty_tensors(shape):
+    batch, seqlen_q, seqlen_k, heads = shape
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads, heads)
+    problem = describe(inputs, Options())
+    out, lse = launch.forward(problem, inputs)
+    assert ((out == 0).all() and (lse == float("-inf")).all()) or seqlen_k
+    grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+    assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
+    assert all((g == 0).all() for g in grads[:3])
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, bias, sinks, options):
+        inputs = Inputs(query, key, value, bias=bias, sinks=sinks)
+        with torch.enable_grad():  # so that the problem says that the bias has a gradient
+            ctx.problem = describe(inputs._replace(bias=bias.detach().requires_grad_()), options)
+        out, lse = launch.forward(ctx.problem, inputs)
+        ctx.save_for_backward(*inputs[:3], bias, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        query, key, value, bias, sinks, out, lse = ctx.saved_tensors
+        inputs = Inputs(query, key, value, bias=bias, sinks=sinks)
+        return (*launch.backward(ctx.problem, inputs, out, lse, dout, dlse), None)
+
+
+def test_gradients_in_float64_pass_gradcheck():
+    inputs = qkv(1, 5, 7, 2, 1, 3, torch.float64)
+    with torch.enable_grad():
+        leaves = [t.requires_grad_() for t in inputs[:3]]
+        leaves += [torch.randn(n).double().requires_grad_() for n in ((1, 2, 5, 7), (2,))]
+    assert torch.autograd.gradcheck(lambda *t: Attention.apply(*t, Options(causal=True, softcap=3.0)), leaves)
+
+
+def test_refusals_say_why(monkeypatch):
+    problem = describe(qkv(), Options())
+    assert launch.supports(problem) is None
+    seeded = qkv()._replace(dropout_seed=torch.tensor(1))
+    assert "dropout" in launch.supports(describe(seeded, Options(dropout_p=0.1)))
+    biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 90, requires_grad=True))
+    assert "broadcast" in launch.supports(describe(biased, Options()))
+    launch.supports.cache_clear()
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert "llvmlite" in launch.supports(problem)
+    launch.supports.cache_clear()
+
+
+def test_threads_of_one_process_may_call_at_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    problems = [qkv(seqlen_q=n, seqlen_k=300) for n in (10, 100, 200)] * 4
+    expected = [launch.forward(describe(i, Options()), i)[0] for i in problems]
+    with ThreadPoolExecutor(6) as pool:
+        found = pool.map(lambda i: launch.forward(describe(i, Options()), i)[0], problems)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
