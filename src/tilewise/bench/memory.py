@@ -3,8 +3,8 @@
 On a GPU, PyTorch's allocator keeps the peak. On the CPU the only witness that sees every allocation,
 also those of C++ kernels and of generated code, is the kernel's count of resident pages; so each
 measurement is a process of its own that makes the inputs, warms up on a small problem (thread pools,
-library scratch), resets the peak, calls and reads the growth of the peak, up to three times. glibc is told to give
-freed blocks back at once, or pages that it keeps would hide what a call allocates.
+library scratch), resets the peak, calls and reads the growth of the peak, up to three times. glibc is
+told to give freed blocks back at once, or pages that it keeps would hide what a call allocates.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> list[int]:
         with warm.context():
             warm.call()
     prepared = peer.prepare(case, data, layout)
-    found, started = [], time.monotonic()
+    found: list[int] = []
+    started = time.monotonic()
     with prepared.context():
         while len(found) < CALLS and time.monotonic() - started < ENOUGH_SECONDS:
             before = _reset_peak()

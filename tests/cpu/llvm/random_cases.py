@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tilewise import reference
 from tilewise.cpu import tiled
 from tilewise.cpu.llvm import launch
 from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
-from tilewise.testing import compare
+from tilewise.testing import FEW, ErrorReport, compare
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD_DIMS = (1, 3, 8, 16, 20, 33, 40, 64, 64, 72, 80, 96, 128, 192)
@@ -217,19 +217,36 @@ def check(case: Case) -> list[str]:
     inputs = inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())
     out, lse = launch.forward(problem, inputs)
     exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
-    reports = [compare("out", out, exact[0], baseline[0]), compare("lse", lse, exact[1], baseline[1])]
+    reports = [_compare("out", out, exact[0], baseline[0]), _compare("lse", lse, exact[1], baseline[1])]
     if not problem.is_paged:
-        grads = launch.backward(problem, inputs, out, lse, case.dout, case.dlse)
         names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
-        same_maths = None
-        for name in names:
-            found, want, base = (getattr(g, name) for g in (grads, exact[2], baseline[2]))
-            report = compare(f"d{name}", found, want, base)
-            if not report.is_within:
-                same_maths = same_maths or tiled.backward(problem, inputs, out, lse, case.dout, case.dlse)
-                report = compare(f"d{name}", found, want, getattr(same_maths, name))
-            reports.append(report)
+        grads = launch.backward(problem, inputs, out, lse, case.dout, case.dlse)
+        triples = [tuple(getattr(g, name) for g in (grads, exact[2], baseline[2])) for name in names]
+        gradients = [_compare(f"d{name}", *triple) for name, triple in zip(names, triples)]
+        if not all(report.is_within for report in gradients):
+            tiles = tiled.backward(problem, inputs, out, lse, case.dout, case.dlse)
+            same = [_compare("", t[0], t[1], getattr(tiles, name)) for name, t in zip(names, triples)]
+            largest = max(report.max_budget for report in (*gradients, *same))
+            gradients = [
+                replace(
+                    mine,
+                    max_budget=largest if _is_few(t[1]) else max(mine.max_budget, other.max_budget),
+                    mean_budget=largest if _is_few(t[1]) else max(mine.mean_budget, other.mean_budget),
+                )
+                for mine, other, t in zip(gradients, same, triples)
+            ]
+        reports += gradients
     return [f"seed {case.seed}: {report}" for report in reports if not report.is_within]
+
+
+def _is_few(exact: Tensor) -> bool:
+    """Whether so few elements count (rows without keys are 0 on all sides) that a baseline may be lucky."""
+    return int(exact.count_nonzero()) < FEW
+
+
+def _compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> ErrorReport:
+    report = compare(name, found, exact, baseline)
+    return replace(report, mean_budget=report.max_budget) if _is_few(exact) else report
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch
-from tilewise.cpu.llvm.numerics import exp, log, tanh
+from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
@@ -245,7 +245,7 @@ class DecodeKernel:
         is_empty = l.equals(0.0)
         inverse = select(is_empty, 0.0, 1.0 / l)
         for c in loop(0, shape.pad_v, lanes):
-            self.acc[0, c].store(self.acc[0, c].load(lanes) * inverse)
+            self.acc[0, c].store(quotient(self.acc[0, c].load(lanes), l, inverse))
         i = r % head.seqlen_q
         self.p[0, 0].store(select(is_empty, m, m + log(l)))
         head.statistic("lse", i).store(self.p[0, 0].load())

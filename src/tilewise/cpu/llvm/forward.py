@@ -21,7 +21,7 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, loop, when
 from tilewise.cpu.llvm.memory import Ptr
-from tilewise.cpu.llvm.numerics import exp, log
+from tilewise.cpu.llvm.numerics import exp, log, quotient
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
@@ -173,16 +173,14 @@ class ForwardKernel:
         n = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
-            is_empty = l.equals(0.0)
-            lse = select(is_empty, m, m + log(l))
-            tile.m[0, c].store(lse)
-            tile.l[0, c].store(select(is_empty, 0.0, 1.0 / l))
+            tile.m[0, c].store(select(l.equals(0.0), m, m + log(l)))
         for i in loop(0, n):
             head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
         for c in shape.columns():
-            inverse = tile.l[0, c].load(shape.lanes)
+            l = tile.l[0, c].load(shape.lanes)
+            inverse = select(l.equals(0.0), 0.0, 1.0 / l)
             for d in loop(0, shape.pad_v):
                 acc = tile.acc_t[d, c]
-                acc.store(acc.load(shape.lanes) * inverse)
+                acc.store(quotient(acc.load(shape.lanes), l, inverse))
         transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
         store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)

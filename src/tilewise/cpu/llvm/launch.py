@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,10 +42,13 @@ def _bias_is_full(problem: AttentionProblem) -> bool:
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse (batch, heads, seqlen_q), or packed (heads, total_q)."""
     inputs = _with_dense_rows(inputs)
-    return _plan(DecodePlan if _is_decoding(problem) else ForwardPlan, problem, inputs)(inputs)
+    return _plan(_forward_plan, problem, inputs)(inputs)
 
 
-@functools.lru_cache(maxsize=4096)
+def _forward_plan(problem: AttentionProblem, inputs: Inputs, threads: int) -> ForwardPlan | DecodePlan:
+    return (DecodePlan if _is_decoding(problem) else ForwardPlan)(problem, inputs, threads)
+
+
 def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
@@ -69,7 +73,7 @@ def _with_dense_rows(inputs: Inputs) -> Inputs:
     return inputs._replace(query=rows_dense(q), key=rows_dense(k), value=rows_dense(v))
 
 
-def _plan(make: type, problem: AttentionProblem, inputs: Inputs) -> Any:
+def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
     threads = torch.get_num_threads()
     q, k, v = inputs.query, inputs.key, inputs.value
     # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.

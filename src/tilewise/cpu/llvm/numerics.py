@@ -94,3 +94,10 @@ def log(x: Operand) -> Value:
     for k in range(f.log_terms - 2, -1, -1):
         series = fma(series, square, like(2 / (2 * k + 1), x))
     return select(x.equals(x), fma(series, t, exponent * math.log(2)), x)
+
+
+def quotient(x: Operand, y: Operand, inverse: Operand) -> Value:
+    """x / y to the last bit or nearly, from inverse = 1 / y: a correction costs less than a division."""
+    q = x * inverse
+    rest = fma(-1.0 * q, y, x)
+    return fma(select(rest.equals(rest), rest, 0.0), inverse, q)  # an infinite x leaves no rest

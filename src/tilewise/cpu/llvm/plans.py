@@ -43,13 +43,17 @@ local = Local()
 
 
 def _scratch(size: int) -> Tensor:
-    """At least `size` bytes from an address divisible by 64; kept for the next call unless very large."""
+    """At least `size` bytes from `_aligned(scratch)` on; kept for the next call unless very large."""
     scratch = local.scratch
     if scratch.numel() < size + 64:
         scratch = torch.empty(size + 64, dtype=torch.uint8)
         if size <= KEPT_SCRATCH:
             local.scratch = scratch
     return scratch
+
+
+def _aligned(scratch: Tensor) -> int:
+    return -(-scratch.data_ptr() // 64) * 64
 
 
 class Plan:
@@ -115,10 +119,9 @@ class Plan:
             kept.append(table)
         return kept
 
-    def run(self, kernel: Kernel, threads: int, thread_bytes: int) -> None:
-        scratch = _scratch(threads * thread_bytes)
+    def run(self, kernel: Kernel, threads: int, scratch: int) -> None:
         words = self.block.words
-        words[WORD["scratch"]] = -(-scratch.data_ptr() // 64) * 64
+        words[_SCRATCH] = scratch
         words[COUNTER] = words[SLOTS] = 0
         parallel.run(kernel, self.block.address, threads)
 
@@ -158,7 +161,8 @@ class ForwardPlan(Plan):
         if self.problem.is_packed and (longest := _longest(inputs.cu_seqlens_q)) != self.seqlen_q:
             self.cut(longest)
         if self.items:
-            self.run(self.kernel, self.threads, self.thread_bytes)
+            scratch = _scratch(self.threads * self.thread_bytes)
+            self.run(self.kernel, self.threads, _aligned(scratch))
         del kept
         return out, lse
 
@@ -193,15 +197,18 @@ class DecodePlan(Plan):
         query = inputs.query
         out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
         lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
-        partial = torch.empty(self.partial_bytes, dtype=torch.uint8)
-        turn = torch.zeros(self.heads, dtype=torch.int64)
         words = self.block.words
         words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
         words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
-        words[WORD["partial"]], words[WORD["turn"]] = partial.data_ptr(), turn.data_ptr()
         kept = self.bind(inputs) if self.has_options else None
-        if out.numel() or lse.numel():
-            self.run(self.kernel, self.threads, self.thread_bytes)
+        if self.items:
+            # Turns and partial results lie behind the threads' scratch: nothing is allocated for them.
+            size = self.threads * self.thread_bytes
+            scratch = _scratch(size + 8 * self.heads + self.partial_bytes)
+            address = _aligned(scratch)
+            words[_TURN], words[_PARTIAL] = address + size, address + size + 8 * self.heads
+            ctypes.memset(address + size, 0, 8 * self.heads)
+            self.run(self.kernel, self.threads, address)
         del kept
         return out, lse
 
@@ -262,7 +269,8 @@ class BackwardPlan(Plan):
         self.block.update(**{name: t.data_ptr() for name, t in tensors.items()})
         kept = self.bind(inputs) if self.has_options else None
         if self.items:
-            self.run(self.kernel, self.threads, self.thread_bytes)
+            scratch = _scratch(self.threads * self.thread_bytes)
+            self.run(self.kernel, self.threads, _aligned(scratch))
         del kept
         return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs, lse, delta))
 
@@ -282,6 +290,7 @@ def rows_dense(t: Tensor) -> Tensor:
 
 
 _Q, _K, _V, _OUT, _LSE = (WORD[name] for name in ("q", "k", "v", "out", "lse"))
+_SCRATCH, _TURN, _PARTIAL = (WORD[name] for name in ("scratch", "turn", "partial"))
 
 
 def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:
