@@ -32,9 +32,7 @@ def problems(draw):
 
     options = {"layout": layout, "causal": draw(st.booleans())}
     bound = st.one_of(st.none(), st.integers(0, 70))
-    shapes = st.tuples(
-        *(st.sampled_from([1, n]) for n in (batch, heads, seqlen_q, seqlen_k))
-    )
+    shapes = st.tuples(*(st.sampled_from([1, n]) for n in (batch, heads, seqlen_q, seqlen_k)))
     if draw(st.booleans()):
         options["window"] = (draw(bound), draw(bound))
     if draw(st.booleans()):
@@ -51,7 +49,11 @@ def problems(draw):
         options["dropout_p"] = draw(st.sampled_from([0.1, 0.5]))
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.02, 1.0]))
-    qkv = tensor(seqlen_q, heads, head_dim), tensor(seqlen_k, kv_heads, head_dim), tensor(seqlen_k, kv_heads, head_dim_v)
+    qkv = (
+        tensor(seqlen_q, heads, head_dim),
+        tensor(seqlen_k, kv_heads, head_dim),
+        tensor(seqlen_k, kv_heads, head_dim_v),
+    )
     return qkv, options
 
 
@@ -77,7 +79,10 @@ def test_packed_sequences(problem, data):
     longest_q, longest_k = int(cu_q.diff().max()), int(cu_k.diff().max())
     for name, dtype in (("mask", torch.bool), ("bias", torch.float32)):
         if name in options:  # shaped for the longest sequence
-            shape = [1 if n == 1 else m for n, m in zip(options[name].shape, (batch, q.shape[1], longest_q, longest_k))]
+            shape = [
+                1 if n == 1 else m
+                for n, m in zip(options[name].shape, (batch, q.shape[1], longest_q, longest_k))
+            ]
             options[name] = (torch.rand(shape) > 0.3) if dtype is torch.bool else torch.randn(shape)
     if options.get("alibi_slopes") is not None:
         options["alibi_slopes"] = torch.rand(batch, q.shape[1])
@@ -218,7 +223,10 @@ def test_nan_and_inf_propagate_as_in_standard_attention(bad, where, backend):
 
 def test_same_seed_same_dropout():
     q = torch.randn(1, 64, 2, 16)
-    runs = [tilewise.attention(q, q, q, dropout_p=0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    runs = [
+        tilewise.attention(q, q, q, dropout_p=0.5, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
+    ]
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
     torch.manual_seed(3)
     a = tilewise.attention(q, q, q, dropout_p=0.5)

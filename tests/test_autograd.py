@@ -131,7 +131,9 @@ def test_vmap_is_a_loop(dims, options):
     for n in range(3):
         row = [t if dim is None else t.select(dim, n) for t, dim in zip(stacked, dims)]
         torch.testing.assert_close(found[n], function(*row, e[n]))
-        for found_gradient, expected in zip(gradients, torch.func.grad(summed, argnums=(0, 1, 2))(*row, e[n])):
+        for found_gradient, expected in zip(
+            gradients, torch.func.grad(summed, argnums=(0, 1, 2))(*row, e[n])
+        ):
             torch.testing.assert_close(found_gradient[n], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -181,7 +183,9 @@ def test_compiled_with_dynamic_shapes_packing_and_dropout():
     x, cu = torch.randn(9, 2, 4), torch.tensor([0, 4, 9])
     torch.testing.assert_close(packed(x, x, x, cu, cu), tilewise.attention_varlen(x, x, x, cu, cu))
     q = torch.randn(1, 40, 2, 4)
-    dropped = torch.compile(lambda q: tilewise.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    dropped = torch.compile(
+        lambda q: tilewise.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager"
+    )
     assert dropped(q).isfinite().all() and not torch.equal(dropped(q), tilewise.attention(q, q, q))
 
 

@@ -99,7 +99,12 @@ VARLEN = {
 @pytest.mark.parametrize("name", VARLEN)
 def test_varlen(name):
     change, error, message = VARLEN[name]
-    call = {"query": x(6, 2, 8), "key": x(7, 2, 8), "cu_seqlens_q": T([0, 6]), "cu_seqlens_k": T([0, 7])} | change
+    call = {
+        "query": x(6, 2, 8),
+        "key": x(7, 2, 8),
+        "cu_seqlens_q": T([0, 6]),
+        "cu_seqlens_k": T([0, 7]),
+    } | change
     names = ("query", "key", "key", "cu_seqlens_q", "cu_seqlens_k")
     options = {name: option for name, option in call.items() if name not in names}
     with pytest.raises(error) as caught:
@@ -141,7 +146,9 @@ def test_cache_is_unchanged(name):
     assert all(torch.equal(a, b) for a, b in zip(before, (cache.key, cache.value, cache.lengths)))
 
 
-@pytest.mark.parametrize("bad", [dict(batch=-1), dict(head_dim=0), dict(max_seqlen=2.5), dict(dtype=torch.int8)])
+@pytest.mark.parametrize(
+    "bad", [dict(batch=-1), dict(head_dim=0), dict(max_seqlen=2.5), dict(dtype=torch.int8)]
+)
 def test_cache_sizes(bad):
     sizes = dict(batch=1, max_seqlen=4, num_kv_heads=1, head_dim=4, dtype=torch.float32) | bad
     name = next(iter(bad))
@@ -150,8 +157,14 @@ def test_cache_sizes(bad):
 
 
 PAGED = {
-    "page too large": (dict(page_table=T([[0, 5], [1, 2]])), "page_table[0]=[0, 5] must index pages in [0, 5)"),
-    "page negative": (dict(page_table=T([[0, -1], [1, 2]])), "page_table[0]=[0, -1] must index pages in [0, 5)"),
+    "page too large": (
+        dict(page_table=T([[0, 5], [1, 2]])),
+        "page_table[0]=[0, 5] must index pages in [0, 5)",
+    ),
+    "page negative": (
+        dict(page_table=T([[0, -1], [1, 2]])),
+        "page_table[0]=[0, -1] must index pages in [0, 5)",
+    ),
     "length": (dict(seqlens_k=T([9, 1])), "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8"),
     "leftpad": (dict(leftpad_k=T([0, 3])), "leftpad_k[1]=3, seqlens_k[1]=2 must satisfy"),
     "table shape": (dict(page_table=T([0, 1])), "page_table.shape=(2,) must be (batch=2, pages a sequence)"),

@@ -41,7 +41,10 @@ def test_sequences_of_different_lengths():
     out = tilewise.attention_with_cache(q, cache, new_k, new_v)
     assert cache.lengths.tolist() == [9, 2, 6]
     for n, held in enumerate([7, 0, 4]):
-        own_k, own_v = torch.cat([k[n : n + 1, :held], new_k[n : n + 1]], 1), torch.cat([v[n : n + 1, :held], new_v[n : n + 1]], 1)
+        own_k, own_v = (
+            torch.cat([k[n : n + 1, :held], new_k[n : n + 1]], 1),
+            torch.cat([v[n : n + 1, :held], new_v[n : n + 1]], 1),
+        )
         exact, _ = reference.attention(q[n : n + 1], own_k, own_v, causal=True)
         torch.testing.assert_close(out[n : n + 1], exact)
 
@@ -52,7 +55,9 @@ def test_attending_without_appending_and_without_causal():
     cache.append(k, k)
     q = torch.randn(1, 3, 2, 4)
     exact, _ = reference.attention(q, k, k)
-    torch.testing.assert_close(tilewise.attention_with_cache(q, cache, causal=False).double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        tilewise.attention_with_cache(q, cache, causal=False).double(), exact, rtol=1e-5, atol=1e-6
+    )
     assert cache.lengths.tolist() == [5]
 
 
@@ -102,7 +107,8 @@ def test_left_padding_alone_and_paged_gradients():
     torch.testing.assert_close(paged(*leaves), gathered(*leaves))
     dout = torch.randn(2, 2, 4, 8, dtype=torch.float64)
     for found, exact in zip(
-        torch.autograd.grad(paged(*leaves), leaves, dout), torch.autograd.grad(gathered(*leaves), leaves, dout)
+        torch.autograd.grad(paged(*leaves), leaves, dout),
+        torch.autograd.grad(gathered(*leaves), leaves, dout),
     ):
         torch.testing.assert_close(found, exact)
     assert torch.autograd.gradgradcheck(paged, leaves)

@@ -40,7 +40,9 @@ def test_options(name, dtype):
         for key, o in OPTIONS[name].items()
     }
     if "alibi_slopes" in options:
-        options["alibi_slopes"] = options["alibi_slopes"].abs()  # negative slopes reward distance without bound
+        options["alibi_slopes"] = options[
+            "alibi_slopes"
+        ].abs()  # negative slopes reward distance without bound
     if "mask" in options:
         options["mask"] = options["mask"] > -0.5
     q, k, v = (draw(2, n, h, 64, dtype=dtype) for n, h in ((300, 4), (333, 2), (333, 2)))
@@ -87,7 +89,10 @@ def test_opcheck_and_compile():
 
     compiled = torch.compile(loss, fullgraph=True)
     torch.testing.assert_close(
-        torch.autograd.grad(compiled(q, k, v), q)[0], torch.autograd.grad(loss(q, k, v), q)[0], rtol=1e-4, atol=1e-5
+        torch.autograd.grad(compiled(q, k, v), q)[0],
+        torch.autograd.grad(loss(q, k, v), q)[0],
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 

@@ -47,7 +47,9 @@ def imports(path: Path, inside_functions: bool) -> set[str]:
             base = node.module.removeprefix("tilewise").removeprefix(".")
             for alias in node.names:
                 full = f"{base}.{alias.name}".strip(".")
-                is_module = (ROOT / (full.replace(".", "/") + ".py")).exists() or (ROOT / full.replace(".", "/")).is_dir()
+                is_module = (ROOT / (full.replace(".", "/") + ".py")).exists() or (
+                    ROOT / full.replace(".", "/")
+                ).is_dir()
                 found.add(full if is_module else base)
         elif isinstance(node, ast.Import):
             found |= {
@@ -85,7 +87,10 @@ def test_backends_import_neither_each_other_nor_the_reference():
     for name, path in modules():
         own = backend_of(name)
         for other in imports(path, inside_functions=True):
-            if own and (backend_of(other) not in (None, own) or layer(other) == layer("reference") and other == "reference"):
+            if own and (
+                backend_of(other) not in (None, own)
+                or (layer(other) == layer("reference") and other == "reference")
+            ):
                 wrong.append(f"{name} -> {other}")
     assert not wrong, wrong
 

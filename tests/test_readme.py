@@ -43,7 +43,17 @@ def test_make_targets_exist():
 
 
 def test_wheel(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+    ]
     subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("tilewise-*-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 
-import triton
 from tilewise.problem import Inputs, Options, describe
 from tilewise.triton import backward, forward, launch
 from tilewise.tuning_table import KernelTile

@@ -11,9 +11,9 @@ The tiles of the second kernel are transposed, so that p^T and ds^T are left ope
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
 from tilewise.triton.primitives import (
     exponentials,

@@ -12,9 +12,9 @@ FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse i
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from tilewise.triton.arguments import Extras, Place, Sizes
 from tilewise.triton.primitives import (
     LN2,

@@ -11,9 +11,8 @@ a transposed tile. Scores that reach an exponential are in log2 units.
 
 from __future__ import annotations
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
