@@ -103,6 +103,14 @@ def test_stops_one_wrong_row_of_a_gradient():
     assert "dq" in gate.check(case, data, found).fault
 
 
+def test_stops_one_wrong_row_that_drowns_in_the_norm():
+    case = dense("backward", "bfloat16", 32, 1, 1, 700)
+    data = random_data(case)
+    found = exact(case, data)
+    found["dq"][:, 123] *= 1.3
+    assert gate.check(case, data, found).fault.startswith("a row of dq")
+
+
 def test_stops_the_last_rows_left_unwritten():
     case = dense("forward", "bfloat16", 32, 2, 2, 300)
     data = random_data(case)

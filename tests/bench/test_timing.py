@@ -11,11 +11,15 @@ import torch
 from tilewise.bench.timing import CpuStopwatch, CudaStopwatch
 
 
-def test_cpu_samples_are_seconds_of_one_call():
-    clock, calls = CpuStopwatch(), []
-    samples = clock.sample(lambda: (calls.append(1), time.sleep(0.01)), 4, inner=3)
-    assert len(samples) == 4 and len(calls) == 12
-    assert all(0.0099 < sample < 0.1 for sample in samples)
+def test_cpu_samples_are_seconds_of_one_call(monkeypatch):
+    now = [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+
+    def call():
+        now[0] += 10_000_000
+
+    assert CpuStopwatch().sample(call, 4, inner=3) == [0.01] * 4
+    assert now[0] == 12 * 10_000_000
 
 
 @pytest.mark.parametrize("quick", [False, True])

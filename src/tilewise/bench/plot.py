@@ -94,10 +94,10 @@ def _bars(found: Results, records: list[Record], path: Path) -> None:
     measured = [n for n in peer_names(found) if any(is_measured(r["peers"].get(n)) for r in records)]
     kind = work(records[0])[0]
     values = {
-        name: [speed(r, e) if is_measured(e := r["peers"].get(name)) else None for r in records]
+        name: [speed(r, e) if is_measured(e := r["peers"].get(name)) else 0.0 for r in records]
         for name in measured
     }
-    top = max((v for row in values.values() for v in row if v is not None), default=1.0)
+    top = max((v for row in values.values() for v in row), default=1.0)
     scale, unit = (1e9, "GB/s") if kind == "bytes" else (1e12, "TFLOP/s") if top >= 2e12 else (1e9, "GFLOP/s")
     bars = max(1, len(measured) * len(records))
     width, figure_width = 0.84 / max(1, len(measured)), min(24.0, max(7.0, 0.42 * bars + 2))
@@ -105,7 +105,7 @@ def _bars(found: Results, records: list[Record], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(figure_width, 5))
     for index, (name, colour) in enumerate(_colours(measured).items()):
         offsets = [x + (index - (len(measured) - 1) / 2) * width for x in range(len(records))]
-        heights = [0.0 if v is None else v / scale for v in values[name]]
+        heights = [v / scale for v in values[name]]
         axes.bar(offsets, heights, width * 0.94, label=name, color=colour)
         for x, height in zip(offsets, heights):
             if height:
