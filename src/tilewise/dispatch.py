@@ -63,4 +63,10 @@ def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | N
 def _slower(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
     if name == "aten" and not load(name).is_faster(problem, is_backward):
         return "is measured slower than the tiles for this problem"
+    if (
+        name == "llvm"
+        and load("aten").supports(problem) is None
+        and load("aten").beats_llvm(problem, is_backward)
+    ):
+        return "is measured slower than PyTorch's own kernel for this problem"
     return None

@@ -60,6 +60,11 @@ def test_speeds_ratios_ceilings_and_means(run):
         assert said in text
 
 
+def test_a_run_that_was_cut_short_says_so(run):
+    assert "cut short" not in tables(run)
+    assert "cut short, not every case was run" in tables({**run, "complete": False})
+
+
 def test_wrong_results_shout_and_show_no_speed(results_of):
     wrong = {"status": "wrong", "reason": "out is off by 1.0e+00", "error": 1.0, "limit": 1e-2}
     text = tables(results_of((SHORT, {"tilewise": wrong, "sdpa-flash": [1.0]})))
