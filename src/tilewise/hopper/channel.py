@@ -30,7 +30,7 @@ class Ring:
         self.tiles = tiles
         self.full = full
         self.empty = empty
-        self.STAGES = STAGES
+        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def tile(self, use):
@@ -71,18 +71,18 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(
-    dtype: gl.constexpr,
-    tile_shape: gl.constexpr,
-    layout: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):
-    """An empty ring, each of whose slots is released by CONSUMERS partitions."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES] + tile_shape, layout)
+def make_ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """An empty ring over tiles [STAGES, *tile], each of whose slots is released by CONSUMERS partitions."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return Ring(tiles, full, empty, STAGES)
+
+
+@gluon.jit
+def make_tile_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of a TMA descriptor's blocks."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    return make_ring(tiles, STAGES, CONSUMERS)
