@@ -28,7 +28,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
-from tilewise.hopper.schedule import Work, leave, locate, make_work_ring, next_index, receive, send
+from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, receive, send
 from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
 
 UNSPECIALIZED = (
@@ -57,9 +57,6 @@ def load_role(
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
-    Q_BYTES: gl.constexpr = 64 * cfg.BLOCK_D * 2
-    K_BYTES: gl.constexpr = cfg.BLOCK_N * cfg.BLOCK_D * 2
-    V_BYTES: gl.constexpr = cfg.BLOCK_N * cfg.BLOCK_DV * 2
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
@@ -69,27 +66,28 @@ def load_role(
     turn = 0  # tiles of queries so far
     while index < num_work:
         work = locate(index, sizes, packing, cfg)
-        send(work_ring, turn, work)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         j = tiles.end - 1
         k_coords = key_coords(work, j, head_k, cfg)
-        k_ring.load(use, k_desc, k_coords, K_BYTES)
+        k_ring.load(use, k_desc, k_coords, cfg.PARTS)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
-            q_ring.load(turn * WARPGROUPS + w, q_desc, q_coords, Q_BYTES)
-        index = next_index(counter)
+            q_ring.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
+        send(work_ring, turn, work)
         while j > tiles.begin:
             v_coords = k_coords
             j -= 1
             k_coords = key_coords(work, j, head_k, cfg)
-            k_ring.load(use + 1, k_desc, k_coords, K_BYTES)
-            v_ring.load(use, v_desc, v_coords, V_BYTES)
+            k_ring.load(use + 1, k_desc, k_coords, cfg.PARTS)
+            v_ring.load(use, v_desc, v_coords, 1)
             use += 1
-        v_ring.load(use, v_desc, k_coords, V_BYTES)
+        ticket = draw(counter)  # as late as possible, but answered while V waits for its slot
+        v_ring.load(use, v_desc, k_coords, 1)
         use += 1
         turn += 1
+        index = drawn(ticket)
     nothing = 0 * index
     send(work_ring, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
     leave(counter)
@@ -102,19 +100,23 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, k_ring, use, cfg: gl.constexpr):
+def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
     """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
+    PARTS: gl.constexpr = cfg.PARTS
     k_ring.wait(use)
-    k = k_ring.tile(use).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    zeros = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
+    for part in gl.static_range(PARTS):
+        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
+        k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
+        s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s  # [64, BLOCK_N]
 
 
 @gluon.jit
 def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
     """Start O += P V, once the use's V has arrived."""
     v_ring.wait(use)
-    v = v_ring.tile(use).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    v = v_ring.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     return warpgroup_mma(p, v, acc, is_async=True)  # [64, BLOCK_DV]
 
 
@@ -166,18 +168,20 @@ def mma_role(
         use = skip(k_ring, v_ring, use, block.end - tiles.end)
         q_use = turn * WARPGROUPS + W
         q_ring.wait(q_use)
-        q = q_ring.tile(q_use).reshape([64, cfg.BLOCK_D])
 
         j = tiles.end - 1
-        s = warpgroup_mma_wait(0, deps=(scores(q, k_ring, use, cfg),))
+        s = warpgroup_mma_wait(0, deps=(scores(q_ring, q_use, k_ring, use, cfg),))
         k_ring.release(use)
+        if not cfg.EARLY and turn > 0:
+            wait_for_stores(0)  # the previous tile's O has left shared memory
+            q_ring.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         p, m, l, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(q, k_ring, use + 1, cfg)
+            s = scores(q_ring, q_use, k_ring, use + 1, cfg)
             acc = accumulate(p, v_ring, use, acc, cfg)
             s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             k_ring.release(use + 1)
@@ -190,10 +194,13 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, v_ring, use, acc, cfg),))
         v_ring.release(use)
         use = skip(k_ring, v_ring, use + 1, tiles.begin - block.begin)
-        store_rows(acc, m, l, q_ring.tile(q_use), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
-        q_ring.release(q_use)
+        store_rows(acc, m, l, q_ring.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if cfg.EARLY:
+            wait_for_stores(0)
+            q_ring.release(q_use)
         turn += 1
         work = receive(work_ring, turn)
+    wait_for_stores(0)
 
 
 @gluon.jit
@@ -223,7 +230,6 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
-    wait_for_stores(0)  # the tile has been read: the next Q may overwrite it
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -237,11 +243,9 @@ def attn_fwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
-    Q_STAGES: gl.constexpr = cfg.Q_STAGES * N
-    STAGES: gl.constexpr = cfg.STAGES
-    q_ring = make_tile_ring(q_desc, Q_STAGES, 1)
-    k_ring = make_tile_ring(k_desc, STAGES, N)
-    v_ring = make_tile_ring(v_desc, STAGES, N)
+    q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
+    k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
+    v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
     work_ring = make_work_ring(N)
     if N == 2:
         gl.warp_specialize(

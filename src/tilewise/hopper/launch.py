@@ -98,8 +98,8 @@ def _launch_forward(
     slots_a_key = max(1, problem.group_size // cfg.PACK)
     scale_log2e = LOG2_E if cfg.HAS_SOFTCAP else problem.scale * LOG2_E
     attn_fwd_kernel[(min(_num_sms(query.device.index), bound * num_slots),)](
-        _descriptor(query, (WARPGROUP_ROWS // cfg.PACK, cfg.PACK, cfg.BLOCK_D), problem.is_packed),
-        _descriptor(key, (cfg.BLOCK_N, 1, cfg.BLOCK_D), problem.is_packed),
+        _descriptor(query, (WARPGROUP_ROWS // cfg.PACK, cfg.PACK, cfg.PART_WIDTH), problem.is_packed),
+        _descriptor(key, (cfg.BLOCK_N, 1, cfg.PART_WIDTH), problem.is_packed),
         _descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
         _descriptor(out, (WARPGROUP_ROWS // cfg.PACK, cfg.PACK, cfg.BLOCK_DV), problem.is_packed),
         lse,
@@ -115,7 +115,7 @@ def _launch_forward(
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=slots_a_key * max(1, SECTION_BYTES // kv_bytes),
+        section=_section(num_slots, slots_a_key * max(1, SECTION_BYTES // kv_bytes)),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
         scale_log2e=scale_log2e,
@@ -127,22 +127,35 @@ def _launch_forward(
     )
 
 
+def _section(num_slots: int, largest: int) -> int:
+    """Slots of a section: even sections, so that the last one is not too small to fill the GPU."""
+    num_sections = -(-num_slots // largest)
+    return -(-num_slots // num_sections)
+
+
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
-    block_dv = _padded(problem.head_dim_v)
-    block_d = max(_padded(problem.head_dim), block_dv)
+    width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
+    parts = -(-problem.head_dim // width)
+    block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     is_short = visibility.right is not None and problem.seqlen_k <= 2048
-    warpgroups = 3 if block_d == 64 and not is_short else 2
+    if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
+        tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
+    elif block_dv == 64 or block_dv == 128:
+        tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
+    else:  # 3 x 32 KB of Q, 2 x 64 KB of K and V: 224 KB
+        tile = (64, 2, 3, 240)
     return ForwardConfig(
-        BLOCK_N=64 if block_d == 256 else 128,
-        WARPGROUPS=warpgroups,
+        BLOCK_N=tile[0],
+        WARPGROUPS=tile[1],
         STAGES=2,
-        Q_STAGES=1 if block_d == 256 else 2,
-        CONSUMER_REGISTERS=160 if warpgroups == 3 else 240,
+        Q_SLOTS=tile[2],
+        CONSUMER_REGISTERS=tile[3],
         PRODUCER_REGISTERS=24,
-        BLOCK_D=block_d,
+        PARTS=parts,
+        PART_WIDTH=width,
         BLOCK_DV=block_dv,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
@@ -151,10 +164,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
     )
-
-
-def _padded(head_dim: int) -> int:
-    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def _pack(problem: AttentionProblem) -> int:
