@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,6 +58,25 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
         lse = lse.masked_fill((attn_mask == float("-inf")).all(-1), float("-inf"))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in their values only."""
+    if inputs.mask is not None or inputs.bias is not None:
+        return None
+    attend = torch._scaled_dot_product_flash_attention_for_cpu
+    options: dict[str, Any] = {"is_causal": problem.causal, "scale": problem.scale}
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        if layout == "bshd":
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out, lse = attend(query, key, value, **options)
+        out = out.transpose(1, 2) if layout == "bshd" else out
+        return (out, lse.contiguous()) if return_lse else out
+
+    return run
 
 
 def backward(
