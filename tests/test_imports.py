@@ -18,7 +18,7 @@ LAYERS = [
     ["plan", "reference", "rotary"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
-    ["ops"],
+    ["ops", "repeat"],
     ["autograd"],
     ["cache"],
     ["api"],
