@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.triton.arguments import (
+    STAT_ROWS,
     BiasSizes,
     Extras,
     Factors,
@@ -109,17 +110,20 @@ def backward(
     call = _Call(problem, inputs)
     tiles = tiles or {}
     dout, lse = call.last_dim_contiguous(dout), lse.contiguous()
-    delta = _delta(call, out, dout, dlse)
+    stats = _prepare(call, out, lse, dout, dlse)
     query, key, value = call.inputs[:3]
     dq = query.new_empty(query.shape)
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
-    _dkdv(call, dout, lse, delta, dk, dv, tiles.get("dkdv"))
-    _dq(call, dout, lse, delta, dq, tiles.get("dq"))
-    dbias = _dbias(call, dout, lse, delta, tiles.get("dbias")) if problem.bias_needs_grad else None
-    dsinks = None if inputs.sinks is None else _dsinks(call, lse, delta)
-    return Gradients(dq, dk, dv, dbias, dsinks)
+    if "dk" in tiles:
+        _dkdv(call, dout, stats, dk, None, tiles["dk"])
+        _dkdv(call, dout, stats, None, dv, tiles["dv"])
+    else:
+        _dkdv(call, dout, stats, dk, dv, tiles.get("dkdv"))
+    _dq(call, dout, stats, dq, tiles.get("dq"))
+    dbias = _dbias(call, dout, stats, tiles.get("dbias")) if problem.bias_needs_grad else None
+    return Gradients(dq, dk, dv, dbias, stats.dsinks)
 
 
 def warmup(problem: AttentionProblem, device: torch.device | str = "cuda") -> None:
@@ -238,40 +242,55 @@ class _Call:
             kernel[(programs,)](*args, **constants, cfg=cfg, **options)
 
 
-def _delta(call: _Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta = rowsum(dO * O) - dlse, float32, shaped like lse."""
-    from tilewise.triton.backward import attn_bwd_delta_kernel
+class _Stats(NamedTuple):
+    """lse in log2 units and delta, in blocks of STAT_ROWS rows, and the gradient of the sinks."""
 
-    delta = torch.empty(call.stat_shape, dtype=torch.float32, device=out.device)
-    block = 32 if call.problem.head_dim_v > 256 else 128
-    tile = KernelTile(block, 16, 4, 1)
-    num_tiles = -(-call.seqlen_q // block)
+    lse_log2: Tensor
+    delta: Tensor
+    dsinks: Tensor | None
+
+
+def _prepare(call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Stats:
+    from tilewise.triton.backward import attn_bwd_prepare_kernel
+
+    blocks = call.tiles_q(STAT_ROWS)
+    lse_log2, delta = lse.new_empty(2, call.slots_q, blocks * STAT_ROWS)
+    sinks = call.extras().sinks
+    dsinks = None if sinks is None else lse.new_empty(*call.stat_shape[:-1], blocks)
     args = (
         call.rows(call.last_dim_contiguous(out)),
         call.rows(dout),
-        delta,
+        lse,
         None if dlse is None else dlse.contiguous(),
-        *call.sizes(num_tiles, call.slots_q, call.slots_q),
+        lse_log2,
+        delta,
+        dsinks,
+        call.ragged(),
+        sinks,
+        *call.sizes(blocks, call.slots_q, call.slots_q),
     )
-    call.run(attn_bwd_delta_kernel, tile, num_tiles * call.slots_q, args)
-    return delta
+    tile = KernelTile(32 if call.problem.head_dim_v > 256 else STAT_ROWS, 16, 4, 1)
+    call.run(attn_bwd_prepare_kernel, tile, blocks * call.slots_q, args)
+    if dsinks is not None:
+        dsinks = dsinks.sum(-1 if call.is_packed else (0, 2)).to(sinks.dtype)
+    return _Stats(lse_log2, delta, dsinks)
 
 
 def _dkdv(
-    call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, tile: KernelTile | None
+    call: _Call, dout: Tensor, stats: _Stats, dk: Tensor | None, dv: Tensor | None, tile: KernelTile | None
 ) -> None:
     from tilewise.triton.backward import attn_bwd_dkdv_kernel
 
     problem, inputs = call.problem, call.inputs
-    tile = tile or _tile("dkdv", problem, dk.device)
+    tile = tile or _tile("dkdv", problem, dout.device)
     num_tiles = call.tiles_k(tile.block_n)
-    per_query = problem.group_size * (problem.head_dim + problem.head_dim_v) * dk.element_size()
+    per_query = problem.group_size * (problem.head_dim + problem.head_dim_v) * dout.element_size()
     section = max(1, SECTION_BYTES // max(1, call.seqlen_q * per_query))
-    tensors = (inputs.query, inputs.key, inputs.value, dout, dk, dv)
     args = (
-        *(call.rows(t) for t in tensors),
-        lse,
-        delta,
+        *(call.rows(t) for t in (inputs.query, inputs.key, inputs.value, dout)),
+        *(None if t is None else call.rows(t) for t in (dk, dv)),
+        stats.lse_log2,
+        stats.delta,
         call.ragged(),
         *call.extras(),
         call.factors(),
@@ -280,7 +299,7 @@ def _dkdv(
     call.run(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, args)
 
 
-def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile: KernelTile | None) -> None:
+def _dq(call: _Call, dout: Tensor, stats: _Stats, dq: Tensor, tile: KernelTile | None) -> None:
     from tilewise.triton.backward import attn_bwd_dq_kernel
 
     problem, inputs = call.problem, call.inputs
@@ -291,8 +310,8 @@ def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile:
     tensors = (inputs.query, inputs.key, inputs.value, dout, dq)
     args = (
         *(call.rows(t) for t in tensors),
-        lse,
-        delta,
+        stats.lse_log2,
+        stats.delta,
         call.ragged(),
         *call.extras(),
         call.factors(),
@@ -301,7 +320,7 @@ def _dq(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tile:
     call.run(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, args)
 
 
-def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTile | None) -> Tensor:
+def _dbias(call: _Call, dout: Tensor, stats: _Stats, tile: KernelTile | None) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums over parts, added in a fixed order."""
     from tilewise.triton.backward import attn_bwd_dbias_kernel
 
@@ -324,8 +343,8 @@ def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTi
     partial = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
     args = (
         *(call.rows(t) for t in (inputs.query, inputs.key, inputs.value, dout)),
-        lse,
-        delta,
+        stats.lse_log2,
+        stats.delta,
         partial,
         call.ragged(),
         *call.extras(),
@@ -344,16 +363,6 @@ def _dbias(call: _Call, dout: Tensor, lse: Tensor, delta: Tensor, tile: KernelTi
         COLS_BROADCAST=cols == 1,
     )
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
-
-
-def _dsinks(call: _Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum of p_sink * delta over all rows of a head."""
-    sinks = call.inputs.sinks
-    assert sinks is not None
-    p_sink = torch.exp(sinks.float()[:, None] - lse)
-    p_sink = torch.where(lse == float("-inf"), 0.0, p_sink)  # an absent sink in a row that sees no key
-    total = (p_sink * delta).sum(-1 if call.is_packed else (0, 2))
-    return total.neg().to(sinks.dtype)
 
 
 def _canonical_strides(t: Tensor) -> tuple[int, ...]:
