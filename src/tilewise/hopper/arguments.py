@@ -46,9 +46,12 @@ class ForwardConfig:
         return 2 * (query + self.STAGES * self.BLOCK_N * (self.PARTS * self.PART_WIDTH + self.BLOCK_DV))
 
     @property
-    def total_warps(self) -> int:
-        """Warps a block reserves: Triton rounds the producer's one warp up to a warpgroup."""
-        return 4 * self.WARPGROUPS + 4
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
+
+        The producer's one warp counts as a warpgroup.
+        """
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
 
 
 class Packing(NamedTuple):

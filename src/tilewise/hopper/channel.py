@@ -56,7 +56,7 @@ class Ring:
         bar_full = self.full.index(use % self.STAGES)
         mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            part_coords = coords[:-1] + (part * WIDTH,)
+            part_coords = coords[:-1] + (part * WIDTH,)  # noqa: RUF005
             load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
@@ -77,7 +77,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """An empty ring over tiles [STAGES * PARTS, ...], each of whose slots is released by CONSUMERS partitions."""
+    """An empty ring over tiles [STAGES * PARTS, ...]; CONSUMERS partitions release each of its slots."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -89,5 +89,6 @@ def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.co
 @gluon.jit
 def make_tile_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring whose tiles are PARTS of a TMA descriptor's blocks."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
+    shape: gl.constexpr = [STAGES * PARTS] + desc.block_shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     return make_ring(tiles, STAGES, PARTS, CONSUMERS)

@@ -69,7 +69,13 @@ def find_sequence(first_tile, batch, tile):
 
 @gluon.jit
 def order_sequences_kernel(
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, batch, BLOCK_POSITIONS: gl.constexpr, num_warps: gl.constexpr
+    cu_seqlens_q,
+    cu_seqlens_k,
+    order,
+    first_tile,
+    batch,
+    BLOCK_POSITIONS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):
     """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
 
@@ -125,7 +131,9 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
         heads = sizes.num_slots // sizes.batch
         b = slot // heads
         head = slot % heads * cfg.PACK
-        work = Work(tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b)
+        work = Work(
+            tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
+        )
     return work
 
 
