@@ -22,6 +22,7 @@ from tilewise.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpreted,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -254,7 +255,7 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     acc = rescaled(
         acc, gl.where(l == 0.0, 0.0, factor / l), cfg
     )  # [64, BLOCK_DV]; rows that see no key are 0
-    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
+    smem_o = reinterpreted(smem_q, o_desc)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
