@@ -20,16 +20,16 @@ wait_for_stores = tma.store_wait
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def reinterpreted(smem, desc):
-        """Shared memory as one block of a TMA descriptor."""
-        return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
 
 else:
 
     @gluon.jit
-    def reinterpreted(smem, desc):
-        """Shared memory as one block of a TMA descriptor."""
-        return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
 
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -38,12 +38,12 @@ __all__ = [
     "TRITON_VERSION",
     "TensorDescriptor",
     "aggregate",
+    "as_blocks",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
-    "reinterpreted",
     "store_tile",
     "wait_for_stores",
     "warpgroup_mma",

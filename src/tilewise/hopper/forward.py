@@ -19,10 +19,10 @@ from tilewise.hopper.arguments import Packing, Sizes
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
+    as_blocks,
     fence_async_shared,
     gl,
     gluon,
-    reinterpreted,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -62,13 +62,15 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
+    smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, work):
+    def __init__(self, q, k, v, work, smem_o):
         self.q = q
         self.k = k
         self.v = v
         self.work = work
+        self.smem_o = smem_o
 
 
 @gluon.jit
@@ -221,7 +223,8 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
-        store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not LOADS_AHEAD:  # the next Q needs this very slot
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -231,7 +234,7 @@ def mma_role(
 
 
 @gluon.jit
-def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -255,7 +258,6 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     acc = rescaled(
         acc, gl.where(l == 0.0, 0.0, factor / l), cfg
     )  # [64, BLOCK_DV]; rows that see no key are 0
-    smem_o = reinterpreted(smem_q, o_desc)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
@@ -277,7 +279,8 @@ def attn_fwd_kernel(
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
-    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N))
+    smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
     if N == 2:
         gl.warp_specialize(
             [
