@@ -243,6 +243,9 @@ class BackwardPlan(Plan):
         config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
+        for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
+            self.set_strides(name, torch.empty(t.shape, device="meta"))
+        self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
         self.cut(problem.seqlen_q, problem.seqlen_k)
 
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
@@ -278,11 +281,14 @@ class BackwardPlan(Plan):
         dbias = None if bias is None else torch.zeros(bias.shape, dtype=bias.dtype)
         delta = -dlse if problem.has_sinks else None
         tensors = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": dlse}
-        tensors |= {"out": rows_dense(out), "do": rows_dense(dout)}
+        out, dout = rows_dense(out), rows_dense(dout)
+        tensors |= {"out": out, "do": dout}
+        if self.strides != (strides := (out.stride(), dout.stride())):
+            self.strides = strides
+            self.set_strides("out", out)
+            self.set_strides("do", dout)
         tensors["turn"] = torch.zeros(self.turns, dtype=torch.int64)
         tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
-        for name in ("dq", "dk", "dv", "out", "do"):
-            self.set_strides(name, tensors[name])
         if dbias is not None:
             tensors["dbias"] = dbias
             self.block.update(**_named("dbias", "bhi", dbias.stride()))
