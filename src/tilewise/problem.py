@@ -7,6 +7,7 @@ that says everything a backend needs to know to accept or refuse, and nothing ab
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -99,6 +100,13 @@ class AttentionProblem:
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # every call asks for it
 
     @property
     def group_size(self) -> int:
