@@ -30,10 +30,11 @@ def _app():  # type: ignore[no-untyped-def]
 
     from tilewise.bench.cli import app as bench_app
     from tilewise.demo.command import demo
-    from tilewise.learn.command import trace
+    from tilewise.learn.command import learn, trace
     from tilewise.learn.cost_commands import io, kv_memory_command, roofline_command
 
     app.command()(demo)
+    app.command()(learn)
     app.command()(trace)
     app.command()(io)
     app.command("roofline")(roofline_command)

@@ -1,7 +1,8 @@
-"""`tilewise trace`: print a worked example, or random inputs, tile by tile."""
+"""`tilewise trace`: print a worked example, or random inputs, tile by tile. `tilewise learn`: write the page."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -68,6 +69,22 @@ def trace(
     console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
     for line in as_rich(sections, chosen.digits if digits is None else digits):
         console.print(line, soft_wrap=True)  # a row of a matrix stays on one line
+
+
+def learn(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("tilewise-learn.html"),
+    is_opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write one HTML page, for any browser and without network, that shows tiles and memory at work."""
+    from tilewise.learn.page import build
+
+    try:
+        out.write_text(build(), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out}: {error.strerror or error}") from None
+    typer.echo(f"wrote {out}: open {out.resolve().as_uri()}")
+    if is_opened:
+        typer.launch(str(out))
 
 
 def _chosen(example: str | None, seqlen: int | None, only_random: dict[str, int | None]) -> Example:

@@ -22,9 +22,9 @@ from tilewise.learn import trace as tracing
 from tilewise.learn.examples import EXAMPLES, Example, random_example
 from tilewise.learn.io_model import Cost, Shape
 from tilewise.learn.machines import MACHINES, Machine
-from tilewise.learn.pipeline import Pipeline
+from tilewise.learn.pipeline import Pipeline, Timeline
 
-# A module comes after those that it imports: they share one scope in the page.
+# A module comes after those that it imports.
 SCRIPTS = (
     "arithmetic",
     "elements",
@@ -40,7 +40,6 @@ SCRIPTS = (
 LENGTHS = tuple(2**n for n in range(7, 18))
 CONTEXTS = tuple(2**n for n in range(8, 21))
 HEAD_DIMS = (64, 128)
-SRAM_BYTES = 96 * 1024
 FIRST = random_example(6, 6, 3, seed=2)
 
 
@@ -63,12 +62,17 @@ def build() -> str:
 
 
 def script() -> str:
-    """The JavaScript modules as one: without their imports and exports, which one scope does not need."""
-    modules = []
-    for name in SCRIPTS:
-        source = re.sub(r"^import .*\n", "", _part(f"{name}.js"), flags=re.MULTILINE)
-        modules.append(re.sub(r"^export ", "", source, flags=re.MULTILINE))
-    return "\n".join(modules)
+    """The JavaScript modules in one: each in a scope of its own, which returns what the module exports."""
+    return "\n".join(_scoped(name, _part(f"{name}.js")) for name in SCRIPTS)
+
+
+def _scoped(name: str, source: str) -> str:
+    exports = re.findall(r"^export (?:const|function) (\w+)", source, flags=re.MULTILINE)
+    body = re.sub(
+        r'^import (\{.*\}) from "\./(\w+)\.js";$', r"const \1 = \2_module;", source, flags=re.MULTILINE
+    )
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    return f"const {name}_module = (() => {{\n{body}return {{ {', '.join(exports)} }};\n}})();\n"
 
 
 def page_data() -> dict[str, Any]:
@@ -134,12 +138,12 @@ def _costs(seqlen: int, head_dim: int) -> dict[str, Any]:
     shape = Shape(seqlen, seqlen, head_dim)
     costs: Iterable[Cost] = (
         io_model.standard(shape),
-        io_model.fa1(shape, SRAM_BYTES),
         io_model.fa2(shape),
         io_model.backward_storing(shape),
         io_model.backward_recompute(shape),
     )
-    return {cost.algorithm: _cost(cost) for cost in costs}
+    fa1 = {name: _cost(io_model.fa1(shape, m.fast_level.bytes)) for name, m in MACHINES.items()}
+    return {cost.algorithm: _cost(cost) for cost in costs} | {"fa1": fa1}
 
 
 def _cost(cost: Cost) -> dict[str, Any]:
@@ -160,6 +164,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
         "name": machine.name,
         "bytes_per_second": machine.device.bytes_per_second,
         "clock_hz": machine.clock_hz,
+        "fast_kib": machine.fast_level.bytes // 1024,
         "levels": [
             {
                 "name": level.name,
@@ -180,36 +185,39 @@ def _model(model: kv_memory.Model) -> dict[str, Any]:
 
 def _pipeline() -> dict[str, Any]:
     """Schedules around the kernel's own configuration of each head size."""
-    schedules, lanes, kinds, longest = [], [], [], {}
+    schedules, lanes, kinds = [], [], []
     kernels = {head_dim: Pipeline.of_kernel(head_dim) for head_dim in HEAD_DIMS}
     for head_dim, kernel in kernels.items():
-        for groups, stages, overlap, ping_pong in itertools.product((1, 2, 3), (1, 2, 3), (True, False), (False, True)):
+        for groups, stages, overlap, ping_pong in itertools.product(
+            (1, 2, 3), (1, 2, 3), (True, False), (False, True)
+        ):
             changed = Pipeline(head_dim, kernel.block_n, groups, stages, overlap, ping_pong, kernel.key_tiles)
             timeline = changed.run()
             lanes += [span.lane for span in timeline.spans]
             kinds += [span.kind for span in timeline.spans]
-            longest[head_dim] = max(longest.get(head_dim, 0.0), timeline.cycles)
-            schedules.append(_settings(changed) | {
-                "cycles": timeline.cycles,
-                "tensor_core_use": timeline.tensor_core_use,
-                "spans": timeline.spans,
-            })
+            schedules.append(_summary(timeline) | {"spans": timeline.spans})
     lanes, kinds = list(dict.fromkeys(lanes)), list(dict.fromkeys(kinds))
     for schedule in schedules:
         schedule["spans"] = [
-            (lanes.index(span.lane), kinds.index(span.kind), span.tile, round(span.start, 1), round(span.end, 1))
+            (
+                lanes.index(span.lane),
+                kinds.index(span.kind),
+                span.tile,
+                round(span.start, 1),
+                round(span.end, 1),
+            )
             for span in schedule["spans"]
         ]
     return {
-        "kernel": {head_dim: _settings(kernel) for head_dim, kernel in kernels.items()},
+        "kernel": {head_dim: _summary(kernel.run()) for head_dim, kernel in kernels.items()},
         "rows": WARPGROUP_ROWS,
         "lanes": lanes,
         "kinds": kinds,
-        "longest": longest,
         "schedules": schedules,
     }
 
 
-def _settings(pipeline: Pipeline) -> dict[str, Any]:
+def _summary(timeline: Timeline) -> dict[str, Any]:
     names = ("head_dim", "block_n", "warpgroups", "stages", "overlap", "ping_pong", "key_tiles")
-    return {name: getattr(pipeline, name) for name in names}
+    settings = {name: getattr(timeline.pipeline, name) for name in names}
+    return settings | {"cycles": timeline.cycles, "tensor_core_use": timeline.tensor_core_use}

@@ -1,16 +1,16 @@
 """The schedule of the Hopper forward kernel on one multiprocessor, as a timeline.
 
-A small simulation of what `hopper.forward` does for one tile of queries: a producer warp fills rings of K and V
-tiles by TMA, warpgroups of 64 query rows share the tensor cores and the arithmetic units. Barriers, order and
-ring depth are the kernel's; durations are what the datasheet's rates make of a tile, so the timeline shows what
-can overlap, and not what was measured.
+A small simulation of what `hopper.forward` does for one tile of queries: a producer warp fills rings of K
+and V tiles by TMA, warpgroups of 64 query rows share the tensor cores and the arithmetic units. Barriers,
+order and ring depth are the kernel's; durations are what the datasheet's rates make of a tile, so the
+timeline shows what can overlap, and not what was measured.
 
     producer     waits for a free slot, starts the copy of K[0], K[1], V[0], K[2], V[1], ...
-    warpgroup    S = Q K[0]^T, softmax; then for each next tile: starts Q K[j+1]^T and P V[j], waits for the
-                 scores, softmax while P V[j] may run, waits for P V[j], frees its slots, rescales
+    warpgroup    S = Q K[0]^T, softmax; then for each next tile: starts Q K[j+1]^T and P V[j], waits for
+                 the scores, softmax while P V[j] may run, waits for P V[j], frees its slots, rescales
 
-`overlap=False` finishes P V[j] before Q K[j+1]^T is started. `ping_pong=True` adds FlashAttention-3's barriers:
-a warpgroup starts its products only when the warpgroup before it has started its own.
+`overlap=False` finishes P V[j] before Q K[j+1]^T is started. `ping_pong=True` adds the barriers of
+FlashAttention-3: a warpgroup starts its products only when the one before it has started its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilewise.learn.machines import MACHINES, Machine
+import torch
 
-ROWS = 64  # of queries that a warpgroup computes
+from tilewise.hopper.arguments import WARPGROUP_ROWS
+from tilewise.hopper.launch import forward_config
+from tilewise.learn.machines import MACHINES, Machine
+from tilewise.problem import Inputs, Options, describe
+
 VECTOR_OPS = 5  # a score: scale, maximum, subtraction, sum, conversion to 16 bits
 VECTOR_LANES = 128  # of one multiprocessor, one operation a clock each
 
@@ -52,31 +56,39 @@ class Pipeline:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    @classmethod
+    def of_kernel(cls, head_dim: int, key_tiles: int = 8) -> Pipeline:
+        """As the kernel is configured for long, not causal sequences of that head size."""
+        x = torch.empty(1, 1 << 14, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        config = forward_config(describe(Inputs(x, x, x), Options()))
+        return cls(head_dim, config.BLOCK_N, config.WARPGROUPS, config.STAGES, key_tiles=key_tiles)
+
     @property
     def product_cycles(self) -> float:
         """Of one warpgroup's Q K^T or P V, with the tensor cores to itself."""
         clock = self.machine.clock_hz or 1.0
         rate = self.machine.device.flops_per_second / self.machine.cores / clock
-        return 2 * ROWS * self.block_n * self.head_dim / rate
+        return 2 * WARPGROUP_ROWS * self.block_n * self.head_dim / rate
 
     @property
     def softmax_cycles(self) -> float:
         """Exponentials, and the arithmetic around them, of one warpgroup's tile of scores."""
         clock = self.machine.clock_hz or 1.0
         special = self.machine.special_per_second / self.machine.cores / clock
-        return ROWS * self.block_n * (1 / special + VECTOR_OPS / VECTOR_LANES)
+        return WARPGROUP_ROWS * self.block_n * (1 / special + VECTOR_OPS / VECTOR_LANES)
 
     @property
     def rescale_cycles(self) -> float:
         """acc = alpha * acc."""
-        return ROWS * self.head_dim / VECTOR_LANES
+        return WARPGROUP_ROWS * self.head_dim / VECTOR_LANES
 
     @property
     def copy_cycles(self) -> float:
         """Of one tile of K or V at this multiprocessor's share of the L2 bandwidth."""
         cache, clock = self.machine.cache, self.machine.clock_hz or 1.0
-        rate = cache.bytes_per_second if cache is not None else None
-        return self.block_n * self.head_dim * 2 / ((rate or self.machine.device.bytes_per_second) / self.machine.cores / clock)
+        of_cache = None if cache is None else cache.bytes_per_second
+        rate = (of_cache or self.machine.device.bytes_per_second) / self.machine.cores / clock
+        return self.block_n * self.head_dim * 2 / rate
 
     @property
     def copy_latency(self) -> float:

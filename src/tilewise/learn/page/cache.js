@@ -4,7 +4,8 @@ import { announce, byId, bytes, command, count, el, options, svg, table } from "
 
 const COLOURS = ["var(--q)", "var(--k)", "var(--v)", "var(--accent)"];
 const POOL = 24, LONGEST = 96, SLOTS = 8; // pages, tokens reserved by a contiguous cache, marks drawn for a page
-const WIDTH = 720, HEIGHT = 240, LEFT = 70, RIGHT = 14, TOP = 14, BOTTOM = 34;
+const START = [37, 9, 62, 20]; // tokens of each sequence, which grew side by side
+const WIDTH = 720, HEIGHT = 240, LEFT = 70, RIGHT = 26, TOP = 14, BOTTOM = 34;
 
 export function cachePart(data) {
   growth(data);
@@ -52,7 +53,7 @@ function growth(data) {
         svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(10 ** p), y2: y(10 ** p), class: "grid" }),
         svg("text", { x: LEFT - 8, y: y(10 ** p) + 4, "text-anchor": "end", class: "quiet" }, bytes(10 ** p)),
       ]).flat(),
-      contexts.filter((_, n) => n % 2 === 0).map((c) => svg("text", { x: x(c), y: HEIGHT - 10, "text-anchor": "middle", class: "quiet" }, c >= 1024 ? `${c / 1024}k` : c)),
+      contexts.filter((_, n) => n % 2 === 0).map((c) => svg("text", { x: x(c), y: HEIGHT - 10, "text-anchor": "middle", class: "quiet" }, c >= 2 ** 20 ? `${c / 2 ** 20}M` : c >= 1024 ? `${c / 1024}k` : c)),
       svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(memory), y2: y(memory), stroke: "var(--warn)", "stroke-width": 1.5, "stroke-dasharray": "7 5" }),
       svg("text", { x: LEFT + 8, y: y(memory) - 6 }, "memory of an H200"),
       svg("polyline", { points: contexts.map((c, n) => `${x(c)},${y(sizes[n])}`).join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2.5 }),
@@ -73,7 +74,7 @@ function paging() {
   function clear() {
     lengths = [0, 0, 0, 0];
     tables = [[], [], [], []];
-    [37, 9, 62, 20].forEach((length, n) => grow(n, length));
+    for (let round = 0; round < 8; round++) START.forEach((length, n) => grow(n, Math.min(8, Math.max(0, length - 8 * round))));
     draw();
   }
 

@@ -124,8 +124,8 @@ export function stepper(root, label, show) {
     move(amount);
   };
   root.replaceChildren(
-    button("⏮", "first step", by(-Infinity)), button("◀", "previous step", by(-1)), play,
-    button("▶", "next step", by(1)), button("⏭", "last step", by(Infinity)), slider, place,
+    button("«", "first step", by(-Infinity)), button("‹", "previous step", by(-1)), play,
+    button("›", "next step", by(1)), button("»", "last step", by(Infinity)), slider, place,
   );
   slider.addEventListener("input", () => {
     stop();

@@ -2,7 +2,7 @@
 
 import { byId, bytes, command, count, el, options, seconds, table } from "./elements.js";
 
-const NAMES = { standard: "standard, S and P stored", fa1: "FlashAttention", fa2: "FlashAttention-2" };
+const NAMES = { standard: "Standard: S and P stored", fa1: "FlashAttention, M all of shared memory", fa2: "FlashAttention-2, tiles of 128 × 128" };
 const COLOURS = { standard: "var(--q)", fa1: "var(--v)", fa2: "var(--k)" };
 const TINTS = ["#f3c7a5", "#f0dc9f", "#b9dfae", "#a9c9f0"];
 const LONGEST = 3000; // milliseconds that the slowest bar takes to fill
@@ -15,7 +15,10 @@ export function memoryPart(data) {
   slider.max = lengths.length - 1;
   slider.value = lengths.indexOf(4096);
   const machine = () => data.machines.find((m) => m.name === byId("memory-machine").value);
-  const chosen = () => costs[byId("memory-dim").value][lengths[slider.value]];
+  const chosen = () => {
+    const { fa1, ...others } = costs[byId("memory-dim").value][lengths[slider.value]];
+    return { ...others, fa1: fa1[machine().name] };
+  };
   let frame = null;
 
   function drawLevels() {
@@ -72,7 +75,7 @@ export function memoryPart(data) {
     });
     byId("memory-table").replaceChildren(table("To and from slow memory; 16-bit numbers", ["", "read", "written", "FLOP/byte", "most of it"], rows));
     const dim = byId("memory-dim").value;
-    command(byId("memory-command"), `tilewise io --seqlen ${n} --head-dim ${dim} --detail`);
+    command(byId("memory-command"), `tilewise io --seqlen ${n} --head-dim ${dim} --sram ${machine().fast_kib} --detail`);
     command(byId("memory-roofline"), `tilewise roofline --device ${machine().name} --seqlen ${n} --head-dim ${dim} --heads 1 --batch 1`);
   }
 

@@ -3,7 +3,7 @@
 import { announce, byId, command, el, number, options, stepper, svg, table } from "./elements.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
-const WIDTH = 720, HEIGHT = 230, LEFT = 40, BASE = 170, TALL = 120;
+const WIDTH = 720, HEIGHT = 200, LEFT = 40, BASE = 150, TALL = 95;
 
 export function onlinePart(examples) {
   let scores = [], states = [];
@@ -42,7 +42,7 @@ export function onlinePart(examples) {
     });
     const marker = state.m === -Infinity ? null : svg(
       "g", {},
-      svg("line", { x1: x(state.m), x2: x(state.m), y1: 18, y2: BASE, stroke: "var(--accent)", "stroke-width": 2, "stroke-dasharray": "5 4" }),
+      svg("line", { x1: x(state.m), x2: x(state.m), y1: 18, y2: BASE - TALL - 20, stroke: "var(--accent)", "stroke-width": 2, "stroke-dasharray": "5 4" }),
       svg("text", { x: x(state.m), y: 13, "text-anchor": "middle" }, `m = ${number(state.m)}`),
     );
     const label = `Number line with ${scores.length} scores, ${state.seen} of them seen; m is ${number(state.m)}, the sum is ${number(state.l)}.`;

@@ -54,7 +54,8 @@ export function pipelinePart(data) {
   function update() {
     shown = find();
     const spans = shown.spans.map(([lane, kind, tile, start, end]) => ({ lane: data.pipeline.lanes[lane], kind: data.pipeline.kinds[kind], tile, start, end }));
-    const lanes = lanesOf(shown), scale = (WIDTH - LABEL - 8) / data.pipeline.longest[shown.head_dim];
+    const lanes = lanesOf(shown), kernel = data.pipeline.kernel[shown.head_dim];
+    const scale = (WIDTH - LABEL - 8) / Math.max(shown.cycles, kernel.cycles);
     const y = (lane) => TOP + lanes.indexOf(lane) * (LANE + 4) + (lanes.indexOf(lane) > 0 ? GAP * Math.ceil(lanes.indexOf(lane) / 2) : 0);
     drawn = spans.map((span) => {
       const isWait = span.kind === "wait";
@@ -68,6 +69,7 @@ export function pipelinePart(data) {
     }).sort((a, b) => a.span.start - b.span.start);
     const waitsFirst = [...drawn].sort((a, b) => Number(b.span.kind === "wait") - Number(a.span.kind === "wait"));
     const height = y(lanes.at(-1)) + LANE + 26;
+    const isKernel = ["warpgroups", "stages", "overlap", "ping_pong"].every((name) => kernel[name] === shown[name]);
     const end = LABEL + shown.cycles * scale;
     const chart = svg(
       "svg", { viewBox: `0 0 ${WIDTH} ${height}`, tabindex: 0, role: "img", "aria-label": `Timeline of ${drawn.length} pieces of work in ${lanes.length} lanes. Arrow keys move along it.`, onkeydown: onKey },
@@ -80,11 +82,9 @@ export function pipelinePart(data) {
       svg("text", { x: end, y: height - 6, "text-anchor": "end" }, `${count(Math.round(shown.cycles))} cycles`),
     );
     byId("pipeline-chart").replaceChildren(chart);
-    const kernel = data.pipeline.kernel[byId(ids.dim).value];
-    const isKernel = ["warpgroups", "stages", "overlap", "ping_pong"].every((name) => kernel[name] === shown[name]);
     byId("pipeline-summary").innerHTML =
       `${shown.key_tiles} key tiles of ${shown.block_n}, ${shown.warpgroups * data.pipeline.rows} queries: <b>${count(Math.round(shown.cycles))} cycles</b>, ` +
-      `tensor cores busy <b>${(shown.tensor_core_use * 100).toFixed(0)}%</b> of them${isKernel ? " — the kernel's own configuration" : ""}.`;
+      `tensor cores busy <b>${(shown.tensor_core_use * 100).toFixed(0)}%</b> of them${isKernel ? ": the kernel's own configuration." : `; as the kernel: ${(kernel.tensor_core_use * 100).toFixed(0)}%.`}`;
     chosen = 0;
     command(byId("pipeline-command"), pythonCommand(shown));
   }
