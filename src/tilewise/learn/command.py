@@ -1,4 +1,4 @@
-"""`tilewise trace`: print a worked example, or random inputs, tile by tile. `tilewise learn`: write the page."""
+"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise learn`: write the page."""
 
 from __future__ import annotations
 

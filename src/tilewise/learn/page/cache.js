@@ -1,11 +1,11 @@
 // Part 6: how a cache grows, and how pages are handed out.
 
-import { announce, byId, bytes, command, count, el, options, svg, table } from "./elements.js";
+import { announce, byId, bytes, command, count, el, figure, options, svg, table } from "./elements.js";
 
 const COLOURS = ["var(--q)", "var(--k)", "var(--v)", "var(--accent)"];
 const POOL = 24, LONGEST = 96, SLOTS = 8; // pages, tokens reserved by a contiguous cache, marks drawn for a page
 const START = [37, 9, 62, 20]; // tokens of each sequence, which grew side by side
-const WIDTH = 720, HEIGHT = 240, LEFT = 70, RIGHT = 26, TOP = 14, BOTTOM = 34;
+const HEIGHT = 240, LEFT = 70, RIGHT = 26, TOP = 14, BOTTOM = 34;
 
 export function cachePart(data) {
   growth(data);
@@ -24,6 +24,9 @@ function growth(data) {
   slider.max = contexts.length - 1;
   slider.value = contexts.indexOf(4096);
 
+  let shown = null;
+  const drawChart = figure(byId("cache-growth"), (width) => chart(shown, width));
+
   function update() {
     const model = models.find((m) => m.name === byId("cache-model").value);
     const context = contexts[slider.value], batch = Math.max(1, Math.floor(Number(byId("cache-batch").value)) || 1);
@@ -31,7 +34,8 @@ function growth(data) {
     const every = batch * context * model.layers * 2 * model.heads * model.head_dim * 2;
     byId("cache-n").textContent = `${count(context)} tokens`;
     slider.setAttribute("aria-valuetext", `${context} tokens`);
-    byId("cache-growth").replaceChildren(chart(model, batch, context, size));
+    shown = { model, batch, context, size };
+    drawChart();
     const fits = Math.floor(memory / cacheBytes(model, context, 1));
     byId("cache-fact").innerHTML =
       `<b>${bytes(model.bytes_per_token)}</b> a token; <b>${bytes(size)}</b> for ${count(batch)} × ${count(context)} tokens in 16 bits. ` +
@@ -41,20 +45,20 @@ function growth(data) {
   }
 
   // Both axes logarithmic: contexts double, caches span six orders of magnitude.
-  function chart(model, batch, context, size) {
+  function chart({ model, batch, context, size }, width) {
     const sizes = contexts.map((c) => cacheBytes(model, c, batch));
     const low = Math.floor(Math.log10(sizes[0])), high = Math.ceil(Math.log10(Math.max(sizes.at(-1), memory)));
-    const x = (c) => LEFT + (Math.log2(c / contexts[0]) / Math.log2(contexts.at(-1) / contexts[0])) * (WIDTH - LEFT - RIGHT);
+    const x = (c) => LEFT + (Math.log2(c / contexts[0]) / Math.log2(contexts.at(-1) / contexts[0])) * (width - LEFT - RIGHT);
     const y = (b) => HEIGHT - BOTTOM - ((Math.log10(b) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
     const powers = Array.from({ length: high - low + 1 }, (_, n) => low + n);
     return svg(
-      "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Cache of ${model.name} over the context: ${bytes(sizes[0])} at ${contexts[0]} tokens, ${bytes(sizes.at(-1))} at ${contexts.at(-1)}.` },
+      "svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `Cache of ${model.name} over the context: ${bytes(sizes[0])} at ${contexts[0]} tokens, ${bytes(sizes.at(-1))} at ${contexts.at(-1)}.` },
       powers.map((p) => [
-        svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(10 ** p), y2: y(10 ** p), class: "grid" }),
+        svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(10 ** p), y2: y(10 ** p), class: "grid" }),
         svg("text", { x: LEFT - 8, y: y(10 ** p) + 4, "text-anchor": "end", class: "quiet" }, bytes(10 ** p)),
       ]).flat(),
       contexts.filter((_, n) => n % 2 === 0).map((c) => svg("text", { x: x(c), y: HEIGHT - 10, "text-anchor": "middle", class: "quiet" }, c >= 2 ** 20 ? `${c / 2 ** 20}M` : c >= 1024 ? `${c / 1024}k` : c)),
-      svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(memory), y2: y(memory), stroke: "var(--warn)", "stroke-width": 1.5, "stroke-dasharray": "7 5" }),
+      svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(memory), y2: y(memory), stroke: "var(--warn)", "stroke-width": 1.5, "stroke-dasharray": "7 5" }),
       svg("text", { x: LEFT + 8, y: y(memory) - 6 }, "memory of an H200"),
       svg("polyline", { points: contexts.map((c, n) => `${x(c)},${y(sizes[n])}`).join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2.5 }),
       svg("circle", { cx: x(context), cy: y(size), r: 6, fill: "var(--accent)" }),

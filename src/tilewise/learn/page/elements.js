@@ -88,6 +88,13 @@ export function command(target, text) {
   target.replaceChildren(el("span", { "aria-hidden": "true" }, "$ "), code, button);
 }
 
+// Draw a figure as wide as its place, so that its text keeps its size, and again when the place changes.
+export function figure(place, draw) {
+  const redraw = () => place.replaceChildren(draw(Math.max(300, Math.min(1010, place.clientWidth || 720))));
+  addEventListener("resize", redraw);
+  return redraw;
+}
+
 export function options(select, entries, chosen) {
   select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
 }

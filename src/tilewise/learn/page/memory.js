@@ -2,7 +2,7 @@
 
 import { byId, bytes, command, count, el, options, seconds, table } from "./elements.js";
 
-const NAMES = { standard: "Standard: S and P stored", fa1: "FlashAttention, M all of shared memory", fa2: "FlashAttention-2, tiles of 128 × 128" };
+const ALGORITHMS = ["standard", "fa1", "fa2"];
 const COLOURS = { standard: "var(--q)", fa1: "var(--v)", fa2: "var(--k)" };
 const TINTS = ["#f3c7a5", "#f0dc9f", "#b9dfae", "#a9c9f0"];
 const LONGEST = 3000; // milliseconds that the slowest bar takes to fill
@@ -19,6 +19,9 @@ export function memoryPart(data) {
     const { fa1, ...others } = costs[byId("memory-dim").value][lengths[slider.value]];
     return { ...others, fa1: fa1[machine().name] };
   };
+  const names = () => ({
+    standard: "Standard, S and P stored", fa1: `FlashAttention, M = ${machine().fast_kib} KiB`, fa2: "FlashAttention-2, 128 × 128",
+  });
   let frame = null;
 
   function drawLevels() {
@@ -27,7 +30,7 @@ export function memoryPart(data) {
       el(
         "button",
         {
-          type: "button", style: `--width:${46 + (54 * n) / (levels.length - 1)}%;--tint:${TINTS[n]}`, "aria-pressed": "false",
+          type: "button", style: `--width:${54 + (46 * n) / (levels.length - 1)}%;--tint:${TINTS[n]}`, "aria-pressed": "false",
           onmouseenter: () => tell(n), onfocus: () => tell(n), onclick: () => tell(n),
         },
         el("span", {}, level.name), el("span", {}, bytes(level.bytes * level.units)),
@@ -51,7 +54,7 @@ export function memoryPart(data) {
     fill.dataset.share = entry.slow_bytes / largest;
     return el(
       "div", { class: "bar" },
-      el("div", { class: "name" }, el("span", {}, NAMES[name]), el("b", {}, bytes(entry.slow_bytes))),
+      el("div", { class: "name" }, el("span", {}, names()[name]), el("b", {}, bytes(entry.slow_bytes))),
       el("div", { class: "track" }, fill),
     );
   }
@@ -61,17 +64,17 @@ export function memoryPart(data) {
     byId("memory-n").textContent = `N = ${count(n)}`;
     slider.setAttribute("aria-valuetext", `${n}`);
     stop();
-    const names = Object.keys(NAMES), largest = Math.max(...names.map((name) => entries[name].slow_bytes));
-    byId("memory-bars").replaceChildren(...names.map((name) => bar(name, entries[name], largest)));
+    const largest = Math.max(...ALGORITHMS.map((name) => entries[name].slow_bytes));
+    byId("memory-bars").replaceChildren(...ALGORITHMS.map((name) => bar(name, entries[name], largest)));
     const { standard, fa2 } = entries, rate = machine().bytes_per_second;
     byId("memory-says").innerHTML =
       `One head of ${byId("memory-dim").value}: storing S and P moves <b>${(standard.slow_bytes / fa2.slow_bytes).toFixed(1)} times</b> as much ` +
       `as FlashAttention-2's loops and needs <b>${bytes(standard.extra_bytes)}</b> of extra memory instead of <b>${bytes(fa2.extra_bytes)}</b>. ` +
       `At ${bytes(rate)}/s it takes at least ${seconds(standard.slow_bytes / rate)} for bytes alone.`;
-    const rows = names.map((name) => {
+    const rows = ALGORITHMS.map((name) => {
       const entry = entries[name];
       const tensors = Object.entries(entry.moved).sort((a, b) => b[1] - a[1]).map(([tensor, total]) => `${tensor} ${bytes(total)}`);
-      return [NAMES[name], bytes(entry.read), bytes(entry.written), entry.intensity.toFixed(1), tensors.slice(0, 4).join(", ")];
+      return [names()[name], bytes(entry.read), bytes(entry.written), entry.intensity.toFixed(1), tensors.slice(0, 4).join(", ")];
     });
     byId("memory-table").replaceChildren(table("To and from slow memory; 16-bit numbers", ["", "read", "written", "FLOP/byte", "most of it"], rows));
     const dim = byId("memory-dim").value;

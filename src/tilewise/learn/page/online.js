@@ -1,22 +1,24 @@
 // Part 2: online softmax on a number line, and float32 with and without the maximum.
 
-import { announce, byId, command, el, number, options, stepper, svg, table } from "./elements.js";
+import { announce, byId, command, el, figure, number, options, stepper, svg, table } from "./elements.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
-const WIDTH = 720, HEIGHT = 200, LEFT = 40, BASE = 150, TALL = 95;
+const HEIGHT = 200, LEFT = 40, BASE = 150, TALL = 95;
 
 export function onlinePart(examples) {
-  let scores = [], states = [];
+  let scores = [], states = [], position = 0;
   const byName = Object.fromEntries(examples.map((example) => [example.name, example]));
   options(byId("online-example"), [...examples.map((x) => [x.name, x.name]), ["own", "my own"]], examples[0].name);
+  const drawLine = figure(byId("online-line"), (width) => picture(states[position], width));
   const steps = stepper(byId("online-stepper"), "Scores", draw);
 
-  function draw(position) {
+  function draw(next) {
+    position = next;
     const state = states[position];
     const old = position > 0 ? states[position - 1] : null;
     byId("online-says").innerHTML = old ? sentence(old, state) : "Nothing seen: m = −∞ and ℓ = 0.";
     announce(byId("online-says").textContent);
-    byId("online-line").replaceChildren(picture(state));
+    drawLine();
     return byId("online-says").textContent;
   }
 
@@ -25,9 +27,9 @@ export function onlinePart(examples) {
     `c = exp(${number(old.m)} − ${number(state.m)}) = <b>${number(state.c)}</b>, ` +
     `ℓ = ${number(state.c)} · ${number(old.l)} + ${number(state.sum)} = <b>${number(state.l)}</b>.`;
 
-  function picture(state) {
+  function picture(state, width) {
     const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(1, high - low) * 0.08;
-    const x = (value) => LEFT + ((value - low + room) / (high - low + 2 * room)) * (WIDTH - 2 * LEFT);
+    const x = (value) => LEFT + ((value - low + room) / (high - low + 2 * room)) * (width - 2 * LEFT);
     const isSeen = (n) => n < state.seen;
     const bars = scores.map((value, n) => {
       const weight = isSeen(n) ? Math.exp(value - state.m) : 0;
@@ -47,9 +49,9 @@ export function onlinePart(examples) {
     );
     const label = `Number line with ${scores.length} scores, ${state.seen} of them seen; m is ${number(state.m)}, the sum is ${number(state.l)}.`;
     return svg(
-      "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label },
-      svg("line", { x1: LEFT / 2, x2: WIDTH - LEFT / 2, y1: BASE, y2: BASE, class: "axis" }),
-      marker, bars, svg("text", { x: WIDTH - LEFT, y: 13, "text-anchor": "end", class: "quiet" }, `ℓ = ${number(state.l)}`),
+      "svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label },
+      svg("line", { x1: LEFT / 2, x2: width - LEFT / 2, y1: BASE, y2: BASE, class: "axis" }),
+      marker, bars, svg("text", { x: width - LEFT, y: 13, "text-anchor": "end", class: "quiet" }, `ℓ = ${number(state.l)}`),
     );
   }
 
@@ -73,7 +75,7 @@ export function onlinePart(examples) {
     const { e, total, out } = softmax32(scores, subtract);
     const precise = (x) => number(x, 6);
     byId("online-float32").replaceChildren(table(
-      subtract ? "With the maximum subtracted" : "Without",
+      subtract ? "With the maximum subtracted" : "Without it",
       ["", ...scores.map((x) => precise(x))],
       [[subtract ? "exp(x − max)" : "exp(x)", ...e.map(precise)], ["divided by the sum", ...out.map(precise)]],
     ));
