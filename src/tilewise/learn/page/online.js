@@ -75,7 +75,7 @@ export function onlinePart(examples) {
     const { e, total, out } = softmax32(scores, subtract);
     const precise = (x) => number(x, 6);
     byId("online-float32").replaceChildren(table(
-      subtract ? "With the maximum subtracted" : "Without it",
+      subtract ? "With the maximum subtracted" : "Without the maximum subtracted",
       ["", ...scores.map((x) => precise(x))],
       [[subtract ? "exp(x − max)" : "exp(x)", ...e.map(precise)], ["divided by the sum", ...out.map(precise)]],
     ));
