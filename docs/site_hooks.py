@@ -1,8 +1,8 @@
 """What the site shows by reference: source code, sections of the README, results, the learn page.
 
-    <!-- source: tilewise.cpu.tiled.online_softmax_step -->   a function or method, as it is in the tree
-    <!-- readme: What it does not do -->                      a section of README.md
-    <!-- results -->                                          every file of benchmarks/results/, as tables
+<!-- source: tilewise.cpu.tiled.online_softmax_step -->   a function or method, as it is in the tree
+<!-- readme: What it does not do -->                      a section of README.md
+<!-- results -->                                          every file of benchmarks/results/, as tables
 """
 
 from __future__ import annotations
