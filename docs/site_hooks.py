@@ -100,7 +100,10 @@ def tables() -> str:
 
 
 def _gpu_results() -> list[Path]:
-    return [path for path in sorted(RESULTS.rglob("*.json")) if not path.name.startswith("cpu")]
+    from tilewise.bench import results
+
+    found = sorted(RESULTS.rglob("*.json"))
+    return [path for path in found if results.load(path)["device"]["type"] == "cuda"]
 
 
 def _title(name: str) -> str:

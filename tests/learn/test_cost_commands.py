@@ -12,6 +12,7 @@ from tilewise.cli import _app
 from tilewise.learn import io_model
 from tilewise.learn.io_model import Shape
 from tilewise.learn.machines import human_bytes
+from tilewise.learn.pipeline import Pipeline
 
 H200 = Path(__file__).parents[2] / "benchmarks/results/h200-headline-quick-2026-11-21.json"
 
@@ -70,6 +71,23 @@ def test_kv_memory():
     assert "gpt-3-175b" in run("kv-memory")
 
 
+def test_pages():
+    output = run("kv-memory", "--lengths", "37,9,62,20", "--page-size", "16", "--longest", "96")
+    assert row(output, "2")[1:] == ["62", "4", "2"]
+    assert "128 tokens lie in 160 slots, 32 of them empty; reserving 96 for each takes 384, 256" in output
+
+
+def test_pipeline():
+    timeline = Pipeline.of_kernel(128).run()
+    output = run("pipeline", "--spans")
+    assert f"{timeline.cycles:.0f} cycles" in output
+    assert output.count("\n") == 1 + len(timeline.spans)
+    changed = Pipeline(64, 64, 1, 3, overlap=False, ping_pong=True, key_tiles=4).run()
+    options = "--head-dim 64 --block-n 64 --warpgroups 1 --stages 3 --no-overlap --ping-pong --key-tiles 4"
+    output = run("pipeline", *options.split())
+    assert f"no overlap, ping-pong: {changed.cycles:.0f} cycles" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,6 +102,8 @@ def test_kv_memory():
         (["roofline", "--plot", "x.png"], "--plot goes with --results"),
         (["roofline", "--results", "missing.json"], "missing.json: No such file"),
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
+        (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers apart by commas, got '1,x'"),
+        (["pipeline", "--stages", "0"], "stages must be at least 1, got 0"),
         (["kv-memory", "--context", "0"], "context must be at least 1, got 0"),
     ],
 )

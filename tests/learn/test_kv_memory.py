@@ -50,3 +50,7 @@ def test_bad_input():
         kv_memory.find_model("gpt-5")
     with pytest.raises(ValueError, match="context must be at least 1, got 0"):
         MODELS["gpt-2"].cache_bytes(0)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        Paging((1,), 0, 1)
+    with pytest.raises(ValueError, match="lengths must be from 0 to longest=4, got 5"):
+        Paging((1, 5), 2, 4)

@@ -111,9 +111,20 @@ def kv_memory_command(
     context: Annotated[int, typer.Option("--context", help="Tokens in the cache.")] = 4096,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
+    ] = None,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens a page, with --lengths.")] = 16,
+    longest: Annotated[
+        int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
+    ] = None,
 ) -> None:
     """Size of a key/value cache by model and context; beside it, the score matrices of standard attention."""
     with _one_line_errors():
+        if lengths is not None:
+            _print_pages(lengths, page_size, longest)
+            return
         size = _itemsize(dtype)
         chosen = kv_memory.MODELS.values() if model is None else [kv_memory.find_model(model)]
         rows = []
@@ -166,6 +177,23 @@ def _compare(files: Sequence[Path], plot: Path | None) -> None:
     if plot is not None:
         measured.plot(points, plot)
         typer.echo(f"drew {plot}")
+
+
+def _print_pages(text: str, page_size: int, longest: int | None) -> None:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"lengths must be whole numbers apart by commas, got {text!r}") from None
+    paging = kv_memory.Paging(lengths, page_size, max(lengths) if longest is None else longest)
+    rows = [
+        [str(n), str(length), str(pages), str(pages * page_size - length)]
+        for n, (length, pages) in enumerate(zip(lengths, paging.pages))
+    ]
+    _print_table(f"pages of {page_size} tokens", ["sequence", "tokens", "pages", "empty slots"], rows)
+    typer.echo(
+        f"{paging.used} tokens lie in {paging.paged} slots, {paging.paged - paging.used} of them empty; "
+        f"reserving {paging.longest} for each takes {paging.reserved}, {paging.reserved - paging.used} of them empty."
+    )
 
 
 def _shape(

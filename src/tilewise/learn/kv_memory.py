@@ -122,6 +122,13 @@ class Paging:
     page_size: int
     longest: int
 
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {self.page_size}")
+        for length in self.lengths:
+            if not 0 <= length <= self.longest:
+                raise ValueError(f"lengths must be from 0 to longest={self.longest}, got {length}")
+
     @property
     def pages(self) -> tuple[int, ...]:
         return tuple(-(-length // self.page_size) for length in self.lengths)

@@ -28,6 +28,7 @@ from tilewise.learn.pipeline import Pipeline, Timeline
 SCRIPTS = (
     "arithmetic",
     "elements",
+    "own_command",
     "walk_inputs",
     "tiles",
     "online",

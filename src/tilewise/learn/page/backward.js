@@ -63,16 +63,17 @@ export function backwardPart(data) {
     command(byId("backward-command"), `tilewise io --seqlen ${n} --head-dim 128 --detail`);
   }
 
-  function check({ example, settings }) {
+  function check({ example, settings, inputs, dout }) {
     const isSame = example && settings.scale === example.scale;
     const line = byId("backward-check");
+    command(byId("backward-trace"), traceCommand({ example, settings, inputs, dout }));
     if (!isSame) return (line.textContent = "");
     const { dq, dk, dv } = example.gradients[String(settings.causal)];
     const difference = Math.max(largestDifference(pass.dq, dq), largestDifference(pass.dk, dk), largestDifference(pass.dv, dv));
     line.replaceChildren(
       "Largest difference of dQ, dK and dV from Python's trace: ",
       el("b", { class: difference < 1e-6 ? "good" : "bad" }, difference === 0 ? "0" : difference.toExponential(1)),
-      ` (${traceCommand({ example, settings })} --backward).`,
+      ".",
     );
   }
 

@@ -110,11 +110,16 @@ function paging() {
       table("Page tables", ["sequence", "tokens", "pages, in order", "empty slots"],
         lengths.map((length, n) => [`${n}`, count(length), tables[n].join(" "), count(tables[n].length * size - length)])),
     );
-    const used = lengths.reduce((a, b) => a + b, 0), paged = tables.flat().length * size, reserved = lengths.length * LONGEST;
+    const used = lengths.reduce((a, b) => a + b, 0), paged = tables.flat().length * size;
+    const longest = Math.max(LONGEST, ...lengths), reserved = lengths.length * longest;
     byId("cache-waste").innerHTML =
       `${count(used)} tokens lie in ${count(paged)} slots: <b>${count(paged - used)}</b> empty, fewer than a page a sequence. ` +
-      `Reserving ${LONGEST} for each takes ${count(reserved)} slots, <b>${count(Math.max(0, reserved - used))}</b> of them empty.`;
+      `Reserving ${longest} for each takes ${count(reserved)} slots, <b>${count(reserved - used)}</b> of them empty.`;
+    command(byId("cache-pages-command"), pagesCommand(size));
   }
+
+  const pagesCommand = (size) =>
+    `tilewise kv-memory --lengths ${lengths.join(",")} --page-size ${size} --longest ${Math.max(LONGEST, ...lengths)}`;
 
   function pageBox(page, size) {
     const owner = tables.findIndex((pages) => pages.includes(page));

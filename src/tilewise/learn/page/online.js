@@ -1,6 +1,7 @@
 // Part 2: online softmax on a number line, and float32 with and without the maximum.
 
 import { announce, byId, command, el, figure, number, options, stepper, svg, table } from "./elements.js";
+import { ownCommand } from "./own_command.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
 const HEIGHT = 200, LEFT = 40, BASE = 150, TALL = 95;
@@ -105,8 +106,13 @@ export function onlinePart(examples) {
     steps.restart(states.length - 1, 1);
     float32();
     const example = byName[byId("online-example").value];
-    command(byId("online-command"), example ? `tilewise trace --example ${example.name}${Number(byId("online-block").value) === example.block_k ? "" : ` --block-k ${byId("online-block").value}`}` : "tilewise trace --example overflow-100-90-80");
+    const own = { query: [[1]], key: scores.map((x) => [x]), value: scores.map((_, n) => scores.map((_, m) => Number(m === n))) };
+    const settings = { blockQ: 1, blockK: Number(byId("online-block").value), order: "fa2", scale: 1, causal: false };
+    command(byId("online-command"), example ? exampleCommand(example, settings) : ownCommand(own, settings));
   }
+
+  const exampleCommand = (example, { blockK }) =>
+    `tilewise trace --example ${example.name}${blockK === example.block_k ? "" : ` --block-k ${blockK}`}`;
 
   const choose = (name) => {
     const example = byName[name];

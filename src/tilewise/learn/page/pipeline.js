@@ -86,12 +86,12 @@ export function pipelinePart(data) {
       `${shown.key_tiles} key tiles of ${shown.block_n}, ${shown.warpgroups * data.pipeline.rows} queries: <b>${count(Math.round(shown.cycles))} cycles</b>, ` +
       `tensor cores busy <b>${(shown.tensor_core_use * 100).toFixed(0)}%</b> of them${isKernel ? ": the kernel's own configuration." : `; as the kernel: ${(kernel.tensor_core_use * 100).toFixed(0)}%.`}`;
     chosen = 0;
-    command(byId("pipeline-command"), pythonCommand(shown));
+    command(byId("pipeline-command"), terminalCommand(shown));
   }
 
-  const python = (flag) => (flag ? "True" : "False");
-  const pythonCommand = (s) =>
-    `python -c "from tilewise.learn.pipeline import Pipeline; print(Pipeline(${s.head_dim}, ${s.block_n}, ${s.warpgroups}, ${s.stages}, ${python(s.overlap)}, ${python(s.ping_pong)}, ${s.key_tiles}).run().cycles)"`;
+  const terminalCommand = (s) =>
+    `tilewise pipeline --head-dim ${s.head_dim} --warpgroups ${s.warpgroups} --stages ${s.stages}` +
+    `${s.overlap ? "" : " --no-overlap"}${s.ping_pong ? " --ping-pong" : ""} --spans`;
 
   function choose(n, aloud) {
     if (n < 0 || n >= drawn.length) return;

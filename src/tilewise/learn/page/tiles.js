@@ -1,6 +1,7 @@
 // Part 1: the forward pass, tile by tile.
 
 import { announce, byId, command, count, el, matrix, number, stepper } from "./elements.js";
+import { ownCommand } from "./own_command.js";
 import { cut, forward, isVisible, largestDifference } from "./arithmetic.js";
 
 export function tilesPart() {
@@ -119,7 +120,7 @@ export function tilesPart() {
     pass = forward(next.inputs, next.settings);
     steps.restart(pass.steps.length + 1, 1);
     showCheck(next, pass);
-    command(byId("tiles-command"), traceCommand(next));
+    command(byId("tiles-command"), traceCommand({ ...next, dout: null }));
   };
 }
 
@@ -140,9 +141,11 @@ function showCheck({ example, settings }, pass) {
   );
 }
 
-export function traceCommand({ example, settings }) {
-  if (!example) return "tilewise trace --help";
+// The example's name where it is one; else a line of Python that holds the numbers.
+export function traceCommand({ example, settings, inputs, dout }) {
+  if (!example) return ownCommand(inputs, settings, dout);
   const parts = ["tilewise trace", `--example ${example.name}`, `--order ${settings.order}`];
+  if (dout) parts.push("--backward");
   if (settings.causal) parts.push("--causal");
   if (settings.blockQ !== example.block_q) parts.push(`--block-q ${settings.blockQ}`);
   if (settings.blockK !== example.block_k) parts.push(`--block-k ${settings.blockK}`);
