@@ -190,9 +190,10 @@ def _print_pages(text: str, page_size: int, longest: int | None) -> None:
         for n, (length, pages) in enumerate(zip(lengths, paging.pages))
     ]
     _print_table(f"pages of {page_size} tokens", ["sequence", "tokens", "pages", "empty slots"], rows)
+    in_pages, reserved = paging.paged - paging.used, paging.reserved - paging.used
     typer.echo(
-        f"{paging.used} tokens lie in {paging.paged} slots, {paging.paged - paging.used} of them empty; "
-        f"reserving {paging.longest} for each takes {paging.reserved}, {paging.reserved - paging.used} of them empty."
+        f"{paging.used} tokens lie in {paging.paged} slots, {in_pages} of them empty; "
+        f"reserving {paging.longest} for each takes {paging.reserved}, {reserved} of them empty."
     )
 
 
