@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import shutil
 
@@ -55,3 +56,14 @@ def set_width(driver, width: int | None) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+
+
+def screenshot(driver, section: str) -> bytes:
+    """A PNG of the whole of a section, however long it is."""
+    place = "const r = document.getElementById(arguments[0]).getBoundingClientRect();"
+    x, y, width, height = driver.execute_script(
+        f"{place} return [r.x + scrollX, r.y + scrollY, r.width, r.height]", section
+    )
+    clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+    found = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+    return base64.b64decode(found["data"])

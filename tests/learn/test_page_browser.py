@@ -595,6 +595,21 @@ def test_narrow_screens(shown, width, scheme):
     assert shown.text("tiles-says").startswith("Step 2")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [None, 390])
+def test_every_section_can_be_seen(shown, scheme, width, tmp_path):
+    """A screenshot of each section holds text and colours, not an empty card."""
+    image = pytest.importorskip("PIL.Image", reason="the package pillow is not installed")
+    browser.set_scheme(shown.driver, scheme)
+    browser.set_width(shown.driver, width)
+    for name in SECTIONS:
+        path = tmp_path / f"{name}.png"
+        path.write_bytes(browser.screenshot(shown.driver, name))
+        colours = image.open(path).convert("RGB").getcolors(1 << 24)
+        largest = max(count for count, _ in colours) / sum(count for count, _ in colours)
+        assert len(colours) > 100 and largest < 0.97, (name, len(colours), largest)
+
+
 def test_colours_follow_the_scheme(shown):
     colour = "return getComputedStyle(document.body).backgroundColor"
     light = shown.driver.execute_script(colour)

@@ -39,7 +39,7 @@ function growth(data) {
     const fits = Math.floor(memory / cacheBytes(model, context, 1));
     byId("cache-fact").innerHTML =
       `<b>${bytes(model.bytes_per_token)}</b> a token; <b>${bytes(size)}</b> for ${count(batch)} × ${count(context)} tokens in 16 bits. ` +
-      `With keys and values for every query head it would be <b>${bytes(every)}</b>, ${(every / size).toPrecision(3)} times as much. ` +
+      `With keys and values for every query head it would be <b>${bytes(every)}</b>, ${Number((every / size).toPrecision(3))} times as much. ` +
       `The ${bytes(memory)} of an H200 hold <b>${count(fits)}</b> such sequences, weights aside.`;
     command(byId("cache-command"), `tilewise kv-memory --model ${model.name} --context ${context} --batch ${batch}`);
   }
