@@ -539,6 +539,20 @@ def test_commands_can_be_copied(shown):
     )
 
 
+def test_commands_of_every_example(shown):
+    from typer.testing import CliRunner
+
+    from tilewise.cli import _app
+
+    for example in page.page_data()["examples"]:
+        shown.set("tiles-example", example["name"])
+        words = shown.find("#tiles-command code").text.split()
+        result = CliRunner().invoke(_app(), [*words[1:], "--digits", "12"])
+        assert result.exit_code == 0, (words, result.output)
+        out = example["traces"]["fa2 false"]["out"][0][0]
+        assert as_text(out, 12).replace("−", "-") in result.output
+
+
 def test_commands_shown_are_real(shown):
     import shlex
 

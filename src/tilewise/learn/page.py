@@ -41,7 +41,8 @@ SCRIPTS = (
 LENGTHS = tuple(2**n for n in range(7, 18))
 CONTEXTS = tuple(2**n for n in range(8, 21))
 HEAD_DIMS = (64, 128)
-FIRST = random_example(6, 6, 3, seed=2)
+RANDOM = random_example(6, 6, 3, seed=2)
+RANDOM_COMMAND = "tilewise trace --seqlen 6 --head-dim 3 --seed 2"
 
 
 def build() -> str:
@@ -78,7 +79,7 @@ def _scoped(name: str, source: str) -> str:
 
 def page_data() -> dict[str, Any]:
     """Everything that the page does not compute itself."""
-    examples = [EXAMPLES["tiling-4x4"], FIRST, *(e for e in EXAMPLES.values() if e.name != "tiling-4x4")]
+    examples = [EXAMPLES["tiling-4x4"], RANDOM, *(e for e in EXAMPLES.values() if e.name != "tiling-4x4")]
     return {
         "examples": [_example(example) for example in examples],
         "io": {
@@ -117,7 +118,7 @@ def _example(example: Example) -> dict[str, Any]:
         gradients[str(causal).lower()] = {name: t.tolist() for name, t in names.items()}
     return {
         "name": example.name,
-        "summary": example.summary,
+        "command": RANDOM_COMMAND if example is RANDOM else f"tilewise trace --example {example.name}",
         "query": example.query,
         "key": example.key,
         "value": example.value,

@@ -4,7 +4,7 @@ import { announce, byId, command, el, figure, number, options, stepper, svg, tab
 import { ownCommand } from "./own_command.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
-const HEIGHT = 200, LEFT = 40, BASE = 150, TALL = 95;
+const HEIGHT = 222, LEFT = 40, BASE = 150, TALL = 95;
 
 export function onlinePart(examples) {
   let scores = [], states = [], position = 0;
@@ -38,7 +38,7 @@ export function onlinePart(examples) {
       return svg(
         "g", { opacity: isSeen(n) ? 1 : 0.55 },
         svg("rect", { x: x(value) - 9 + spread(n), y: BASE - height, width: 18, height, rx: 3, fill: "var(--k)" }),
-        isSeen(n) ? svg("text", { x: x(value) + spread(n), y: BASE - height - 6, "text-anchor": "middle" }, number(weight, 3)) : null,
+        isSeen(n) ? svg("text", { x: x(value) + spread(n), y: BASE - Math.max(height, 5) - 7, "text-anchor": "middle" }, number(weight, 3)) : null,
         svg("circle", { cx: x(value) + spread(n), cy: BASE, r: 5, fill: isSeen(n) ? "var(--k)" : "var(--card)", stroke: "var(--k)", "stroke-width": 2 }),
         svg("text", { x: x(value) + spread(n), y: BASE + 22 + 15 * equalsBefore(n), "text-anchor": "middle" }, number(value, 2)),
       );
@@ -52,7 +52,7 @@ export function onlinePart(examples) {
     return svg(
       "svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label },
       svg("line", { x1: LEFT / 2, x2: width - LEFT / 2, y1: BASE, y2: BASE, class: "axis" }),
-      marker, bars, svg("text", { x: width - LEFT, y: 13, "text-anchor": "end", class: "quiet" }, `ℓ = ${number(state.l)}`),
+      marker, bars, svg("text", { x: width - LEFT / 2, y: HEIGHT - 6, "text-anchor": "end" }, `ℓ, the sum of the bars = ${number(state.l)}`),
     );
   }
 
@@ -112,7 +112,7 @@ export function onlinePart(examples) {
   }
 
   const exampleCommand = (example, { blockK }) =>
-    `tilewise trace --example ${example.name}${blockK === example.block_k ? "" : ` --block-k ${blockK}`}`;
+    `${example.command}${blockK === example.block_k ? "" : ` --block-k ${blockK}`}`;
 
   const choose = (name) => {
     const example = byName[name];

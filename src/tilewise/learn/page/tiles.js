@@ -144,7 +144,7 @@ function showCheck({ example, settings }, pass) {
 // The example's name where it is one; else a line of Python that holds the numbers.
 export function traceCommand({ example, settings, inputs, dout }) {
   if (!example) return ownCommand(inputs, settings, dout);
-  const parts = ["tilewise trace", `--example ${example.name}`, `--order ${settings.order}`];
+  const parts = [example.command, `--order ${settings.order}`];
   if (dout) parts.push("--backward");
   if (settings.causal) parts.push("--causal");
   if (settings.blockQ !== example.block_q) parts.push(`--block-q ${settings.blockQ}`);
