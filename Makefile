@@ -1,4 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Needs git, make and Python >= 3.11.
+# The browser tests of the learn page also want Chromium and its driver; without them they are skipped.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -25,5 +26,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the site is in build/site"
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build
