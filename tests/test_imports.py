@@ -22,7 +22,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
+    ["explain", "warmup", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
     ["learn", "bench", "demo"],
     ["cli"],
 ]

@@ -129,25 +129,48 @@ FLOAT32: Rows = {
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
 }
 
+# float32 with products in tf32: matrix units, but twice the bytes of a 16-bit type.
+TF32: Rows = {
+    "forward": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 32, 4, 2)),
+        (256, KernelTile(32, 16, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_short": [(256, KernelTile(16, 32, 4, 2)), (1024, KernelTile(16, 16, 4, 1))],
+    "dkdv": [
+        (64, KernelTile(32, 64, 4, 2)),
+        (128, KernelTile(16, 64, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 16, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+}
+
 
 def kernel_tile(
     kernel: str,
     capability: tuple[int, int],
-    is_float32: bool,
+    float32_precision: str | None,
     padded_dim: int,
     has_extras: bool = False,
     is_causal: bool = False,
 ) -> KernelTile:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
+    `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
 
     Example:
-        >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
+        >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
         KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
     """
-    if is_float32:
-        table = FLOAT32
+    if float32_precision is not None:
+        table = TF32 if float32_precision == "tf32" else FLOAT32
     elif has_extras:
         table = EXTRAS
     else:

@@ -55,6 +55,16 @@ CASES = {
     "d40": Case(40, 24),
     "float32_d64": Case(64, 64, torch.float32),
     "float32_d256": Case(256, 256, torch.float32),
+    "tf32_d64": Case(64, 64, torch.float32, {"causal": True, "precision": "tf32"}),
+    "tf32_d128": Case(128, 128, torch.float32, {"precision": "tf32"}),
+    "tf32_d256": Case(256, 256, torch.float32, {"causal": True, "precision": "tf32"}),
+    "tf32_everything": Case(
+        128,
+        128,
+        torch.float32,
+        {"causal": True, "softcap": 20.0, "dropout_p": 0.1, "precision": "tf32"},
+        ("mask", "bias", "alibi", "sinks"),
+    ),
     "everything": Case(
         64,
         64,

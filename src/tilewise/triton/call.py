@@ -13,8 +13,6 @@ from tilewise.triton.arguments import Extras, Factors, KernelConfig, Ragged, Row
 from tilewise.triton.plan import Launch, Tensors, is_interpreted
 from tilewise.tuning_table import KernelTile, kernel_tile
 
-FLOAT32_PRECISION = "ieee"  # or "tf32": ten bits of mantissa at the speed of the matrix units
-
 # Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
 SECTION_BYTES = 24 << 20
 
@@ -136,7 +134,8 @@ class Call:
         has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
         has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
         capability = gpu_capability(self.inputs.query.device)
-        return kernel_tile(kernel, capability, p.dtype == torch.float32, padded, has_extras, p.causal)
+        float32_precision = p.precision if p.dtype == torch.float32 else None
+        return kernel_tile(kernel, capability, float32_precision, padded, has_extras, p.causal)
 
     def launch(self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...]) -> Launch:
         """`kernel` on arguments and this call's compile-time choices."""
@@ -156,7 +155,7 @@ class Call:
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
             IS_FOLDED=p.scale > 0 and not adds_to_scores,
-            PRECISION=FLOAT32_PRECISION,
+            PRECISION=p.precision,
         )
 
 
