@@ -38,5 +38,5 @@ def test_packed():
 
 def test_bad_input_is_refused_as_by_attention():
     x = torch.randn(1, 9, 2, 8)
-    with pytest.raises(ValueError, match="softcap=-1.0 must be 0"):
+    with pytest.raises(ValueError, match=r"softcap=-1\.0 must be 0"):
         tilewise.warmup(x, x, x, softcap=-1.0)
