@@ -21,8 +21,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import backward, call, forward, launch, plan
+from tilewise.triton import backward, call, forward, launch
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,14 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     case = CASES[name]
     reports: list[dict[str, Any]] = []
 
-    def compile_instead(started: plan.Launch) -> None:
+    def compile_instead(started: launch_plan.Launch) -> None:
         compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
         cfg = started.arguments[-1]
         tile = f"{cfg.BLOCK_M}x{cfg.BLOCK_N}, {started.num_warps} warps, {started.num_stages} stages"
         name_and_tile = {"case": name, "kernel": started.kernel.__name__, "tile": tile}
         reports.append(name_and_tile | report(compiled, capability))
 
-    plan.start = compile_instead
+    launch_plan.start = compile_instead
     call.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise.triton import plan
+from tilewise import launch_plan as plan
 from tilewise.triton.arguments import Ragged, Rows
 
 
