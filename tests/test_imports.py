@@ -23,7 +23,7 @@ LAYERS = [
     ["cache"],
     ["api"],
     ["explain", "warmup", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
-    ["learn", "bench", "demo"],
+    ["learn", "bench", "demo", "tune"],
     ["cli"],
 ]
 BACKENDS = {"cpu.aten", "cpu.tiled", "cpu.llvm", "triton", "hopper"}

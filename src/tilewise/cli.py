@@ -1,4 +1,4 @@
-"""The `tilewise` command: demo, trace, bench and explain."""
+"""The `tilewise` command: demo, trace, bench and tune."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.bench.cli import app as bench_app
     from tilewise.demo.command import demo
     from tilewise.learn.command import trace
+    from tilewise.tune import tune
 
     app.command()(demo)
     app.command()(trace)
+    app.command()(tune)
     app.add_typer(bench_app, name="bench")
     return app
 
