@@ -1,4 +1,4 @@
-"""`tilewise tune`: time tiles of the Triton kernels on this GPU, print the fastest as rows of `tuning_table`."""
+"""`tilewise tune`: time tiles of the Triton kernels on this GPU, print the fastest as rows of the table."""
 
 from __future__ import annotations
 
