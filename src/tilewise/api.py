@@ -99,7 +99,7 @@ def attention(
     if layout == "bhsd":
         out = out.transpose(1, 2)
     if signature is not None:
-        repeat.keep(signature, inputs, options, backend, layout, return_lse)
+        repeat.keep(signature, (query, key, value), inputs, options, backend, layout, return_lse)
     return (out, lse) if return_lse else out
 
 

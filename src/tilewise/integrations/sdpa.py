@@ -89,7 +89,8 @@ def scaled_dot_product_attention(
     )
     if signature is not None and is_as_given:
         inputs = canonical_inputs(q, k, v, layout="bhsd")
-        repeat.keep(signature, inputs, Options(causal=is_causal, scale=scale), None, "bhsd", return_lse=False)
+        options = Options(causal=is_causal, scale=scale)
+        repeat.keep(signature, (query, key, value), inputs, options, None, "bhsd", return_lse=False)
         return out
     if max(query.ndim, key.ndim, value.ndim) == 2:
         return out[0, 0]

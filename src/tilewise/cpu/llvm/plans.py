@@ -42,7 +42,7 @@ class Local(threading.local):
         self.release()
 
     def release(self) -> None:
-        self.scratch, self.size, self.address = None, -1, 0
+        self.scratch, self.size, self.address = torch.empty(0), -1, 0
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
@@ -58,6 +58,11 @@ local = Local()
 
 class Plan:
     """What forward and backward plans share: the argument block and how a call fills it."""
+
+    kernel: Kernel
+    items: int  # of work
+    threads: int
+    thread_bytes: int  # of scratch
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
         self.problem = problem
@@ -134,10 +139,6 @@ class OutputPlan(Plan):
     The scratch of a call: each thread's own, the partial results of splits, lse if it is not wanted.
     """
 
-    kernel: Kernel
-    threads: int
-    items: int
-    thread_bytes: int
     partial_bytes = 0
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
