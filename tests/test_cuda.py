@@ -146,6 +146,27 @@ def test_a_plan_serves_other_tensors():
     check_attention(*(draw(1, 200, 2, 64) for _ in range(3)), causal=True)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_repeated_calls(layout, dropout_p):
+    """The second call of a kind goes straight to its plan; dropout draws anew."""
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    outs = []
+    x = draw(2, 150, 2, 64).permute(order)
+    for _ in range(3):
+        outs.append(tilewise.attention(x, x, x, causal=True, layout=layout, dropout_p=dropout_p))
+    q, k, v = (draw(2, 150, 2, 64) for _ in range(3))
+    out, lse = tilewise.attention(*(t.permute(order) for t in (q, k, v)), layout=layout, return_lse=True)
+    exact, exact_lse = reference.attention(q, k, v)
+    torch.testing.assert_close(out.permute(order).double(), exact, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+    assert torch.equal(outs[1], outs[2]) == (dropout_p == 0)
+    gapped = draw(2, 150, 2, 128)[..., ::2].permute(order)
+    for _ in range(2):
+        tight = tilewise.attention(*[gapped.contiguous()] * 3, layout=layout)
+        assert torch.equal(tilewise.attention(gapped, gapped, gapped, layout=layout), tight)
+
+
 def test_strides_of_sharded_parameters():
     """Slices of one flat buffer, at odd offsets: addresses are not aligned, rows are not contiguous."""
     flat = draw(3 * 2 * 100 * 4 * 72 + 7)

@@ -87,19 +87,16 @@ def keep(
     if make is not None:
         run = make(problem, inputs, layout, return_lse)
     else:
-        run = _through_plans(module, problem, inputs, layout, return_lse)
+        run = _through_plans(module, problem, layout, return_lse)
     if run is not None:
         if len(_local.runs) >= KEPT:
             _local.runs.clear()
         _local.runs[signature] = run
 
 
-def _through_plans(
-    module: Any, problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
-) -> Run | None:
+def _through_plans(module: Any, problem: AttentionProblem, layout: str, return_lse: bool) -> Run | None:
     """For GPU backends, which keep launch plans themselves: their forward, on the problem as it was."""
-    is_dense = all(t.stride(-1) == 1 for t in inputs[:3])
-    if problem.device_type != "cuda" or problem.dropout_p > 0 or not is_dense:
+    if problem.device_type != "cuda" or problem.dropout_p > 0:
         return None
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
