@@ -27,7 +27,6 @@ class ForwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
-    EARLY: bool = False
 
     @property
     def BLOCK_M(self) -> int:

@@ -49,7 +49,7 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
     if IS_PACKED:
         place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
     else:
-        place = (batch, row, head, 0)
+        place = (batch, row, head, 0)  # type: ignore[assignment]
     return place
 
 
@@ -197,7 +197,7 @@ def mma_role(
         j = tiles.end - 1
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
-        if not cfg.EARLY and turn > 0:
+        if turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
@@ -220,9 +220,6 @@ def mma_role(
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
         store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
-        if cfg.EARLY:
-            wait_for_stores(0)
-            rings.q.release(q_use)
         turn += 1
         work = receive(rings.work, turn)
     wait_for_stores(0)
