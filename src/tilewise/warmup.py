@@ -36,7 +36,7 @@ def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, 
         leaves.append(options["bias"])
     if options.get("dropout_p") and options.get("generator") is None:
         options["generator"] = torch.Generator(query.device)  # the default one keeps its state
-    call = attention_varlen if "cu_seqlens_q" in options else attention
+    call: Any = attention_varlen if "cu_seqlens_q" in options else attention
     with torch.enable_grad():
         out = call(*leaves[:3], **options)
         tensors = out if isinstance(out, tuple) else (out,)
