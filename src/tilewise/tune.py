@@ -148,6 +148,7 @@ def rows(
         padded = max(16, 1 << (d - 1).bit_length())
         capability = torch.cuda.get_device_capability(0)
         current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
+        assert current is not None
         tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes)
         best, time, current_time = fastest(tiles, current, functools.partial(seconds, kernel))
         yield Row(kernel, padded, is_causal, best, time, current, current_time)

@@ -19,8 +19,9 @@ class KernelTile:
         return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
-# kernel -> rows of (largest padded head size of QK or V, tile), smallest first
-Rows = dict[str, list[tuple[int, KernelTile]]]
+# kernel -> rows of (largest padded head size of QK or V, tile), smallest first. A tile for "dk" and one for
+# "dv": each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
+Rows = dict[str, list[tuple[int, KernelTile | None]]]
 
 # Any GPU with 99 KB of shared memory a block or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
@@ -59,29 +60,31 @@ PORTABLE: Rows = {
 # Data-centre Blackwell takes them too; not timed there.
 HOPPER: Rows = PORTABLE | {
     "forward": [
-        (64, KernelTile(128, 64, 4, 3)),
+        (64, KernelTile(128, 64, 8, 3)),
         (128, KernelTile(128, 128, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "forward_causal": [
         (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(64, 64, 4, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 128, 8, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dkdv_causal": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(32, 64, 4, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
+    "dk": [(128, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
+    "dv": [(128, None), (256, KernelTile(64, 128, 8, 2)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
@@ -159,8 +162,10 @@ def kernel_tile(
     padded_dim: int,
     has_extras: bool = False,
     is_causal: bool = False,
-) -> KernelTile:
+) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
+
+    For "dk" and "dv", None where "dkdv" serves both.
 
     `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
@@ -176,5 +181,5 @@ def kernel_tile(
     else:
         table = HOPPER if capability[0] in (9, 10) else PORTABLE
     causal = f"{kernel}_causal"
-    rows = table[causal if is_causal and causal in table else kernel]
+    rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
     return next(tile for largest, tile in rows if padded_dim <= largest)

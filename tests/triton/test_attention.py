@@ -23,6 +23,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.triton import launch  # noqa: E402
+from tilewise.tuning_table import KernelTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 LONG, LONGER = (21, 37) if IS_INTERPRETED else (301, 458)
@@ -262,6 +263,19 @@ def test_matches_the_reference(name: str):
             limit = max(tolerance, TOLERANCE[actual.dtype])
             is_long_sum = field == "bias" and actual.dtype == torch.float32  # of terms that may cancel
             assert_close(actual, target, limit, f"d{field}", 1.0 if is_long_sum else 1e-2)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed_everything"])
+def test_dk_and_dv_apart_are_as_together(name: str):
+    inputs, options = CASES[name]()
+    problem = solve(inputs, options)
+    with torch.no_grad():
+        out, lse = launch.forward(problem, inputs)
+        dout, tile = torch.randn_like(out), KernelTile(16, 32, 4, 1)
+        together = launch.backward(problem, inputs, out, lse, dout, None, {"dkdv": tile})
+        apart = launch.backward(problem, inputs, out, lse, dout, None, {"dk": tile, "dv": tile})
+    assert_close(apart.key, together.key.double(), 4e-6, "dkey")
+    assert_close(apart.value, together.value.double(), 4e-6, "dvalue")
 
 
 def test_dropout_is_the_library_s_mask_bit_for_bit():

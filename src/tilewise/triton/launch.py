@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.launch_plan import ALIGNMENT, Launch, Tensors, find, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
-from tilewise.triton.call import Call, Results, launchable, with_dense_rows
+from tilewise.triton.call import Call, Results, launchable, table_tile, with_dense_rows
 from tilewise.tuning_table import KernelTile
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
@@ -138,9 +138,14 @@ def backward(
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    tensors = (*inputs, *results._replace(dq=dq, dk=dk, dv=dv))
-    run(_dkdv_launch, problem, tensors, tiles.get("dkdv"))
-    run(_dq_launch, problem, tensors, tiles.get("dq"))
+    results = results._replace(dq=dq, dk=dk, dv=dv)
+    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, query.device) for n in ("dk", "dv"))
+    if dk_tile is None or dv_tile is None or "dkdv" in tiles:
+        run(_dkdv_launch, problem, (*inputs, *results), tiles.get("dkdv"))
+    else:
+        run(_dkdv_launch, problem, (*inputs, *results._replace(dv=None)), dk_tile)
+        run(_dkdv_launch, problem, (*inputs, *results._replace(dk=None)), dv_tile)
+    run(_dq_launch, problem, (*inputs, *results), tiles.get("dq"))
     dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
     dsinks = results.dsinks
     if dsinks is not None:
