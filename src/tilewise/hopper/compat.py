@@ -17,6 +17,21 @@ aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpreted(smem, desc):
+        """Shared memory as one block of a TMA descriptor."""
+        return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+else:
+
+    @gluon.jit
+    def reinterpreted(smem, desc):
+        """Shared memory as one block of a TMA descriptor."""
+        return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 __all__ = [
@@ -28,6 +43,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "reinterpreted",
     "store_tile",
     "wait_for_stores",
     "warpgroup_mma",

@@ -22,6 +22,7 @@ from tilewise.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpreted,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -182,6 +183,7 @@ def mma_role(
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
+    LOADS_AHEAD: gl.constexpr = cfg.Q_SLOTS > WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
     use = 0  # of the K and V rings
     turn = 0
@@ -197,7 +199,7 @@ def mma_role(
         j = tiles.end - 1
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
-        if turn > 0:
+        if LOADS_AHEAD and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
@@ -220,6 +222,9 @@ def mma_role(
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
         store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if not LOADS_AHEAD:  # the next Q needs this very slot
+            wait_for_stores(0)
+            rings.q.release(q_use)
         turn += 1
         work = receive(rings.work, turn)
     wait_for_stores(0)
@@ -250,7 +255,7 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     acc = rescaled(
         acc, gl.where(l == 0.0, 0.0, factor / l), cfg
     )  # [64, BLOCK_DV]; rows that see no key are 0
-    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
+    smem_o = reinterpreted(smem_q, o_desc)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
