@@ -23,8 +23,8 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
-    ["learn", "bench", "demo"],
+    ["explain", "warmup", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
+    ["learn", "bench", "demo", "tune"],
     ["cli"],
 ]
 BACKENDS = {"cpu.aten", "cpu.tiled", "cpu.llvm", "triton", "hopper"}

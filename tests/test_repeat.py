@@ -152,3 +152,16 @@ def test_sdpa_face_takes_the_short_way_too():
     assert torch.equal(tilewise.scaled_dot_product_attention(q, k, v, is_causal=True), first)
     with pytest.raises(ValueError, match="heads"):
         tilewise.scaled_dot_product_attention(q, k[:, :3], v[:, :3], is_causal=True)
+
+
+def test_sdpa_face_repeats_dropout_and_rectangular_masks_as_they_are():
+    """Neither can be said by the options that a repeated call would take."""
+    q, k, v = (t.transpose(1, 2) for t in qkv(kv_heads=4))
+    plain = tilewise.scaled_dot_product_attention(q, k, v)
+    for _ in range(3):
+        assert not torch.equal(tilewise.scaled_dot_product_attention(q, k, v, dropout_p=0.9), plain)
+    short = [t[:, :, :3] for t in (k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *short, is_causal=True)
+    for _ in range(3):
+        found = tilewise.scaled_dot_product_attention(q, *short, is_causal=True)
+        torch.testing.assert_close(found, expected)

@@ -32,7 +32,7 @@ _INPUTS = (
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
-    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? backend"
+    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, str? backend"
 )
 _N = len(Inputs._fields)
 
