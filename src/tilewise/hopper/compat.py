@@ -11,17 +11,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton._C.libtriton import ir as _ir
 from triton.language import core as _core
+from triton.experimental.gluon.language._core import builtin as _builtin
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+
+
+@_builtin
+def add_tile(desc, coord, smem, _semantic=None):
+    """TMA copy of a shared-memory tile to global memory that adds to what is there."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(_ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+
+
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 __all__ = [
     "TRITON_VERSION",
     "TensorDescriptor",
+    "add_tile",
     "aggregate",
     "fence_async_shared",
     "gl",
