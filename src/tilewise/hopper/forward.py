@@ -32,7 +32,7 @@ from tilewise.hopper.schedule import Work, leave, locate, make_work_ring, next_i
 from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
 
 UNSPECIALIZED = (
-    "num_work batch seqlen_q seqlen_k group_size num_slots num_tiles section window_left window_right"
+    "batch seqlen_q seqlen_k group_size num_slots num_tiles section window_left window_right"
 ).split()
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -52,7 +52,7 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
 
 @gluon.jit
 def load_role(
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, num_work, sizes, packing, cfg: gl.constexpr
+    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, sizes, packing, cfg: gl.constexpr
 ):
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
@@ -60,6 +60,10 @@ def load_role(
     Q_BYTES: gl.constexpr = 64 * cfg.BLOCK_D * 2
     K_BYTES: gl.constexpr = cfg.BLOCK_N * cfg.BLOCK_D * 2
     V_BYTES: gl.constexpr = cfg.BLOCK_N * cfg.BLOCK_DV * 2
+    if cfg.IS_PACKED:
+        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
+    else:
+        num_work = sizes.num_tiles * sizes.num_slots
     index = gl.program_id(0)
     use = 0  # of the K and V rings
     turn = 0  # tiles of queries so far
@@ -193,7 +197,7 @@ def mma_role(
 
 
 @gluon.jit
-def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -215,6 +219,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
     acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor / l), cfg)  # [64, BLOCK_DV]; rows that see no key are 0
+    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
@@ -224,7 +229,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    num_work, batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
@@ -243,7 +248,7 @@ def attn_fwd_kernel(
             [
                 (mma_role, (0, o_desc, lse_ptr, sinks, q_ring, k_ring, v_ring, work_ring, sizes, factors, cfg)),
                 (mma_role, (1, o_desc, lse_ptr, sinks, q_ring, k_ring, v_ring, work_ring, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, num_work, sizes, packing, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, sizes, packing, cfg)),
             ],
             [4, 1],
             [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -254,7 +259,7 @@ def attn_fwd_kernel(
                 (mma_role, (0, o_desc, lse_ptr, sinks, q_ring, k_ring, v_ring, work_ring, sizes, factors, cfg)),
                 (mma_role, (1, o_desc, lse_ptr, sinks, q_ring, k_ring, v_ring, work_ring, sizes, factors, cfg)),
                 (mma_role, (2, o_desc, lse_ptr, sinks, q_ring, k_ring, v_ring, work_ring, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, num_work, sizes, packing, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work_ring, counter, sizes, packing, cfg)),
             ],
             [4, 4, 1],
             [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],

@@ -68,6 +68,42 @@ def find_sequence(first_tile, batch, tile):
 
 
 @gluon.jit
+def order_sequences_kernel(
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, batch, BLOCK_POSITIONS: gl.constexpr, num_warps: gl.constexpr
+):
+    """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
+
+    One program counts, for each sequence, which others come before it: a sort without moving anything.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [num_warps, 1], [1, 0])
+    for i0 in range(0, batch, 128):
+        i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
+        length_i = gl.load(cu_seqlens_k + i + 1, mask=i < batch, other=0)
+        length_i = length_i - gl.load(cu_seqlens_k + i, mask=i < batch, other=0)
+        rank = 0 * i
+        first = 0 * i
+        for j0 in range(0, batch, 32):
+            j = j0 + gl.arange(0, 32, gl.SliceLayout(0, layout))
+            length_j = gl.load(cu_seqlens_k + j + 1, mask=j < batch, other=0)
+            length_j = length_j - gl.load(cu_seqlens_k + j, mask=j < batch, other=0)
+            rows_j = gl.load(cu_seqlens_q + j + 1, mask=j < batch, other=0)
+            rows_j = rows_j - gl.load(cu_seqlens_q + j, mask=j < batch, other=0)
+            tiles_j = (rows_j + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+            is_longer = length_j[None, :] > length_i[:, None]
+            is_tie = (length_j[None, :] == length_i[:, None]) & (j[None, :] < i[:, None])
+            is_before = (is_longer | is_tie) & (j < batch)[None, :]
+            rank += gl.sum(is_before.to(gl.int32), 1)
+            first += gl.sum(gl.where(is_before, tiles_j[None, :], 0), 1)
+        gl.store(order + rank, i, mask=i < batch)
+        gl.store(first_tile + rank, first, mask=i < batch)
+        # the sequence that comes last also knows the total
+        rows_i = gl.load(cu_seqlens_q + i + 1, mask=i < batch, other=0)
+        rows_i = rows_i - gl.load(cu_seqlens_q + i, mask=i < batch, other=0)
+        total = first + (rows_i + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+        gl.store(first_tile + batch + 0 * i, total, mask=rank == batch - 1)
+
+
+@gluon.jit
 def locate(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index. Packed: each sequence has its own tiles, and slots are heads."""
     BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
