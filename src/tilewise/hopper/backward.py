@@ -20,7 +20,7 @@ FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as 
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BLOCK_N, BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import hide_transposed, query_tiles
+from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
@@ -32,6 +32,7 @@ from tilewise.hopper.compat import (
     mbarrier,
     store_tile,
     wait_for_stores,
+    wait_for_writes,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -371,18 +372,36 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
     work = receive(ch.work, turn, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, KEYS, work, sizes, cfg)
-        for step in range(0, tiles.count() * sizes.group_size):
-            head = work.head * sizes.group_size + step // tiles.count()
-            scratch = scratch_tile(work, head, tiles.begin + step % tiles.count(), sizes, cfg)
+        tile = tiles.begin
+        head = work.head * sizes.group_size
+        for _ in range(0, tiles.count() * sizes.group_size):
+            scratch = scratch_tile(work, head, tile, sizes, cfg)
+            if cfg.IS_DETERMINISTIC:
+                await_turn(turns + scratch, earlier_key_tiles(tile, work, sizes, cfg))
             for w in gl.static_range(2):
                 ch.dq.wait(2 * use + w)
                 add_tile(dq_desc, [(scratch * 2 + w) * 32, 0], ch.dq.tiles.index(w))
             for w in gl.static_range(2):
                 wait_for_stores(1 - w)  # the slot has been read
                 ch.dq.release(2 * use + w)
+            if cfg.IS_DETERMINISTIC:
+                wait_for_writes()
+                gl.atomic_add(turns + scratch, 1, sem="release")
             use += 1
+            tile += 1
+            if tile == tiles.end:
+                tile = tiles.begin
+                head += 1
         turn += 1
         work = receive(ch.work, turn, 1)
+
+
+@gluon.jit
+def await_turn(ptr, turn):
+    """Wait until `turn` others have added. They started earlier, since work is drawn in order: no deadlock."""
+    now = gl.atomic_add(ptr, 0, sem="acquire")
+    while now < turn:
+        now = gl.atomic_add(ptr, 0, sem="acquire")
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)

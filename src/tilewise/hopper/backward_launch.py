@@ -52,7 +52,7 @@ def backward(
         _prepare(problem, inputs, cfg, scratch, (out, tensors[3]), lse.contiguous(), dlse)
         _launch_main(problem, inputs, cfg, scratch, tensors, (dk, dv))
         _finish(problem, inputs, cfg, scratch, dq)
-    dsinks = None if inputs.sinks is None else _dsinks(problem, inputs.sinks, lse, out, dout, dlse)
+    dsinks = None if inputs.sinks is None else _dsinks(problem, inputs.sinks, cfg, scratch)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
@@ -215,14 +215,9 @@ def _flat_descriptor(t: Tensor, block: tuple[int, int]) -> Any:
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
 
 
-def _dsinks(
-    problem: AttentionProblem, sinks: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None
-) -> Tensor:
-    """-sum of p_sink * delta over all rows of a head."""
-    delta = torch.linalg.vecdot(out.float(), dout.float())  # (..., rows, heads)
-    delta = delta.transpose(-1, -2)
-    if dlse is not None:
-        delta = delta - dlse
-    p_sink = torch.exp(sinks.float()[:, None] - lse)
-    p_sink = torch.where(lse == float("-inf"), 0.0, p_sink)  # an absent sink in a row that sees no key
-    return (p_sink * delta).sum(-1 if problem.is_packed else (0, 2)).neg().to(sinks.dtype)
+def _dsinks(problem: AttentionProblem, sinks: Tensor, cfg: BackwardConfig, scratch: Scratch) -> Tensor:
+    """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
+    shape = (-1, problem.num_heads, scratch.tiles_q, 2, cfg.BLOCK_M)
+    lse_log2, delta = scratch.stats.view(shape).unbind(3)
+    p_sink = torch.exp2((sinks.float() * launch.LOG2_E)[:, None, None] - lse_log2)
+    return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

@@ -28,6 +28,14 @@ def add_tile(desc, coord, smem, _semantic=None):
     _semantic.builder.create_async_tma_reduce(_ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
 
 
+@gluon.jit
+def wait_for_writes():
+    """Wait until this thread's TMA copies to global memory are complete, not only read from shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 __all__ = [
@@ -42,6 +50,7 @@ __all__ = [
     "mbarrier",
     "store_tile",
     "wait_for_stores",
+    "wait_for_writes",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
