@@ -16,10 +16,7 @@ MAX_HEAD_DIM = 128
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """None if the Hopper backward serves the problem, else why not."""
-    reason = launch.supports(problem)
-    if reason is not None:
-        return reason
+    """None if the Hopper backward serves a problem that the forward serves, else why not."""
     if problem.head_dim > MAX_HEAD_DIM:
         return f"takes head sizes up to {MAX_HEAD_DIM} in the backward, not {problem.head_dim}"
     return None
@@ -107,7 +104,7 @@ def _prepare(
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
     out, dout = outputs
-    attn_bwd_prepare_kernel[(scratch.tiles_q, scratch.num_slots)](
+    attn_bwd_prepare_kernel[(scratch.tiles_q * scratch.num_slots,)](
         out,
         dout,
         lse,
@@ -117,6 +114,7 @@ def _prepare(
         inputs.cu_seqlens_q,
         *_row_strides(out),
         *_row_strides(dout),
+        scratch.tiles_q,
         problem.num_heads,
         problem.seqlen_q,
         lse.shape[-1],
@@ -187,12 +185,13 @@ def _finish(
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
     parts = cfg.BLOCK_M * cfg.BLOCK_D // CHUNK
-    attn_bwd_finish_kernel[(scratch.tiles_q * parts, scratch.num_slots)](
+    attn_bwd_finish_kernel[(scratch.tiles_q * scratch.num_slots * parts,)](
         scratch.dq,
         dq,
         inputs.cu_seqlens_q,
         *_row_strides(dq),
         problem.scale,
+        scratch.tiles_q,
         problem.num_heads,
         problem.seqlen_q,
         problem.batch,

@@ -29,20 +29,20 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
         return b * 0, slot, start, row, tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "total_q", "batch"])
+@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
 def attn_bwd_prepare_kernel(
     out, do, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
-    num_heads, seqlen_q, total_q, batch,
+    tiles_q, num_heads, seqlen_q, total_q, batch,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """stats [2, BLOCK_M] of a query tile: lse in units of log2, and delta = rowsum(dO * O) - dlse; zeros for its dQ.
 
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
-    tile = tl.program_id(0)
-    slot = tl.program_id(1)
-    number = slot.to(tl.int64) * tl.num_programs(0) + tile
+    number = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0) % tiles_q
+    slot = tl.program_id(0) // tiles_q
     b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
     i = row + tl.arange(0, BLOCK_M)
     exists = i < own
@@ -66,18 +66,18 @@ def attn_bwd_prepare_kernel(
     tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "batch"])
+@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])
 def attn_bwd_finish_kernel(
     sums_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head, scale,
-    num_heads, seqlen_q, batch, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    tiles_q, num_heads, seqlen_q, batch, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sums, in its own layout and dtype. One program undoes the register order of one [64, 64] part."""
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    tile = tl.program_id(0) // PARTS
+    chunk = tl.program_id(0).to(tl.int64)
     part = tl.program_id(0) % PARTS
-    slot = tl.program_id(1)
+    tile = tl.program_id(0) // PARTS % tiles_q
+    slot = tl.program_id(0) // PARTS // tiles_q
     b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
-    chunk = slot.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
     # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
     x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))

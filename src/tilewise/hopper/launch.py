@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig
-from tilewise.problem import AttentionProblem, Inputs
+from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 LOG2_E = math.log2(math.e)
 
@@ -65,6 +65,22 @@ def supports(problem: AttentionProblem) -> str | None:
         if is_present:
             return f"does not take {feature}"
     return None
+
+
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """None if the Hopper backward kernels serve a problem that the forward serves, else why not."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.supports(problem)
+
+
+def backward(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """Gradients by recomputation from lse, which may be any backend's; each in the dtype of its input."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.backward(problem, inputs, out, lse, dout, dlse)
 
 
 def forward(
