@@ -15,10 +15,10 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device"],
     ["problem"],
-    ["plan", "reference", "rotary"],
+    ["plan", "launch_plan", "reference", "rotary"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
-    ["ops"],
+    ["ops", "repeat"],
     ["autograd"],
     ["cache"],
     ["api"],

@@ -90,7 +90,7 @@ def emulate(problem, inputs, dout):
         window_right=visibility.right if visibility.right is not None else 1 << 29,
         scale=problem.scale, scale_log2e=problem.scale * launch.LOG2_E,
         two_over_softcap_log2e=2 * launch.LOG2_E * problem.scale / (problem.softcap or 1.0),
-        softcap_log2e=problem.softcap * launch.LOG2_E, cfg=cfg, num_warps=4,
+        softcap_log2e=problem.softcap * launch.LOG2_E, cfg=cfg,
     )  # fmt: skip
     return gather_dq(problem, inputs, cfg, sums, tiles_q, starts), dk, dv
 

@@ -105,6 +105,10 @@ class Descriptor:
 
     dtype = property(lambda self: self.base.dtype)
 
+    @property
+    def block_type(self) -> Any:
+        return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.itemsize)
+
     def locate(self, coords: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(whether each element of a box exists, its index in the storage)."""
         exists, offset = torch.ones(self.block_shape, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
@@ -212,13 +216,13 @@ def _wait(bar: Shared, phase: Any) -> None:
 
 
 class Pointer:
-    """A pointer to scalars in global memory."""
+    """A pointer to scalars in global memory, or one for each lane to the same scalar."""
 
     def __init__(self, base: torch.Tensor, offset: int = 0) -> None:
         self.base, self.offset = base, offset
 
     def __add__(self, n: Any) -> Pointer:
-        return Pointer(self.base, self.offset + int(n))
+        return Pointer(self.base, self.offset + int(n if isinstance(n, int) else n.max()))
 
 
 def _load(p: Pointer) -> Tile:
@@ -229,10 +233,12 @@ def _store(p: Pointer, value: Any) -> None:
     p.base[p.offset] = value
 
 
-def _atomic_add(p: Pointer, value: int, sem: str = "acq_rel") -> int:
+def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
     with _lock:
         before = int(p.base[p.offset])
-        p.base[p.offset] += value
+        p.base[p.offset] += value if mask is None else value[mask].sum()
+    if mask is not None:
+        return tile(torch.where(mask, before, 0))
     if value == 0:
         time.sleep(1e-3)  # a spinning reader lets others run
     return before

@@ -15,17 +15,19 @@ class ForwardConfig:
     BLOCK_N: int  # keys of a tile
     WARPGROUPS: int  # consumers, 64 query rows each
     STAGES: int  # K/V tiles in flight
-    Q_STAGES: int  # query tiles in flight: 2 loads the next one early
+    Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
-    BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
-    BLOCK_DV: int
+    PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
+    PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
+    BLOCK_DV: int  # head size of V, filled up to a power of two
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+    EARLY: bool = False
 
     @property
     def BLOCK_M(self) -> int:
@@ -33,15 +35,23 @@ class ForwardConfig:
         return self.WARPGROUPS * WARPGROUP_ROWS
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        query = self.Q_STAGES * self.BLOCK_M * max(self.BLOCK_D, self.BLOCK_DV)
-        return 2 * (query + self.STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV))
+    def Q_PARTS(self) -> int:
+        """Parts of a query tile in shared memory, which also takes the tile of O."""
+        return max(self.PARTS, -(-self.BLOCK_DV // self.PART_WIDTH))
 
     @property
-    def total_warps(self) -> int:
-        """Warps a block reserves: Triton rounds the producer's one warp up to a warpgroup."""
-        return 4 * self.WARPGROUPS + 4
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, without the barriers (under 1 KB)."""
+        query = self.Q_SLOTS * WARPGROUP_ROWS * self.Q_PARTS * self.PART_WIDTH
+        return 2 * (query + self.STAGES * self.BLOCK_N * (self.PARTS * self.PART_WIDTH + self.BLOCK_DV))
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
+
+        The producer's one warp counts as a warpgroup.
+        """
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
 
 
 class Packing(NamedTuple):

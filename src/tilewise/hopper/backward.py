@@ -21,7 +21,7 @@ FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BLOCK_N, BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
-from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
+from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
     aggregate,
@@ -38,7 +38,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import Work, find_sequence, leave, make_work_ring, next_index, receive, send
+from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, leave, make_work_ring, receive, send
 from tilewise.hopper.softmax import exp2
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -50,8 +50,8 @@ class Channels:
     """All that the roles exchange; shapes are of one slot."""
 
     work: Ring
-    k: Ring  # [2, 64, BLOCK_D], one slot
-    v: Ring
+    k: Ring  # one slot of two parts [64, BLOCK_D], one for each warpgroup
+    v: Ring  # likewise
     q: Ring  # [BLOCK_M, BLOCK_D]; `stats` arrives on the same barrier
     do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: its half of a tile's dQ in the order of its registers
@@ -82,15 +82,13 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
     bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(bar_ds.index(i), count=2)
-    k_tiles = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2] + v_desc.block_shape, v_desc.layout)
     return Channels(
         make_work_ring(3),
-        make_ring(k_tiles, 1, 2),
-        make_ring(v_tiles, 1, 2),
-        make_tile_ring(q_desc, cfg.Q_STAGES, 2),
-        make_tile_ring(do_desc, cfg.DO_STAGES, 2),
-        make_tile_ring(dq_desc, 2, 1),
+        make_tile_ring(k_desc, 1, 2, 2),
+        make_tile_ring(v_desc, 1, 2, 2),
+        make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
+        make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
+        make_tile_ring(dq_desc, 2, 1, 1),
         stats,
         ds,
         bar_ds,
@@ -138,8 +136,7 @@ def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K, then Q and dO of each query tile of each head of the group."""
-    TILE_BYTES: gl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D * 2
-    KEY_BYTES: gl.constexpr = KEYS * cfg.BLOCK_D * 2
+    Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
@@ -150,25 +147,29 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
     while index < num_work:
         work = locate_keys(index, sizes, packing, cfg)
         send(ch.work, turn, work)
-        load_keys(ch.k, turn, k_desc, work, KEY_BYTES, cfg)
+        load_keys(ch.k, turn, k_desc, work, cfg)
         tiles = query_tiles(work.row, KEYS, work, sizes, cfg)
+        tile = tiles.begin
+        head = work.head * sizes.group_size
         for step in range(0, tiles.count() * sizes.group_size):
-            head = work.head * sizes.group_size + step // tiles.count()
-            tile = tiles.begin + step % tiles.count()
             place = coords(
                 work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED
             )
             ch.q.acquire(use)
             bar_q = ch.q.full.index(use % cfg.Q_STAGES)
-            mbarrier.expect(bar_q, TILE_BYTES + cfg.BLOCK_M * 8)
-            load_tile(q_desc, place, bar_q, ch.q.tile(use))
+            mbarrier.expect(bar_q, Q_BYTES)
+            load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
             scratch = scratch_tile(work, head, tile, sizes, cfg)
             load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
             if step == 0:
-                load_keys(ch.v, turn, v_desc, work, KEY_BYTES, cfg)
-            ch.do.load(use, do_desc, place, TILE_BYTES)
+                load_keys(ch.v, turn, v_desc, work, cfg)
+            ch.do.load(use, do_desc, place, 1)
             use += 1
-        index = next_index(counter)
+            tile += 1
+            if tile == tiles.end:  # the next head of the group
+                tile = tiles.begin
+                head += 1
+        index = drawn(draw(counter))
         turn += 1
     nothing = 0 * index
     send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
@@ -176,15 +177,15 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
 
 
 @gluon.jit
-def load_keys(ring, turn, desc, work, NUM_BYTES: gl.constexpr, cfg: gl.constexpr):
+def load_keys(ring, turn, desc, work, cfg: gl.constexpr):
     """Start TMA copies of a tile of keys or values: a half for each warpgroup, on one barrier."""
     ring.acquire(turn)
     bar_full = ring.full.index(0)
-    mbarrier.expect(bar_full, NUM_BYTES)
+    mbarrier.expect(bar_full, 2 * desc.block_type.nbytes)
     for w in gl.static_range(2):
         row = work.row + w * 64
         place = coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
-        load_tile(desc, place, bar_full, ring.tiles.index(w))
+        load_tile(desc, place, bar_full, ring.part(turn, w))
 
 
 @gluon.jit
@@ -228,7 +229,7 @@ def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     k = ch.k.tiles.index(W + turn_zero).reshape([64, cfg.BLOCK_D])
     ch.q.wait(use)
-    q = ch.q.tile(use).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
 
 
@@ -238,7 +239,7 @@ def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.do.wait(use)
-    do = ch.do.tile(use).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
     p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
     return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
@@ -250,7 +251,7 @@ def start_keys(W: gl.constexpr, dk, use, ch, cfg: gl.constexpr):
 
     dS^T as a register operand would save shared-memory traffic, but then ptxas runs out of registers.
     """
-    q = ch.q.tile(use).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(ch.ds.index(use % 2 * 2 + W), q, dk, is_async=True)  # [64, BLOCK_D]
 
 
@@ -409,7 +410,7 @@ def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
-    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr, num_warps: gl.constexpr,
+    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(

@@ -26,6 +26,11 @@ class BackwardConfig:
     LOAD_REGISTERS: int = 24
 
     @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over 3 warpgroups (the single warps count as one)."""
+        return 65536 // (3 * 128) // 8 * 8
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
         keys = 2 * BLOCK_N * self.BLOCK_D

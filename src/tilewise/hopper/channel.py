@@ -20,22 +20,24 @@ from tilewise.hopper.compat import aggregate, gl, gluon, load_tile, mbarrier
 class Ring:
     """STAGES tiles between one producer and its consumers; the protocol is in the module's docstring."""
 
-    tiles: gl.shared_memory_descriptor  # [STAGES, *tile]
+    tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, *part]
     full: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers
     empty: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers
     STAGES: gl.constexpr
+    PARTS: gl.constexpr  # of a tile, side by side along its last dimension
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES):
+    def __init__(self, tiles, full, empty, STAGES, PARTS):
         self.tiles = tiles
         self.full = full
         self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
+        self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
-    def tile(self, use):
-        """The slot of a use, as shared memory of the tile's shape."""
-        return self.tiles.index(use % self.STAGES)
+    def part(self, use, part):
+        """Shared memory of one part of a use's tile."""
+        return self.tiles.index(use % self.STAGES * self.PARTS + part)
 
     @gluon.jit
     def parity(self, use):
@@ -47,12 +49,15 @@ class Ring:
         mbarrier.wait(self.empty.index(use % self.STAGES), self.parity(use) ^ 1)
 
     @gluon.jit
-    def load(self, use, desc, coords, NUM_BYTES: gl.constexpr):
-        """Producer: acquire the slot and start a TMA copy into it, which completes `full`."""
+    def load(self, use, desc, coords, PARTS: gl.constexpr):
+        """Producer: acquire the slot and start TMA copies of its first PARTS parts."""
+        WIDTH: gl.constexpr = desc.block_shape[-1]
         self.acquire(use)
         bar_full = self.full.index(use % self.STAGES)
-        mbarrier.expect(bar_full, NUM_BYTES)
-        load_tile(desc, coords, bar_full, self.tile(use))
+        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            part_coords = coords[:-1] + (part * WIDTH,)  # noqa: RUF005
+            load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
     def publish(self, use):
@@ -71,18 +76,19 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """An empty ring over tiles [STAGES, *tile], each of whose slots is released by CONSUMERS partitions."""
+def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """An empty ring over tiles [STAGES * PARTS, ...]; CONSUMERS partitions release each of its slots."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    return Ring(tiles, full, empty, STAGES)
+    return Ring(tiles, full, empty, STAGES, PARTS)
 
 
 @gluon.jit
-def make_tile_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of a TMA descriptor's blocks."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
-    return make_ring(tiles, STAGES, CONSUMERS)
+def make_tile_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring whose tiles are PARTS of a TMA descriptor's blocks."""
+    shape: gl.constexpr = [STAGES * PARTS] + desc.block_shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    return make_ring(tiles, STAGES, PARTS, CONSUMERS)

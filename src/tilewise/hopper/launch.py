@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig
+from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
+from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 LOG2_E = math.log2(math.e)
@@ -46,7 +47,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     sizes = (problem.head_dim, problem.head_dim_v)
     if any(d % 8 or d > MAX_HEAD_DIM for d in sizes) or problem.head_dim_v > max(64, problem.head_dim):
-        return f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
+        return (
+            f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
+        )
     lengths = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)
     if 0 in lengths:
         return "does not take empty dimensions"
@@ -88,77 +91,111 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
     cfg = config or forward_config(problem)
-    query, key, value = (_tma_ready(t) for t in inputs[:3])
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    query, key, value = (tma_ready(t) for t in inputs[:3])
     rows = query.shape[:-2]
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
     lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
-    with torch.cuda.device(query.device):
-        _launch_forward(problem, inputs, cfg, (query, key, value, out), lse)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    order = first_tile = None
+    if problem.is_packed:
+        table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
+        order, first_tile = table[: problem.batch], table[problem.batch :]
+        run(_order_launch, problem, (*cu_seqlens, order, first_tile), cfg)
+    run(
+        _forward_launch,
+        problem,
+        (query, key, value, out, lse, sinks, *cu_seqlens, order, first_tile, scheduler_counter(query.device)),
+        cfg,
+    )
     return out, lse
 
 
-def _launch_forward(
-    problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig, tensors: tuple[Tensor, ...], lse: Tensor
-) -> None:
+def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
+    """Packed sequences, longest first, and the query tiles before each, found on the device."""
+    from tilewise.hopper.schedule import order_sequences_kernel
+
+    return Launch(
+        order_sequences_kernel, 1, (*tensors, problem.batch, cfg.BLOCK_M // cfg.PACK, 4), num_warps=4
+    )
+
+
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
     from tilewise.hopper.forward import attn_fwd_kernel
 
-    query, key, value, out = tensors
+    query, key, value, out, lse, sinks, *packing, counter = tensors
+    assert query is not None
     visibility = problem.visibility()
     positions = cfg.BLOCK_M // cfg.PACK
     num_slots = problem.num_heads // cfg.PACK * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_q // positions)
     bound = query.shape[0] // positions + problem.batch if problem.is_packed else num_tiles
-    order, first_tile = _order_sequences(inputs, problem.batch, positions)
-    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     slots_a_key = max(1, problem.group_size // cfg.PACK)
-    scale_log2e = LOG2_E if cfg.HAS_SOFTCAP else problem.scale * LOG2_E
-    attn_fwd_kernel[(min(_num_sms(query.device.index), bound * num_slots),)](
-        _descriptor(query, (WARPGROUP_ROWS // cfg.PACK, cfg.PACK, cfg.BLOCK_D), problem.is_packed),
-        _descriptor(key, (cfg.BLOCK_N, 1, cfg.BLOCK_D), problem.is_packed),
-        _descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
-        _descriptor(out, (WARPGROUP_ROWS // cfg.PACK, cfg.PACK, cfg.BLOCK_DV), problem.is_packed),
-        lse,
-        None if inputs.sinks is None else inputs.sinks.contiguous(),
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        order,
-        first_tile,
-        _counter(query.device),
+    sizes = Sizes(
         batch=problem.batch,
         seqlen_q=query.shape[0] if problem.is_packed else problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=slots_a_key * max(1, SECTION_BYTES // kv_bytes),
+        section=_section(num_slots, slots_a_key * max(1, SECTION_BYTES // key_bytes)),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
-        scale_log2e=scale_log2e,
-        two_over_softcap_log2e=2 * LOG2_E * problem.scale / problem.softcap if cfg.HAS_SOFTCAP else 0.0,
-        softcap_log2e=problem.softcap,
-        cfg=cfg,
-        num_warps=4,
-        maxnreg=65536 // (32 * cfg.total_warps) // 8 * 8,
     )
+    rows = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK)
+    arguments = (
+        descriptor(query, (*rows, cfg.PART_WIDTH), problem.is_packed),
+        descriptor(key, (cfg.BLOCK_N, 1, cfg.PART_WIDTH), problem.is_packed),
+        descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
+        descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
+        *(lse, sinks, *packing, counter),
+        *sizes,
+        *_factors(problem),
+        cfg,
+        4,
+    )
+    programs = min(num_sms(query.device.index), bound * num_slots)
+    return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def _factors(problem: AttentionProblem) -> tuple[float, float, float]:
+    """The kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
+    if problem.softcap > 0:
+        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap
+    return problem.scale * LOG2_E, 0.0, 0.0
+
+
+def _section(num_slots: int, largest: int) -> int:
+    """Slots of a section: even sections, so that the last one is not too small to fill the GPU."""
+    num_sections = -(-num_slots // largest)
+    return -(-num_slots // num_sections)
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
-    block_dv = _padded(problem.head_dim_v)
-    block_d = max(_padded(problem.head_dim), block_dv)
+    width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
+    parts = -(-problem.head_dim // width)
+    block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     is_short = visibility.right is not None and problem.seqlen_k <= 2048
-    warpgroups = 3 if block_d == 64 and not is_short else 2
+    if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
+        tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
+    elif block_dv == 64 or block_dv == 128:
+        tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
+    else:  # 3 x 32 KB of Q, 2 x 64 KB of K and V: 224 KB
+        tile = (64, 2, 3, 240)
     return ForwardConfig(
-        BLOCK_N=64 if block_d == 256 else 128,
-        WARPGROUPS=warpgroups,
+        BLOCK_N=tile[0],
+        WARPGROUPS=tile[1],
         STAGES=2,
-        Q_STAGES=1 if block_d == 256 else 2,
-        CONSUMER_REGISTERS=160 if warpgroups == 3 else 240,
+        Q_SLOTS=tile[2],
+        CONSUMER_REGISTERS=tile[3],
         PRODUCER_REGISTERS=24,
-        BLOCK_D=block_d,
+        PARTS=parts,
+        PART_WIDTH=width,
         BLOCK_DV=block_dv,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
@@ -169,10 +206,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     )
 
 
-def _padded(head_dim: int) -> int:
-    return max(64, 1 << (head_dim - 1).bit_length())
-
-
 def _pack(problem: AttentionProblem) -> int:
     """Query heads that share a tile: all of a key head's where queries are too few to fill one."""
     group = problem.group_size
@@ -180,20 +213,21 @@ def _pack(problem: AttentionProblem) -> int:
     return group if fits and problem.seqlen_q <= WARPGROUP_ROWS else 1
 
 
-def _tma_ready(t: Tensor) -> Tensor:
+def tma_ready(t: Tensor) -> Tensor:
     """t, or a copy if TMA can't address it: rows contiguous, 16-byte aligned, no broadcast dimensions."""
     strides = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
     is_ready = t.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in strides) and t.data_ptr() % 16 == 0
     return t if is_ready else t.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(t: Tensor, block: tuple[int, int, int], is_packed: bool) -> Any:
+def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -> Any:
     """TMA descriptor of (batch, rows, heads, dim) in blocks of (rows, heads, dim).
 
     Packed (rows, heads, dim): two more dimensions bound each sequence, see `hopper.forward.coords`.
     """
     from tilewise.hopper.compat import TensorDescriptor
 
+    assert t is not None
     strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
     strides[-1] = 1
     if is_packed:
@@ -214,29 +248,15 @@ def _shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), element)
 
 
-def _order_sequences(inputs: Inputs, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
-    """Packed sequences, longest first, and the query tiles before each, computed on the device."""
-    from tilewise.hopper.schedule import order_sequences_kernel
-
-    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-        return None, None
-    table = torch.empty(2 * batch + 1, dtype=torch.int32, device=inputs.query.device)
-    order, first_tile = table[:batch], table[batch:]
-    order_sequences_kernel[(1,)](
-        inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, first_tile, batch, positions, num_warps=4
-    )
-    return order, first_tile
-
-
 @functools.cache
-def _num_sms(index: int) -> int:
+def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 _COUNTERS: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def scheduler_counter(device: torch.device) -> Tensor:
     """Two zeros for a launch's scheduler, which leaves them zero again.
 
     Launches of one stream follow each other, so they share a pair; a captured graph owns its own.

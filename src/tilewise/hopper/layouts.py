@@ -16,7 +16,7 @@ def accumulator_layout(num_columns):
 
 @gluon.constexpr_function
 def operand_layout(num_columns):
-    """Of a 16-bit left operand in registers, for an accumulator of num_columns: an accumulator, converted in place."""
+    """Of a 16-bit left operand in registers: an accumulator converted in place."""
     return gl.DotOperandLayout(0, accumulator_layout(num_columns), 2)
 
 

@@ -1,4 +1,4 @@
-"""Which key tiles a tile of queries visits, and which of their scores are visible (`tilewise.mask`, on the GPU)."""
+"""Which key tiles a tile of queries visits, and which scores are visible: `tilewise.mask` on the GPU."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
 
@@ -22,7 +22,7 @@ class KeyTiles:
 
 @gluon.jit
 def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
-    """The key tiles that queries [row, row + NUM_ROWS) of a sequence can see: at least one, perhaps all hidden."""
+    """The key tiles that queries [row, row + NUM_ROWS) can see: at least one, perhaps all hidden."""
     offset = work.seqlen_k - work.seqlen_q
     first, last = 0, work.seqlen_k - 1  # keys that some row sees
     plain_first, plain_last = 0, work.seqlen_k - 1  # keys that all rows see

@@ -69,7 +69,13 @@ def find_sequence(first_tile, batch, tile):
 
 @gluon.jit
 def order_sequences_kernel(
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, batch, BLOCK_POSITIONS: gl.constexpr, num_warps: gl.constexpr
+    cu_seqlens_q,
+    cu_seqlens_k,
+    order,
+    first_tile,
+    batch,
+    BLOCK_POSITIONS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):
     """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
 
@@ -125,14 +131,24 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
         heads = sizes.num_slots // sizes.batch
         b = slot // heads
         head = slot % heads * cfg.PACK
-        work = Work(tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b)
+        work = Work(
+            tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
+        )
     return work
 
 
 @gluon.jit
-def next_index(counter):
-    """The next tile nobody has taken."""
-    return gl.num_programs(0) + gl.atomic_add(counter, 1)
+def draw(counter):
+    """Ask for the next tile that nobody has taken. The answer is not waited for: see `drawn`."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def drawn(ticket):
+    """The index that a ticket of `draw` won."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
@@ -147,7 +163,7 @@ def leave(counter):
 def make_work_ring(CONSUMERS: gl.constexpr):
     """Two messages of eight integers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return make_ring(gl.allocate_shared_memory(gl.int32, [2, 8], layout), 2, CONSUMERS)
+    return make_ring(gl.allocate_shared_memory(gl.int32, [2, 8], layout), 2, 1, CONSUMERS)
 
 
 @gluon.jit
@@ -162,7 +178,7 @@ def send(ring, use, work):
     message = gl.where(field == 4, work.seqlen_q, message)
     message = gl.where(field == 5, work.start_k, message)
     message = gl.where(field == 6, work.seqlen_k, message)
-    ring.tile(use).store(message)
+    ring.part(use, 0).store(message)
     ring.publish(use)
 
 
@@ -171,7 +187,7 @@ def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
     """The Work of a use, from the load role."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
     ring.wait(use)
-    message = ring.tile(use).load(layout)
+    message = ring.part(use, 0).load(layout)
     ring.release(use)
     field = gl.arange(0, 8, layout)
     return Work(

@@ -1,4 +1,4 @@
-"""Online softmax on the registers of a warpgroup. Scores are kept in units of log2, so that exp is one exp2."""
+"""Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+# The backward keeps lse and delta in blocks of so many rows, a sequence's last one padded: no tile of
+# queries is larger, so their loads are aligned and need no mask.
+STAT_ROWS = 128
+
 
 class Rows(NamedTuple):
     """Rows of one tensor: (batch, row, head) strides in elements; the last dimension is contiguous."""
