@@ -47,8 +47,10 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
     bound stops at the sequence's end: 2^30 * (2^34 - stride) + (start + length) * stride wraps around.
     """
     if IS_PACKED:
-        return (1 << 30, start + length, (1 << 30) - length + row, head, 0)
-    return (batch, row, head, 0)
+        place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
+    else:
+        place = (batch, row, head, 0)
+    return place
 
 
 @aggregate
@@ -261,7 +263,7 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr, num_warps: gl.constexpr,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
     sizes = Sizes(

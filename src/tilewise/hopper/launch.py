@@ -116,9 +116,7 @@ def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfi
     """Packed sequences, longest first, and the query tiles before each, found on the device."""
     from tilewise.hopper.schedule import order_sequences_kernel
 
-    return Launch(
-        order_sequences_kernel, 1, (*tensors, problem.batch, cfg.BLOCK_M // cfg.PACK, 4), num_warps=4
-    )
+    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, cfg.BLOCK_M // cfg.PACK), num_warps=4)
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
@@ -154,7 +152,6 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         *sizes,
         *_factors(problem),
         cfg,
-        4,
     )
     programs = min(num_sms(query.device.index), bound * num_slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)

@@ -75,13 +75,12 @@ def order_sequences_kernel(
     first_tile,
     batch,
     BLOCK_POSITIONS: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
 
     One program counts, for each sequence, which others come before it: a sort without moving anything.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [num_warps, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
     for i0 in range(0, batch, 128):
         i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
         length_i = gl.load(cu_seqlens_k + i + 1, mask=i < batch, other=0)
