@@ -19,7 +19,7 @@ FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as 
 """
 
 from tilewise.hopper.arguments import Packing
-from tilewise.hopper.backward_arguments import BLOCK_N, BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
@@ -42,7 +42,6 @@ from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, leave, ma
 from tilewise.hopper.softmax import exp2
 
 UNSPECIALIZED = BackwardSizes._fields
-KEYS = gl.constexpr(BLOCK_N)
 
 
 @aggregate
@@ -111,13 +110,13 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
         own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
         own_tiles = gl.load(packing.first_tile + rank + 1) - first
         rest = index - first * sizes.num_slots
-        work = Work(rest % own_tiles * KEYS, rest // own_tiles, b, start_q, own_q, start_k, own_k)
+        work = Work(rest % own_tiles * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
     else:
         slot = index // sizes.num_tiles
         heads = sizes.num_slots // sizes.batch
         zero = 0 * slot
         work = Work(
-            index % sizes.num_tiles * KEYS, slot % heads, slot // heads,
+            index % sizes.num_tiles * cfg.BLOCK_N, slot % heads, slot // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
@@ -148,7 +147,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         work = locate_keys(index, sizes, packing, cfg)
         send(ch.work, turn, work)
         load_keys(ch.k, turn, k_desc, work, cfg)
-        tiles = query_tiles(work.row, KEYS, work, sizes, cfg)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
         for step in range(0, tiles.count() * sizes.group_size):
@@ -197,29 +196,41 @@ def opaque_zero(x):
 
 
 @gluon.jit
+def exponents(s, lse, factors, cfg: gl.constexpr):
+    """(log2 of the weights, derivative of the softcap) of finished products; lse is broadcast to their shape."""
+    if cfg.HAS_SOFTCAP:
+        t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
+        return t * factors.softcap_log2e - lse, 1.0 - t * t
+    else:
+        return s * factors.scale_log2e - lse, 1.0
+
+
+@gluon.jit
 def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products s [64 keys, BLOCK_M]."""
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
-    if cfg.HAS_SOFTCAP:
-        t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
-        x = t * factors.softcap_log2e - lse[None, :]
-    else:
-        x = s * factors.scale_log2e - lse[None, :]
+    x, slope = exponents(s, lse[None, :], factors, cfg)
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     p = exp2(x)
+    p_16bit = p.to(dtype)
     if cfg.HAS_SOFTCAP:
-        return p.to(dtype), (p * (1.0 - t * t)).to(dtype)
+        return p_16bit, (p * slope).to(dtype)
     else:
-        p16 = p.to(dtype)
-        return p16, p16
+        return p_16bit, p_16bit
+
+
+@gluon.jit
+def score_gradient(weight, dp, stats, cfg: gl.constexpr):
+    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
+    delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
+    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
 
 
 @gluon.jit
 def leave_ds(weight, dp, stats, smem_ds, cfg: gl.constexpr):
-    """Store dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M] for both warpgroups' products."""
-    delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    smem_ds.store((weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype))
+    """Store dS^T [64 keys, BLOCK_M] for both warpgroups' products."""
+    smem_ds.store(score_gradient(weight, dp, stats, cfg))
     fence_async_shared()  # the stores above are visible to wgmma
 
 
@@ -296,7 +307,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
     work = receive(ch.work, turn)
     while work.row >= 0:
         key = work.row + W * 64
-        tiles = query_tiles(work.row, KEYS, work, sizes, cfg)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
         dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
         dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -372,7 +383,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
     use = 0
     work = receive(ch.work, turn, 1)
     while work.row >= 0:
-        tiles = query_tiles(work.row, KEYS, work, sizes, cfg)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
         for _ in range(0, tiles.count() * sizes.group_size):

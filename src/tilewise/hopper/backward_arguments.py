@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-BLOCK_N = 128  # keys of a tile: 64 for each of two warpgroups
 CHUNK = 4096  # float32 elements of dq that one warpgroup adds at a time
 
 
@@ -14,6 +13,7 @@ class BackwardConfig:
     """Compile-time choices of the backward kernel."""
 
     BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
     Q_STAGES: int  # tiles of q in flight: each is used by three products, over two steps
     DO_STAGES: int
@@ -33,9 +33,9 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        keys = 2 * BLOCK_N * self.BLOCK_D
+        keys = 2 * self.BLOCK_N * self.BLOCK_D
         queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
-        ds = 2 * BLOCK_N * self.BLOCK_M
+        ds = 2 * self.BLOCK_N * self.BLOCK_M
         return 2 * (keys + queries + ds) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 

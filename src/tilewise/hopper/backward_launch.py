@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tilewise.hopper.backward_arguments import (
-    BLOCK_N,
     CHUNK,
     BackwardConfig,
     BackwardSizes,
@@ -64,7 +63,7 @@ def backward(
     if problem.is_packed:
         table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
         order, first_tile = table[: problem.batch], table[problem.batch :]
-        run(order_launch, problem, (cu_q, cu_k, order, first_tile))
+        run(order_launch, problem, (cu_q, cu_k, order, first_tile), cfg)
     if cfg.IS_DETERMINISTIC:
         turns = torch.zeros(scratch.stats.shape[0], dtype=torch.int32, device=query.device)
     counter = scheduler_counter(query.device)
@@ -82,6 +81,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     return BackwardConfig(
         BLOCK_M=128 if block_d == 64 else 64,
+        BLOCK_N=128,
         BLOCK_D=block_d,
         Q_STAGES=3,
         DO_STAGES=2,
@@ -114,15 +114,15 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardCon
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
     arguments = (*tensors, *row_strides(out), *row_strides(dout), *integers)
     constants = (problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M)
-    return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=4)
+    return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
-def order_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+def order_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     """Packed sequences, those of most queries first, and the key tiles before each, found on the device."""
     from tilewise.hopper.schedule import order_sequences_kernel
 
     cu_q, cu_k, order, first_tile = tensors
-    arguments = (cu_k, cu_q, order, first_tile, problem.batch, BLOCK_N)
+    arguments = (cu_k, cu_q, order, first_tile, problem.batch, cfg.BLOCK_N)
     return Launch(order_sequences_kernel, 1, arguments, num_warps=4)
 
 
@@ -133,7 +133,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
     assert query is not None and key is not None
     is_packed = problem.is_packed
     num_slots = problem.num_kv_heads * (1 if is_packed else problem.batch)
-    num_tiles = -(-problem.seqlen_k // BLOCK_N)
+    num_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     visibility = problem.visibility()
     sizes = BackwardSizes(
         batch=problem.batch,
@@ -146,7 +146,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
     )
-    rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (BLOCK_N // 2, 1, cfg.BLOCK_D)
+    rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
     arguments = (
         *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
         descriptor(dout, rows, is_packed),
@@ -158,7 +158,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         *score_factors(problem),
         cfg,
     )
-    most_work = num_slots * (key.shape[0] // BLOCK_N + problem.batch if is_packed else num_tiles)
+    most_work = num_slots * (key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else num_tiles)
     programs = min(num_sms(query.device.index), most_work)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 

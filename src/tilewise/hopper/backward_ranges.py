@@ -51,16 +51,15 @@ def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def earlier_key_tiles(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles before this work's add to dQ of a query tile. A tile that no query sees adds zeros: 0."""
-    NUM_KEYS: gl.constexpr = 128
     offset = work.seqlen_k - work.seqlen_q
     first = 0
     is_seen = work.seqlen_q > 0
     if cfg.HAS_RIGHT:
         is_seen = is_seen & (work.row - offset - sizes.window_right < work.seqlen_q)
     if cfg.HAS_LEFT:
-        is_seen = is_seen & (work.row + NUM_KEYS - 1 - offset + sizes.window_left >= 0)
-        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // NUM_KEYS
-    return gl.where(is_seen, work.row // NUM_KEYS - first, 0)
+        is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
+        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
+    return gl.where(is_seen, work.row // cfg.BLOCK_N - first, 0)
 
 
 @gluon.jit
