@@ -19,6 +19,19 @@ class KernelTile:
         return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
+@dataclass(frozen=True)
+class DecodeTile:
+    """Tile of a decoding kernel: at most block_m rows (queries times heads) by block_n keys."""
+
+    block_m: int
+    block_n: int
+    workers: int  # for each multiprocessor
+    num_warps: int
+    num_stages: int
+    is_transposed: bool = False
+    has_pdl: bool = False
+
+
 # kernel -> rows of (largest padded head size of QK or V, tile), smallest first
 Rows = dict[str, list[tuple[int, KernelTile]]]
 
@@ -135,3 +148,12 @@ def kernel_tile(
     else:
         table = HOPPER if capability[0] in (9, 10) else PORTABLE
     return next(tile for largest, tile in table[kernel] if padded_dim <= largest)
+
+
+def decode_tile(is_float32: bool, head_dim: int) -> DecodeTile:
+    """The tile of the decoding kernels for the larger head size of QK and V."""
+    if is_float32:
+        return DecodeTile(16, 32, 2, 4, 2)
+    if head_dim > 256:
+        return DecodeTile(64, 32, 1, 8, 2)
+    return DecodeTile(64, 64, 2, 4, 3) if head_dim <= 128 else DecodeTile(64, 32, 2, 4, 2)

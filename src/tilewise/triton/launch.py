@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.triton import launch_decode
 from tilewise.triton.arguments import (
     BiasSizes,
     Extras,
@@ -69,6 +70,8 @@ def forward(
     from tilewise.triton.forward import attn_fwd_kernel
 
     call = _Call(problem, inputs)
+    if tile is None and launch_decode.serves(problem):
+        return launch_decode.forward(call)
     query = call.inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse = torch.empty(call.stat_shape, dtype=torch.float32, device=query.device)
@@ -227,15 +230,21 @@ class _Call:
         if programs == 0:
             return
         cfg = _config(self.problem, tile)
-        options: dict[str, Any] = {}
-        if not is_interpreted():  # fused multiply-adds: the exponential's scale costs nothing
-            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        self.launch(kernel, (programs,), args, {**constants, "cfg": cfg}, options)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Launch a grid of programs on the tensors' own device and current stream."""
+        # fused multiply-adds: the exponential's scale costs nothing
+        options = {} if is_interpreted() else {**options, "enable_fp_fusion": True}
         device = self.inputs.query.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                kernel[(programs,)](*args, **constants, cfg=cfg, **options)
+                kernel[grid](*args, **constants, **options)
         else:
-            kernel[(programs,)](*args, **constants, cfg=cfg, **options)
+            kernel[grid](*args, **constants, **options)
 
 
 def _delta(call: _Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
