@@ -5,12 +5,14 @@ from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache import KVCache
 from tilewise.explain import Explanation, explain
 from tilewise.integrations.sdpa import scaled_dot_product_attention
+from tilewise.paged_cache import PagedKVCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
     "KVCache",
+    "PagedKVCache",
     "attention",
     "attention_varlen",
     "attention_with_cache",

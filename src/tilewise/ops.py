@@ -26,7 +26,7 @@ from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? dropout_seed"
+    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "

@@ -158,7 +158,7 @@ class _Call:
         self.inputs = inputs._replace(query=query, key=key, value=value)
         self.is_packed = problem.is_packed
         self.seqlen_q = query.shape[0] if self.is_packed else problem.seqlen_q
-        self.seqlen_k = key.shape[0] if self.is_packed else problem.seqlen_k
+        self.seqlen_k = key.shape[0] if problem.has_packed_keys else problem.seqlen_k
         rows = (self.seqlen_q,) if self.is_packed else (problem.batch, self.seqlen_q)
         self.stat_shape = (*rows[:-1], problem.num_heads, rows[-1])
         self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
@@ -178,7 +178,7 @@ class _Call:
 
     def rows(self, t: Tensor) -> Any:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
-        return Rows(t, 0, strides[0], strides[1]) if self.is_packed else Rows(t, *strides[:3])
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
     def ragged(self) -> Any:
         i = self.inputs

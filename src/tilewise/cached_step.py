@@ -1,0 +1,146 @@
+"""One step of a cache's sequences: what `attention_with_cache` has to do for each kind of cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.cache import KVCache
+from tilewise.paged_cache import PagedKVCache
+from tilewise.pages import PADDING, PagedBatch
+from tilewise.problem import Inputs
+from tilewise.rotary import apply_rotary
+
+
+def cached_step(
+    cache: KVCache | PagedKVCache,
+    batch: PagedBatch | Sequence[int] | None,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+) -> Step:
+    """Check the new tokens and make room for them.
+
+    Raises:
+        ValueError, TypeError: they do not fit. The cache is unchanged.
+    """
+    if isinstance(cache, KVCache):
+        if batch is not None:
+            raise ValueError("batch must be None for a KVCache: its sequences are the rows of query")
+        if key is not None:
+            cache.check_new(key, value)
+        return ContiguousStep(cache, 0 if key is None else key.shape[1])
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache or tilewise.PagedKVCache")
+    if key is not None:
+        cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
+    if isinstance(batch, PagedBatch):
+        if query.ndim == 3 and len(query) != batch.total:
+            raise ValueError(
+                f"query.shape={tuple(query.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
+            )
+        return PagedStep(cache, batch, is_reserved=True)
+    if query.ndim != 4 or (key is not None and key.ndim != 4):
+        raise ValueError(
+            f"batch must be what cache.reserve() returned for packed tokens: query.shape={tuple(query.shape)}"
+        )
+    sequences = cache.sequences if batch is None else list(batch)
+    if len(sequences) != len(query) or (key is not None and len(key) != len(query)):
+        raise ValueError(
+            f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's batch size"
+        )
+    return PagedStep(cache, cache.reserve(sequences, 0 if key is None else key.shape[1]), is_reserved=False)
+
+
+class Step(ABC):
+    """Room is made; tokens are not written yet."""
+
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest sequence, new ones included; 0 where that is not known to the host."""
+
+    @abstractmethod
+    def positions(self, x: Tensor) -> Tensor:
+        """The place in its sequence of every token of x, which are each sequence's last: x.shape[:-2]."""
+
+    @abstractmethod
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """The call's tensors with the cache's lengths and pages."""
+
+    @abstractmethod
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        """Store the new tokens."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Leave the cache as it was before the step."""
+
+    def rotate(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+        """x turned by its tokens' positions.
+
+        Raises:
+            ValueError: the tables do not fit.
+        """
+        if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
+            raise ValueError("rotary_cos and rotary_sin must be given together, or neither")
+        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < max(1, self.longest()):
+            raise ValueError(
+                f"rotary_cos.shape={tuple(cos.shape)} and rotary_sin.shape={tuple(sin.shape)} must both be "
+                f"(positions, rotary_dim / 2) with at least {max(1, self.longest())} positions"
+            )
+        at = self.positions(x).clamp(0, len(cos) - 1)  # padding has none
+        return apply_rotary(x, cos[at], sin[at], interleaved=interleaved)
+
+
+class ContiguousStep(Step):
+    def __init__(self, cache: KVCache, new_tokens: int) -> None:
+        self.cache, self.new_tokens = cache, new_tokens
+
+    def longest(self) -> int:
+        return max(self.cache.held() or [0]) + self.new_tokens
+
+    def positions(self, x: Tensor) -> Tensor:
+        first = self.cache.lengths[:, None] + (self.new_tokens - x.shape[1])
+        return first + torch.arange(x.shape[1], device=x.device)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(seqlens_k=self.cache.lengths)
+
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        self.cache.write(key, value)
+
+    def undo(self) -> None:
+        pass  # nothing was reserved
+
+
+class PagedStep(Step):
+    def __init__(self, cache: PagedKVCache, batch: PagedBatch, is_reserved: bool) -> None:
+        self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
+
+    def longest(self) -> int:
+        return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
+
+    def positions(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            return self.batch.positions
+        first = self.batch.lengths[:, None] - x.shape[1]
+        return first + torch.arange(x.shape[1], device=x.device)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(
+            cu_seqlens_q=self.batch.cu_seqlens if inputs.query.ndim == 3 else None,
+            seqlens_k=self.batch.lengths,
+            page_table=self.batch.page_table,
+            key_scale=self.cache.key_scale,
+            value_scale=self.cache.value_scale,
+        )
+
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        self.cache.write(key, value, self.batch)
+
+    def undo(self) -> None:
+        if not self.is_reserved:
+            self.cache.undo(self.batch)
