@@ -21,7 +21,7 @@ class KernelTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of a decoding kernel: at most block_m rows (queries times heads) by block_n keys."""
+    """Tile of the decoding kernel: at most block_m rows (queries times heads) by block_n keys."""
 
     block_m: int
     block_n: int
@@ -29,7 +29,7 @@ class DecodeTile:
     num_warps: int
     num_stages: int
     is_transposed: bool = False
-    has_pdl: bool = False
+    least: int = 1  # tiles that a worker takes at least
 
 
 # kernel -> rows of (largest padded head size of QK or V, tile), smallest first
@@ -68,22 +68,35 @@ PORTABLE: Rows = {
     ],
 }
 
-# 227 KB of shared memory a block, and wgmma from 64 rows on. Chosen by registers and spills; not timed.
+# Measured: NVIDIA H200, 2026-11-21, torch 2.11.0+cu130, triton 3.6.0, `tilewise tune`.
+# Data-centre Blackwell takes them too; not timed there.
 HOPPER: Rows = PORTABLE | {
     "forward": [
-        (64, KernelTile(128, 128, 8, 3)),
-        (128, KernelTile(128, 128, 8, 2)),
+        (64, KernelTile(128, 64, 4, 3)),
+        (128, KernelTile(128, 128, 8, 3)),
+        (256, KernelTile(128, 64, 8, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_causal": [
+        (64, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(128, 64, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(64, 128, 8, 2)),
-        (128, KernelTile(64, 128, 8, 3)),
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(64, 128, 8, 2)),
+        (256, KernelTile(32, 64, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dkdv_causal": [
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(32, 64, 4, 2)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dq": [
-        (64, KernelTile(128, 64, 8, 3)),
+        (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
         (256, KernelTile(128, 32, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
@@ -131,7 +144,12 @@ FLOAT32: Rows = {
 
 
 def kernel_tile(
-    kernel: str, capability: tuple[int, int], is_float32: bool, padded_dim: int, has_extras: bool = False
+    kernel: str,
+    capability: tuple[int, int],
+    is_float32: bool,
+    padded_dim: int,
+    has_extras: bool = False,
+    is_causal: bool = False,
 ) -> KernelTile:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
@@ -139,7 +157,7 @@ def kernel_tile(
 
     Example:
         >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
-        KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=2)
+        KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
     """
     if is_float32:
         table = FLOAT32
@@ -147,13 +165,17 @@ def kernel_tile(
         table = EXTRAS
     else:
         table = HOPPER if capability[0] in (9, 10) else PORTABLE
-    return next(tile for largest, tile in table[kernel] if padded_dim <= largest)
+    causal = f"{kernel}_causal"
+    rows = table[causal if is_causal and causal in table else kernel]
+    return next(tile for largest, tile in rows if padded_dim <= largest)
 
 
-def decode_tile(is_float32: bool, head_dim: int) -> DecodeTile:
-    """The tile of the decoding kernels for the larger head size of QK and V."""
+def decode_tile(is_float32: bool, head_dim: int, rows: int) -> DecodeTile:
+    """The tile of the decoding kernel for the larger head size of QK and V, and so many rows a key head."""
     if is_float32:
         return DecodeTile(16, 32, 2, 4, 2)
     if head_dim > 256:
         return DecodeTile(64, 32, 1, 8, 2)
-    return DecodeTile(64, 64, 2, 4, 3) if head_dim <= 128 else DecodeTile(64, 32, 2, 4, 2)
+    if head_dim > 128:
+        return DecodeTile(64, 32, 2, 4, 3)
+    return DecodeTile(64, 64, 4, 4, 4)

@@ -22,8 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import backward, forward, launch
-from tilewise.tuning_table import KernelTile
+from tilewise.triton import backward, call, forward, launch, plan
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,15 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     case = CASES[name]
     reports: list[dict[str, Any]] = []
 
-    def compile_instead(
-        call: launch._Call, kernel: Any, tile: KernelTile, programs: int, args: tuple, **constants: bool
-    ) -> None:
-        cfg = launch._config(call.problem, tile)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        compiled = kernel.warmup(*args, **constants, cfg=cfg, **options, grid=(1,))
-        reports.append(
-            {"case": name, "kernel": kernel.__name__, "tile": str(tile)} | report(compiled, capability)
-        )
+    def compile_instead(started: plan.Launch) -> None:
+        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
+        cfg = started.arguments[-1]
+        tile = f"{cfg.BLOCK_M}x{cfg.BLOCK_N}, {started.num_warps} warps, {started.num_stages} stages"
+        name_and_tile = {"case": name, "kernel": started.kernel.__name__, "tile": tile}
+        reports.append(name_and_tile | report(compiled, capability))
 
-    launch._Call.run = compile_instead  # type: ignore[method-assign]
-    launch._capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    plan.start = compile_instead
+    call.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
     out, lse = launch.forward(problem, inputs)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import reference
+from tilewise import dispatch, reference
 from tilewise.dropout import keep_mask
 from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, spans
 
@@ -306,11 +306,7 @@ def test_strides_are_taken_as_they_are(name: str):
     options = Options(causal=True)
     problem = solve(inputs, options)
     out, lse = launch.forward(problem, inputs)
-    if "last" not in name:
-        order = sorted(range(3), key=out.stride, reverse=True)
-        assert order == sorted(range(3), key=inputs.query.stride, reverse=True), (
-            "out keeps query's memory order"
-        )
+    assert out.is_contiguous()
     douts = [torch.randn_like(out)]
     if "last" in name or not IS_INTERPRETED:
         douts.append(torch.ones((), device=DEVICE).expand_as(out))
@@ -366,7 +362,8 @@ def test_float64_and_page_gradients_are_refused_by_name():
         randn(1, 1, 1, 8).requires_grad_(), randn(4, 8, 1, 8), randn(4, 8, 1, 8),
         seqlens_k=lengths(9), page_table=torch.zeros(1, 2, device=DEVICE, dtype=torch.int32),
     )  # fmt: skip
-    assert "pages" in str(launch.supports(describe(pages, Options())))
+    with pytest.raises(NotImplementedError, match="no gradient of keys in pages"):
+        dispatch.choose(describe(pages, Options()), "triton", is_backward=True)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="compilation")

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+# The backward keeps lse and delta in blocks of so many rows, a sequence's last one padded: no tile of
+# queries is larger, so their loads are aligned and need no mask.
+STAT_ROWS = 128
+
 
 class Rows(NamedTuple):
     """Rows of one tensor: (batch, row, head) strides in elements; the last dimension is contiguous."""
@@ -123,6 +127,7 @@ class DecodeSizes(NamedTuple):
 
     batch: int
     num_heads: int
+    num_kv_heads: int
     seqlen_q: int
     seqlen_k: int
     stride_page_table: int
@@ -131,6 +136,7 @@ class DecodeSizes(NamedTuple):
     row_tiles: int  # tiles of rows that one key head has
     segments: int  # of each sequence: key heads times row tiles
     workers: int
+    least: int  # tiles that a worker takes at least
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,8 @@ class DecodeConfig:
     IS_FOLDED: bool
     IS_SHARED: bool  # the values are the first columns of the keys, as in absorbed MLA
     IS_TRANSPOSED: bool  # keys along the rows of the score tile
-    HAS_PDL: bool
+    MERGE_ROWS: int  # rows and pieces that are merged at a time
+    MERGE_PIECES: int
     PRECISION: str
 
 

@@ -1,6 +1,6 @@
 """Backward kernels: gradients by recomputation from lse, without atomics, so bit for bit repeatable.
 
-    delta = rowsum(dO * O) - dlse                           attn_bwd_delta_kernel
+    delta = rowsum(dO * O) - dlse                           attn_bwd_prepare_kernel, and dsinks
     p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
     dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
     dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
@@ -16,17 +16,20 @@ import triton.language as tl
 
 from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
 from tilewise.triton.primitives import (
+    LOG2E,
+    STAT_BLOCK,
     exponentials,
     keep_entries,
     keep_tile,
     key_regions,
     load_keys,
-    load_lse_log2,
     load_stat,
     load_tile,
     packed_tile,
+    padded_stat_start,
     program_tile,
     query_regions,
+    query_tile,
     row_base,
     scores_log2,
     sequence_rows,
@@ -36,13 +39,16 @@ from tilewise.triton.primitives import (
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
-def attn_bwd_delta_kernel(
-    out, do, delta_ptr, dlse_ptr,
+def attn_bwd_prepare_kernel(
+    out, do, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dsinks_ptr, ragged, sinks,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """delta [BLOCK_M] of one head's rows; packed rows are taken as one long sequence."""
+    """One block of lse_log2 and delta of one head, and its part of dsinks (slots, tiles).
+
+    lse_log2 is such that exp2(s - lse_log2) is 0 in rows that see nothing and in padding.
+    """
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
@@ -51,30 +57,47 @@ def attn_bwd_delta_kernel(
     tile, slot = program_tile(sizes, False)
     h = slot % sizes.num_heads
     b = slot // sizes.num_heads
-    start = tl.zeros((), tl.int64)
-    i0 = tile * BLOCK_M
-    o_tile = load_tile(
-        out, row_base(out, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
-    )
-    do_tile = load_tile(
-        do, row_base(do, b, h, start), i0, sizes.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
-    )
-    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    first = (b.to(tl.int64) * sizes.num_heads + h) * sizes.seqlen_q
-    if dlse_ptr is not None:
-        delta -= load_stat(dlse_ptr + first, i0, sizes.seqlen_q, BLOCK_M)
-    i = i0 + tl.arange(0, BLOCK_M)
-    tl.store(delta_ptr + first + i, delta, mask=i < sizes.seqlen_q)
+    part = slot.to(tl.int64) * sizes.num_tiles + tile
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, STAT_BLOCK)
+    q_start, seqlen_q, _k_start, _seqlen_k, _first_col = sequence_rows(b, sizes, ragged)
+    first = stat_start(b, h, q_start, sizes, ragged)
+    first_padded = padded_stat_start(b, h, q_start, sizes, ragged)
+    o_base = row_base(out, b, h, q_start)
+    do_base = row_base(do, b, h, q_start)
+
+    dsink = tl.zeros((BLOCK_M,), tl.float32)
+    for i0 in range(tile * STAT_BLOCK, (tile + 1) * STAT_BLOCK, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        exists = i < seqlen_q
+        o_tile = load_tile(out, o_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+        do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+        delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + first + i, mask=exists, other=0.0)
+        lse_log2 = tl.load(lse_ptr + first + i, mask=exists, other=float("inf")) * LOG2E
+        sees_nothing = lse_log2 == float("-inf")
+        lse_log2 = tl.where(sees_nothing, 0.0, lse_log2)
+        tl.store(lse_log2_ptr + first_padded + i, lse_log2)
+        tl.store(delta_ptr + first_padded + i, delta)
+        if sinks is not None:
+            p_sink = tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - lse_log2)
+            dsink -= tl.where(sees_nothing, 0.0, p_sink) * delta
+    if sinks is not None:
+        tl.store(dsinks_ptr + part, tl.sum(dsink, 0))
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, lse_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dk, dv, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it."""
+    """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it.
+
+    A gradient that is None is left out: wide heads take one at a time, in tiles twice as large.
+    """
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
@@ -96,47 +119,35 @@ def attn_bwd_dkdv_kernel(
 
     k_base = row_base(k, b, kv_head, k_start)
     v_base = row_base(v, b, kv_head, k_start)
-    k_tile = load_tile(
-        k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D, True
-    )  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, BLOCK_D, True)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM_V, BLOCK_DV, True)
     dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_acc = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for member in range(cfg.GROUP_SIZE):
         h = kv_head * cfg.GROUP_SIZE + member
         place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-        j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
-        lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
-        if sizes.window_right is not None:
-            for i0 in range(lo, full_lo, cfg.BLOCK_M):
-                dk_acc, dv_acc = dkdv_step(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                    place, ragged, extras, sizes, factors, cfg, True,
-                )  # fmt: skip
-        for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                place, ragged, extras, sizes, factors, cfg, False,
-            )  # fmt: skip
-        for i0 in range(full_hi, hi, cfg.BLOCK_M):
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-                place, ragged, extras, sizes, factors, cfg, True,
-            )  # fmt: skip
-    dk_acc *= factors.scale
-    dv_acc *= factors.keep
-    store_tile(
-        dk, row_base(dk, b, kv_head, k_start), j0, seqlen_k, dk_acc, BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D
-    )
-    store_tile(
-        dv, row_base(dv, b, kv_head, k_start), j0, seqlen_k, dv_acc, BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
-    )
+        regions = query_regions(j0, tl.minimum(j0 + BLOCK_N, seqlen_k), place, sizes, cfg.BLOCK_M)
+        for REGION in tl.static_range(3):  # edge, full, edge
+            if REGION > 0 or sizes.window_right is not None:
+                for i0 in range(regions[REGION], regions[REGION + 1], cfg.BLOCK_M):
+                    dk_acc, dv_acc = dkdv_step(
+                        dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                        place, ragged, extras, sizes, factors,
+                        cfg, REGION != 1, dk is not None, dv is not None,
+                    )  # fmt: skip
+    if dk is not None:
+        dk_base = row_base(dk, b, kv_head, k_start)
+        store_tile(dk, dk_base, j0, seqlen_k, dk_acc * factors.scale, BLOCK_N, cfg.HEAD_DIM, BLOCK_D)
+    if dv is not None:
+        dv_base = row_base(dv, b, kv_head, k_start)
+        store_tile(dv, dv_base, j0, seqlen_k, dv_acc * factors.keep, BLOCK_N, cfg.HEAD_DIM_V, BLOCK_DV)
 
 
 @triton.jit
 def dkdv_step(
-    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_ptr, delta_ptr, i0, j0, q_start,
-    place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+    place, ragged, extras, sizes, factors,
+    cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
 
@@ -144,34 +155,37 @@ def dkdv_step(
     """
     q_base = row_base(q, place.b, place.h, q_start)
     do_base = row_base(do, place.b, place.h, q_start)
-    first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
+    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
-    lse = load_lse_log2(lse_ptr + first_stat, i0, place.seqlen_q, cfg.BLOCK_M)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
     s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
-    p = exponentials(s, lse[None, :], factors, cfg)
+    p = exponentials(s, lse_log2[None, :], factors, cfg)
     do_tile = load_tile(do, do_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
-    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=cfg.PRECISION)
+    kept = p
     if extras.dropout_seed is not None:
         keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
-        dp = tl.where(keep, dp * factors.keep, 0.0)
         kept = tl.where(keep, p, 0.0)
-    else:
-        kept = p
-    dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=cfg.PRECISION)
-    delta = load_stat(delta_ptr + first_stat, i0, place.seqlen_q, cfg.BLOCK_M)
-    ds = p * (dp - delta[None, :])
-    if cfg.HAS_SOFTCAP:
-        ds = ds * (1.0 - t * t)
-    dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=cfg.PRECISION)
+    if HAS_DK:
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=cfg.PRECISION)
+    if HAS_DV:
+        dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=cfg.PRECISION)
+    if HAS_DK:
+        if extras.dropout_seed is not None:
+            dp = tl.where(keep, dp * factors.keep, 0.0)
+        delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+        ds = p * (dp - delta[None, :])
+        if cfg.HAS_SOFTCAP:
+            ds = ds * (1.0 - t * t)
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=cfg.PRECISION)
     return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, lse_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dq, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -183,54 +197,34 @@ def attn_bwd_dq_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
-    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
-    if ragged.cu_seqlens_q is not None:
-        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    i0 = tile * BLOCK_M
-    if i0 >= seqlen_q:
+    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= place.seqlen_q:
         return
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
 
-    q_base = row_base(q, b, h, q_start)
-    do_base = row_base(do, b, h, q_start)
-    first_stat = stat_start(b, h, q_start, sizes, ragged)
-    q_tile = load_tile(
-        q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
-    )  # [BLOCK_M, BLOCK_D]
-    do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
-    lse = load_lse_log2(lse_ptr + first_stat, i0, seqlen_q, BLOCK_M)
-    delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, BLOCK_M)
+    q_base = row_base(q, place.b, place.h, q_start)
+    do_base = row_base(do, place.b, place.h, q_start)
+    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, cfg.HEAD_DIM, BLOCK_D, True)
+    do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, BLOCK_M)
+    delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
     dq_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    i1 = tl.minimum(i0 + BLOCK_M, seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
-    if sizes.window_left is not None:
-        for j0 in range(lo, full_lo, BLOCK_N):
-            dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
-                place, ragged, extras, sizes, factors, cfg, True,
-            )  # fmt: skip
-    for j0 in range(full_lo, full_hi, BLOCK_N):
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
-            place, ragged, extras, sizes, factors, cfg, False,
-        )  # fmt: skip
-    for j0 in range(full_hi, hi, BLOCK_N):
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
-            place, ragged, extras, sizes, factors, cfg, True,
-        )  # fmt: skip
-    dq_acc *= factors.scale
-    store_tile(dq, row_base(dq, b, h, q_start), i0, seqlen_q, dq_acc, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D)
+    regions = key_regions(i0, tl.minimum(i0 + BLOCK_M, place.seqlen_q), place, sizes, cfg.BLOCK_N)
+    for REGION in tl.static_range(3):  # edge, full, edge
+        if REGION > 0 or sizes.window_left is not None:
+            for j0 in range(regions[REGION], regions[REGION + 1], cfg.BLOCK_N):
+                dq_acc = dq_step(
+                    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
+                    place, ragged, extras, sizes, factors, cfg, REGION != 1,
+                )  # fmt: skip
+    dq_base = row_base(dq, place.b, place.h, q_start)
+    store_tile(dq, dq_base, i0, place.seqlen_q, dq_acc * factors.scale, BLOCK_M, cfg.HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def dq_step(
-    dq_acc, q_tile, do_tile, lse, delta, k, v, i0, j0, k_start,
+    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
     place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
@@ -241,7 +235,7 @@ def dq_step(
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
     s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
-    p = exponentials(s, lse[:, None], factors, cfg)
+    p = exponentials(s, lse_log2[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         dp = tl.where(keep, dp * factors.keep, 0.0)
@@ -253,7 +247,7 @@ def dq_step(
 
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
-    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, lse_log2_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
@@ -290,7 +284,7 @@ def attn_bwd_dbias_kernel(
         h = bias_h + rest % loop_heads
         b = bias_b + rest // loop_heads
         acc += dbias_step(
-            q, k, v, do, lse_ptr, delta_ptr, row * cfg.BLOCK_M, col * cfg.BLOCK_N, b, h,
+            q, k, v, do, lse_log2_ptr, delta_ptr, row * cfg.BLOCK_M, col * cfg.BLOCK_N, b, h,
             ragged, extras, sizes, factors, cfg,
         )  # fmt: skip
 
@@ -310,7 +304,7 @@ def attn_bwd_dbias_kernel(
 
 @triton.jit
 def dbias_step(
-    q, k, v, do, lse_ptr, delta_ptr, i0, col0, b, h, ragged, extras, sizes, factors, cfg: tl.constexpr
+    q, k, v, do, lse_log2_ptr, delta_ptr, i0, col0, b, h, ragged, extras, sizes, factors, cfg: tl.constexpr
 ):
     """ds of queries from i0 on against keys in bias columns from col0 on; 0 where no such pair exists."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
@@ -323,7 +317,7 @@ def dbias_step(
     lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
     if (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo):
         kv_head = h // cfg.GROUP_SIZE
-        first_stat = stat_start(b, h, q_start, sizes, ragged)
+        first_stat = padded_stat_start(b, h, q_start, sizes, ragged)
         i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
         j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
         q_tile = load_tile(
@@ -338,12 +332,12 @@ def dbias_step(
         v_tile = load_signed(
             v, row_base(v, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
         )
-        lse = load_lse_log2(lse_ptr + first_stat, i0, seqlen_q, cfg.BLOCK_M)
-        delta = load_stat(delta_ptr + first_stat, i0, seqlen_q, cfg.BLOCK_M)
+        lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
+        delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
         s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
-        p = exponentials(s, lse[:, None], factors, cfg)
+        p = exponentials(s, lse_log2[:, None], factors, cfg)
         if extras.dropout_seed is not None:
             if ragged.leftpad_k is None:
                 keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.triton.arguments import Extras, Place, Sizes
+from tilewise.triton.arguments import Extras, Sizes
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
@@ -24,11 +24,9 @@ from tilewise.triton.primitives import (
     load_keys,
     load_tile,
     online_softmax,
-    packed_tile,
-    program_tile,
+    query_tile,
     row_base,
     scores_log2,
-    sequence_rows,
     stat_start,
     store_tile,
 )
@@ -50,50 +48,36 @@ def attn_fwd_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
-    if ragged.cu_seqlens_q is not None:
-        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    i0 = tile * BLOCK_M
-    if i0 >= seqlen_q:
+    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= place.seqlen_q:
         return
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
 
-    q_base = row_base(q, b, h, q_start)
-    q_tile = load_tile(
-        q, q_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
-    )  # [BLOCK_M, BLOCK_D]
+    q_base = row_base(q, place.b, place.h, q_start)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
-        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + h).to(tl.float32) * LOG2E
+        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + place.h).to(tl.float32) * LOG2E
         l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
-    i1 = tl.minimum(i0 + BLOCK_M, seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
-    if sizes.window_left is not None:
-        for j0 in range(lo, full_lo, BLOCK_N):
-            acc, m, l = forward_step(
-                acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
-            )
-    for j0 in range(full_lo, full_hi, BLOCK_N):
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False
-        )
-    for j0 in range(full_hi, hi, BLOCK_N):
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
-        )
+    regions = key_regions(i0, tl.minimum(i0 + BLOCK_M, place.seqlen_q), place, sizes, BLOCK_N)
+    for REGION in tl.static_range(3):  # edge, full, edge
+        if REGION > 0 or sizes.window_left is not None:
+            for j0 in range(regions[REGION], regions[REGION + 1], BLOCK_N):
+                acc, m, l = forward_step(
+                    acc, m, l, q_tile, k, v, i0, j0, k_start,
+                    place, ragged, extras, sizes, factors, cfg, REGION != 1,
+                )  # fmt: skip
 
     i = i0 + tl.arange(0, BLOCK_M)
     lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen
-    tl.store(lse_ptr + stat_start(b, h, q_start, sizes, ragged) + i, lse, mask=i < seqlen_q)
+    first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
+    tl.store(lse_ptr + first_stat + i, lse, mask=i < place.seqlen_q)
     acc = acc * (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None]
-    store_tile(out, row_base(out, b, h, q_start), i0, seqlen_q, acc, BLOCK_M, cfg.HEAD_DIM_V, BLOCK_DV)
+    out_base = row_base(out, place.b, place.h, q_start)
+    store_tile(out, out_base, i0, place.seqlen_q, acc, BLOCK_M, cfg.HEAD_DIM_V, BLOCK_DV)
 
 
 @triton.jit

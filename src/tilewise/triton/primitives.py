@@ -14,6 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.triton.arguments import STAT_ROWS, Place
+
+STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -78,8 +81,21 @@ def sequence_rows(b, sizes, ragged):
 
 
 @triton.jit
+def query_tile(sizes, ragged, BLOCK_M: tl.constexpr):
+    """(i0, q_start, k_start, place) of this program's tile of queries; there is none if i0 >= seqlen_q."""
+    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    return tile * BLOCK_M, q_start, k_start, place
+
+
+@triton.jit
 def stat_start(b, h, q_start, sizes, ragged):
-    """Offset of a head's first lse or delta: (batch, heads, seqlen_q), or packed (heads, total_q)."""
+    """Offset of a head's first lse: (batch, heads, seqlen_q), or packed (heads, total_q)."""
     head = h.to(tl.int64)
     if ragged.cu_seqlens_q is None:
         head += b.to(tl.int64) * sizes.num_heads
@@ -211,17 +227,20 @@ def load_keys(
 
 
 @triton.jit
-def load_lse_log2(ptr, i0, seqlen_q, BLOCK_M: tl.constexpr):
-    """lse in log2 units [BLOCK_M], such that exp2(s - lse) is 0 for rows that see nothing or do not exist."""
-    i = i0 + tl.arange(0, BLOCK_M)
-    lse = tl.load(ptr + i, mask=i < seqlen_q, other=float("inf")) * LOG2E
-    return tl.where(lse == float("-inf"), 0.0, lse)  # such a row has s = -inf everywhere
+def padded_stat_start(b, h, q_start, sizes, ragged):
+    """Offset of a head's first row of lse_log2 or delta: every sequence starts and ends with a STAT_BLOCK."""
+    if ragged.cu_seqlens_q is None:
+        block = (b * sizes.num_heads + h).to(tl.int64) * tl.cdiv(sizes.seqlen_q, STAT_BLOCK)
+    else:  # numbered as by `packed_tile`
+        blocks_per_head = sizes.seqlen_q // STAT_BLOCK + sizes.batch
+        block = h.to(tl.int64) * blocks_per_head + q_start // STAT_BLOCK + b
+    return block * STAT_BLOCK
 
 
 @triton.jit
-def load_stat(ptr, i0, seqlen_q, BLOCK_M: tl.constexpr):
-    i = i0 + tl.arange(0, BLOCK_M)
-    return tl.load(ptr + i, mask=i < seqlen_q, other=0.0)
+def load_stat(ptr, i0, BLOCK_M: tl.constexpr):
+    """[BLOCK_M] of lse_log2 or delta; in padding inf or 0, so that p = 0 there. Wide loads without a mask."""
+    return tl.load(ptr + tl.multiple_of(i0, BLOCK_M) + tl.arange(0, BLOCK_M))
 
 
 # ---- scores

@@ -1,0 +1,175 @@
+"""One call's tensors and numbers in the form that the kernels take."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import AttentionProblem, Inputs
+from tilewise.triton.arguments import Extras, Factors, KernelConfig, Ragged, Rows, ScoreTensor, Sizes, Slopes
+from tilewise.triton.plan import Launch, Tensors, is_interpreted
+from tilewise.tuning_table import KernelTile, kernel_tile
+
+FLOAT32_PRECISION = "ieee"  # or "tf32": ten bits of mantissa at the speed of the matrix units
+
+# Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
+SECTION_BYTES = 24 << 20
+
+_N = len(Inputs._fields)
+_CONTIGUOUS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "leftpad_k", "page_table"),
+    *("alibi_slopes", "sinks"),
+)
+
+
+class Results(NamedTuple):
+    """The tensors of a launch besides the inputs of the call."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    lse_log2: Tensor | None = None  # with delta: see attn_bwd_prepare_kernel
+    delta: Tensor | None = None
+    dsinks: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+
+
+def launchable(inputs: Inputs) -> Inputs:
+    """The inputs as kernels take them; copies only what they could not read where it lies."""
+    query, key, value, *others = inputs
+    if [t for t in others if t is not None]:
+        i = inputs
+        inputs = i._replace(
+            **{name: t.contiguous() for name in _CONTIGUOUS if (t := getattr(i, name)) is not None},
+            mask=None if i.mask is None else i.mask.view(torch.uint8),
+            dropout_seed=None if i.dropout_seed is None else i.dropout_seed.to(query.device),
+        )
+    return Inputs(with_dense_rows(query), with_dense_rows(key), with_dense_rows(value), *inputs[3:])
+
+
+def with_dense_rows(t: Tensor) -> Tensor:
+    """t, or a copy if its last dimension has gaps or a tile of its rows would span 2^31."""
+    strides = t.stride()
+    is_fine = (strides[-1] == 1 or t.shape[-1] == 1) and strides[0 if t.ndim == 3 else 1] < 1 << 23
+    return t if is_fine else t.contiguous()
+
+
+class Call:
+    """What the arguments of every kernel are made of: `launchable` inputs, results and numbers."""
+
+    def __init__(self, problem: AttentionProblem, tensors: Tensors) -> None:
+        self.problem = problem
+        self.inputs = inputs = Inputs(*tensors[:_N])  # type: ignore[arg-type]
+        self.results = Results(*tensors[_N:])
+        self.is_packed = problem.is_packed
+        self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
+        self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
+        self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
+        self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
+
+    def tiles_q(self, block: int) -> int:
+        return self.seqlen_q // block + self.problem.batch if self.is_packed else -(-self.seqlen_q // block)
+
+    def tiles_k(self, block: int) -> int:
+        return self.seqlen_k // block + self.problem.batch if self.is_packed else -(-self.seqlen_k // block)
+
+    def section(self, length: int, heads: int) -> int:
+        """How many slots work side by side, each on `heads` heads of `length` rows of two tensors."""
+        problem = self.problem
+        one = length * heads * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        return max(1, SECTION_BYTES // max(1, one))
+
+    def rows(self, t: Tensor | None) -> Any:
+        if t is None:
+            return None
+        strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
+
+    def ragged(self) -> Any:
+        i = self.inputs
+        return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
+
+    def extras(self) -> Any:
+        i = self.inputs
+        mask, bias = (None if t is None else ScoreTensor(t, *_canonical_strides(t)) for t in (i.mask, i.bias))
+        slopes = None
+        if i.alibi_slopes is not None:
+            slopes = Slopes(i.alibi_slopes, i.alibi_slopes.stride(0) if i.alibi_slopes.ndim == 2 else 0)
+        seed = i.dropout_seed if self.problem.dropout_p > 0 else None
+        return Extras(mask, bias, slopes, i.sinks, seed)
+
+    def sizes(self, num_tiles: int, num_slots: int, section: int) -> Any:
+        problem = self.problem
+        visibility = problem.visibility()
+        threshold = int(problem.dropout_p * 2**32)
+        table = self.inputs.page_table
+        return Sizes(
+            batch=problem.batch,
+            num_heads=problem.num_heads,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            stride_page_table=0 if table is None else table.shape[1],
+            window_left=visibility.left,
+            window_right=visibility.right,
+            dropout_threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
+            num_tiles=num_tiles,
+            num_slots=num_slots,
+            section=section,
+        )
+
+    def factors(self) -> Any:
+        return Factors(self.problem.scale, self.problem.softcap, 1.0 / (1.0 - self.problem.dropout_p))
+
+    def tile(self, kernel: str) -> KernelTile:
+        """The tuning table's row for this call on this GPU."""
+        if is_interpreted():
+            return KernelTile(16, 16, 4, 1)
+        p = self.problem
+        padded = max(_padded(p.head_dim), _padded(p.head_dim_v))
+        has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
+        has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
+        capability = gpu_capability(self.inputs.query.device)
+        return kernel_tile(kernel, capability, p.dtype == torch.float32, padded, has_extras, p.causal)
+
+    def launch(self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...]) -> Launch:
+        """`kernel` on arguments and this call's compile-time choices."""
+        return Launch(kernel, programs, (*arguments, self.config(tile)), tile.num_warps, tile.num_stages)
+
+    def config(self, tile: KernelTile) -> KernelConfig:
+        p = self.problem
+        adds_to_scores = p.softcap > 0 or p.bias_shape is not None or p.has_alibi
+        return KernelConfig(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=p.head_dim,
+            HEAD_DIM_V=p.head_dim_v,
+            BLOCK_D=_padded(p.head_dim),
+            BLOCK_DV=_padded(p.head_dim_v),
+            GROUP_SIZE=p.group_size,
+            PAGE_SIZE=p.page_size or 0,
+            HAS_SOFTCAP=p.softcap > 0,
+            IS_FOLDED=p.scale > 0 and not adds_to_scores,
+            PRECISION=FLOAT32_PRECISION,
+        )
+
+
+@functools.cache
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; other vendors' GPUs take the portable tiles."""
+    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _canonical_strides(t: Tensor) -> tuple[int, ...]:
+    """t's strides, 0 where the size is one: there any number may stand, and must not cause a compilation."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride()))
