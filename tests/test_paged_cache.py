@@ -270,7 +270,7 @@ def test_rotary_in_a_contiguous_cache():
     torch.testing.assert_close(torch.cat(outs, 2).transpose(1, 2).double(), exact, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="rotary_cos"):
         tilewise.attention_with_cache(q, cache, rotary_cos=cos[:5], rotary_sin=sin[:5])
-    with pytest.raises(ValueError, match="given together"):
+    with pytest.raises(TypeError, match="given together"):
         tilewise.attention_with_cache(q, cache, rotary_cos=cos)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import autograd, dispatch
 from tilewise.cache import KVCache
-from tilewise.cached_step import cached_step
+from tilewise.cached_step import Rotary, cached_step
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PagedBatch
 from tilewise.problem import Inputs, Options, describe
@@ -224,11 +224,13 @@ def attention_with_cache(
     given = {"query": query, "key": key, "value": value}
     given = {name: t for name, t in given.items() if t is not None}
     query, key, value = (*_to_bshd(layout, **given), None, None)[:3]
+    rotary = None
+    if rotary_cos is not None or rotary_sin is not None:
+        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)  # type: ignore[arg-type]
     step = cached_step(cache, batch, query, key, value)
     try:
-        if rotary_cos is not None or rotary_sin is not None:
-            query = step.rotate(query, rotary_cos, rotary_sin, rotary_interleaved)
-            key = key if key is None else step.rotate(key, rotary_cos, rotary_sin, rotary_interleaved)
+        if rotary is not None:
+            step.check_rotary(rotary)
         inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)
         inputs = step.inputs(inputs)
         options = Options(causal, *window_bounds(window), softcap, scale=scale)
@@ -237,8 +239,7 @@ def attention_with_cache(
     except Exception:
         step.undo()
         raise
-    if key is not None:
-        step.write(key, value)
+    inputs = inputs._replace(query=step.store(query, key, value, rotary))
     out, lse = autograd.attention(inputs, options, backend)
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)

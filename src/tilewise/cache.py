@@ -79,7 +79,7 @@ class KVCache:
         """Write new tokens behind those each sequence holds.
 
         While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last rows
-        overwritten, and `lengths` stops at max_seqlen.
+        overwritten, and `lengths` counts on.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
@@ -105,10 +105,13 @@ class KVCache:
         self.key[where] = k
         if v is not None:
             self.value[where] = v
+        self.advance(new_tokens)
+
+    def advance(self, new_tokens: int) -> None:
+        """Count tokens that were written."""
+        held = self.held()
         self.lengths += new_tokens
-        if held is None:
-            self.lengths.clamp_(max=self.key.shape[1])
-        elif self._held is not None:
+        if held is not None and self._held is not None:
             self._held, self._version = [n + new_tokens for n in held], self.lengths._version
 
     def held(self) -> list[int] | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +58,23 @@ def cached_step(
     return PagedStep(cache, cache.reserve(sequences, 0 if key is None else key.shape[1]), is_reserved=False)
 
 
+class Rotary(NamedTuple):
+    """Tables (positions, rotary_dim / 2), and which coordinates are pairs."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 class Step(ABC):
     """Room is made; tokens are not written yet."""
+
+    cache: KVCache | PagedKVCache
 
     @abstractmethod
     def longest(self) -> int:
@@ -75,24 +93,45 @@ class Step(ABC):
         """Store the new tokens."""
 
     @abstractmethod
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        """Turn query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
+
+    @abstractmethod
     def undo(self) -> None:
         """Leave the cache as it was before the step."""
 
-    def rotate(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
-        """x turned by its tokens' positions.
-
-        Raises:
-            ValueError: the tables do not fit.
-        """
+    def check_rotary(self, rotary: Rotary) -> None:
+        """Raise ValueError or TypeError unless the tables fit."""
+        cos, sin, _ = rotary
         if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
-            raise ValueError("rotary_cos and rotary_sin must be given together, or neither")
-        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < max(1, self.longest()):
+            raise TypeError("rotary_cos and rotary_sin must be given together, or neither")
+        most = self.cache.key.shape[-1] // 2
+        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < max(1, self.longest()) or cos.shape[1] > most:
             raise ValueError(
                 f"rotary_cos.shape={tuple(cos.shape)} and rotary_sin.shape={tuple(sin.shape)} must both be "
-                f"(positions, rotary_dim / 2) with at least {max(1, self.longest())} positions"
+                f"(positions, rotary_dim / 2) with at least {max(1, self.longest())} positions and at most "
+                f"{most} pairs"
             )
-        at = self.positions(x).clamp(0, len(cos) - 1)  # padding has none
-        return apply_rotary(x, cos[at], sin[at], interleaved=interleaved)
+
+    def store(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        """Turn query and key by their positions and store key and value; query as it is to be used."""
+        if key is not None and self._is_fusible(query, key, rotary):
+            return self.fused_write(query, key, value, rotary)
+        if rotary is not None:
+            query = self._turned(query, rotary)
+            key = None if key is None else self._turned(key, rotary)
+        if key is not None:
+            self.write(key, value)
+        return query
+
+    def _turned(self, x: Tensor, rotary: Rotary) -> Tensor:
+        at = self.positions(x).clamp(0, len(rotary.cos) - 1)  # padding has none
+        return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
+
+    def _is_fusible(self, query: Tensor, key: Tensor, rotary: Rotary | None) -> bool:
+        is_plain = key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
+        same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
+        return is_plain and same_tokens and key.is_cuda and has_triton() and not torch.compiler.is_compiling()
 
 
 class ContiguousStep(Step):
@@ -111,6 +150,14 @@ class ContiguousStep(Step):
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value)
+
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        from tilewise.triton.append import Tokens, append
+
+        storage = self.cache.key, None if value is None else self.cache.value
+        query = append(query, key, value, *storage, Tokens(None, None, self.cache.lengths), rotary)
+        self.cache.advance(self.new_tokens)
+        return query
 
     def undo(self) -> None:
         pass  # nothing was reserved
@@ -140,6 +187,12 @@ class PagedStep(Step):
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value, self.batch)
+
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        from tilewise.triton.append import Tokens, append
+
+        storage = self.cache.key, None if value is None else self.cache.value
+        return append(query, key, value, *storage, Tokens(self.batch.slots, self.batch.positions, None), rotary)
 
     def undo(self) -> None:
         if not self.is_reserved:

@@ -30,6 +30,9 @@ class DecodeTile:
     num_stages: int
     is_transposed: bool = False
     least: int = 1  # tiles that a worker takes at least
+    max_registers: int | None = None
+    merge: int = 0  # in kernel; 1 second kernel; 2 with pdl
+    merge_elements: int = 8192
 
 
 # kernel -> rows of (largest padded head size of QK or V, tile), smallest first

@@ -20,8 +20,9 @@ pytest.importorskip("triton")
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
 )
-def test_attention_under_the_interpreter():
-    tests = Path(__file__).with_name("test_attention.py")
+@pytest.mark.parametrize("name", ["test_attention.py", "test_decode.py"])
+def test_under_the_interpreter(name: str):
+    tests = Path(__file__).with_name(name)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},

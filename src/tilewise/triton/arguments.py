@@ -160,6 +160,7 @@ class DecodeConfig:
     IS_TRANSPOSED: bool  # keys along the rows of the score tile
     MERGE_ROWS: int  # rows and pieces that are merged at a time
     MERGE_PIECES: int
+    HAS_PDL: bool
     PRECISION: str
 
 

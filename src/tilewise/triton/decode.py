@@ -208,38 +208,70 @@ def store_matrix(ptrs, acc, factor, exists, cfg: tl.constexpr, IS_TRANSPOSED: tl
 
 @triton.jit
 def merge_pieces(
-    partial, partial_lse, first, count, out, lse_ptr, sinks, b, kv_head, row0, sizes, cfg: tl.constexpr
-):
-    """out and lse of a segment from its pieces [first, first + count), MERGE_ROWS rows at a time."""
-    MERGE_ROWS: tl.constexpr = cfg.MERGE_ROWS
+    partial, partial_lse, first, count, out, lse_ptr, sinks, b, kv_head, row0, start, sizes, cfg: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """out and lse of rows [start, start + ROWS) of a segment from its pieces [first, first + count)."""
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     offs_dv = tl.arange(0, cfg.BLOCK_DV)
     exists_dv = (offs_dv < cfg.HEAD_DIM_V)[None, None, :]
-    for start in range(0, cfg.ROWS, MERGE_ROWS):
-        offs_m = start + tl.arange(0, MERGE_ROWS)
-        r = row0 + offs_m
-        row_exists = (r < sizes.seqlen_q * cfg.GROUP_SIZE) & (offs_m < cfg.ROWS)
-        m = tl.full((MERGE_ROWS,), float("-inf"), tl.float32)
-        l = tl.zeros((MERGE_ROWS,), tl.float32)
-        acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
-        for p in range(0, count, cfg.MERGE_PIECES):
-            offs_p = p + tl.arange(0, cfg.MERGE_PIECES)
-            piece = (first + offs_p[:, None]) * cfg.ROWS + offs_m[None, :]  # [MERGE_PIECES, MERGE_ROWS]
-            exists = (offs_p < count)[:, None] & row_exists[None, :]
-            # .cg: other multiprocessors wrote them, so not from this one's own cache
-            part_lse = tl.load(partial_lse + piece, mask=exists, other=float("-inf"), cache_modifier=".cg")
-            ptrs = partial + piece[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
-            part = tl.load(ptrs, mask=exists[:, :, None] & exists_dv, other=0.0, cache_modifier=".cg")
-            m_new = tl.maximum(m, tl.max(part_lse, 0))
-            m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-            correction = tl.exp2(m - m_finite)
-            weight = tl.exp2(part_lse - m_finite[None, :])
-            acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], 0)
-            l = l * correction + tl.sum(weight, 0)
-            m = m_new
-        i = r // cfg.GROUP_SIZE
-        h = kv_head * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
-        store_rows(acc, m, l, out, lse_ptr, sinks, b, i, h, row_exists, sizes, cfg, False)
+    offs_m = start + tl.arange(0, ROWS)
+    r = row0 + offs_m
+    row_exists = (r < sizes.seqlen_q * cfg.GROUP_SIZE) & (offs_m < cfg.ROWS)
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    for p in range(0, count, PIECES):
+        offs_p = p + tl.arange(0, PIECES)
+        piece = (first + offs_p[:, None]) * cfg.ROWS + offs_m[None, :]  # [PIECES, ROWS]
+        exists = (offs_p < count)[:, None] & row_exists[None, :]
+        # .cg: other multiprocessors wrote them, so not from this one's own cache
+        part_lse = tl.load(partial_lse + piece, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        ptrs = partial + piece[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
+        part = tl.load(ptrs, mask=exists[:, :, None] & exists_dv, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(part_lse, 0))
+        m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        correction = tl.exp2(m - m_finite)
+        weight = tl.exp2(part_lse - m_finite[None, :])
+        acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], 0)
+        l = l * correction + tl.sum(weight, 0)
+        m = m_new
+    i = r // cfg.GROUP_SIZE
+    h = kv_head * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
+    store_rows(acc, m, l, out, lse_ptr, sinks, b, i, h, row_exists, sizes, cfg, False)
+
+
+@triton.jit(do_not_specialize=DecodeSizes._fields)
+def attn_decode_merge_kernel(
+    partial, partial_lse, out, lse_ptr, ragged, sinks,
+    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    row_tiles, segments, workers, least,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, HAS_PDL: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Rows of the segments that several workers share. Grid: (batch * segments * ceil(cfg.ROWS / ROWS),)."""
+    sizes = DecodeSizes(
+        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        row_tiles, segments, workers, least,
+    )  # fmt: skip
+    ROW_BLOCKS: tl.constexpr = (cfg.ROWS + ROWS - 1) // ROWS
+    slot = tl.program_id(0) // ROW_BLOCKS
+    b = slot // sizes.segments
+    segment = slot % sizes.segments
+    tiles, ends = tile_counts(sizes, ragged, cfg)
+    index = tl.arange(0, cfg.BLOCK_B)
+    tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)
+    share = tl.maximum(tl.cdiv(tl.max(ends, 0), sizes.workers), sizes.least)
+    first_unit = tl.max(tl.where(index < b, ends, 0), 0) + segment * tiles_b
+    first = first_unit // share
+    count = (first_unit + tiles_b - 1) // share - first + 1
+    if HAS_PDL:
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        merge_pieces(
+            partial, partial_lse, (slot + first).to(tl.int64), count, out, lse_ptr, sinks, b,
+            (segment // sizes.row_tiles).to(tl.int64), segment % sizes.row_tiles * cfg.BLOCK_M,
+            tl.program_id(0) % ROW_BLOCKS * ROWS, sizes, cfg, ROWS, PIECES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=DecodeSizes._fields)
@@ -268,6 +300,8 @@ def attn_decode_kernel(
     unit = worker * share
     end = tl.minimum(unit + share, total)
     offs_m = tl.arange(0, BLOCK_M)
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     while unit < end:
         b, first_unit, tiles_b = sequence_at(unit, tiles, ends, cfg)
         k_start, seqlen_kb, lo = sequence_keys(b, sizes, ragged)
@@ -318,15 +352,17 @@ def attn_decode_kernel(
             tl.store(partial_lse + piece, m + tl.log2(l), mask=is_row)  # -inf where nothing was seen
             factor = 1.0 / tl.where(l == 0.0, 1.0, l)
             store_matrix(partial + piece * cfg.HEAD_DIM_V, acc, factor, is_row, cfg, cfg.IS_TRANSPOSED)
-            tl.debug_barrier()  # every thread's part is written before the arrival is announced
-            first = first_unit // share
-            pieces = (first_unit + tiles_b - 1) // share - first + 1
-            if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == pieces - 1:
-                tl.store(arrived + slot, 0)
-                merge_pieces(
-                    partial, partial_lse, (slot + first).to(tl.int64), pieces, out, lse_ptr, sinks, b, kv_head,
-                    row0, sizes, cfg,
-                )  # fmt: skip
+            if arrived is not None:
+                tl.debug_barrier()  # every thread's part is written before the arrival is announced
+                first = first_unit // share
+                pieces = (first_unit + tiles_b - 1) // share - first + 1
+                if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == pieces - 1:
+                    tl.store(arrived + slot, 0)
+                    for start in range(0, cfg.ROWS, cfg.MERGE_ROWS):
+                        merge_pieces(
+                            partial, partial_lse, (slot + first).to(tl.int64), pieces, out, lse_ptr, sinks, b,
+                            kv_head, row0, start, sizes, cfg, cfg.MERGE_ROWS, cfg.MERGE_PIECES,
+                        )  # fmt: skip
         unit += count
 
 

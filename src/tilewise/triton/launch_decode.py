@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,11 @@ def forward(problem: AttentionProblem, inputs: Inputs, tile: DecodeTile | None =
     partial = query.new_empty(slots * (problem.head_dim_v + 1), dtype=torch.float32)
     arrived = _counters(query.device, problem.batch * cuts.segments)
     tensors = (*inputs, out, lse, partial[slots:], partial[:slots], arrived)
+    if tile.merge:
+        tensors = (*tensors[:-1], None)
     run(_launch, problem, tensors, tile, cuts, _is_shared(inputs.key, inputs.value))
+    if tile.merge:
+        run(_merge_launch, problem, tensors, tile, cuts)
     return out, lse
 
 
@@ -104,7 +108,52 @@ def _launch(
         *sizes,
         _config(problem, tile, cuts, is_shared),
     )
-    return Launch(attn_decode_kernel, cuts.workers, arguments, tile.num_warps, tile.num_stages)
+    return DecodeLaunch(attn_decode_kernel, cuts.workers, arguments, tile.num_warps, tile.num_stages, tile.max_registers)
+
+
+def _merge_launch(problem, tensors, tile, cuts):
+    from tilewise.triton.decode import attn_decode_merge_kernel
+
+    call = Call(problem, tensors[:_N])
+    inputs, (out, lse, partial, partial_lse, _) = call.inputs, tensors[_N:]
+    visibility, table = problem.visibility(), inputs.page_table
+    sizes = DecodeSizes(
+        batch=problem.batch,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        stride_page_table=0 if table is None else table.shape[1],
+        window_left=visibility.left,
+        window_right=visibility.right,
+        row_tiles=cuts.row_tiles,
+        segments=cuts.segments,
+        workers=cuts.workers,
+        least=tile.least,
+    )
+    cfg = _config(problem, tile, cuts, False)
+    slots = problem.batch * cuts.segments
+    rows = 1
+    while rows < min(cuts.rows, 16) and slots * -(-cuts.rows // rows) > 1024: rows *= 2
+    pieces = max(1, min(64, 8192 // (rows * cfg.BLOCK_DV)))
+    arguments = (partial, partial_lse, call.rows(out), lse, call.ragged(), inputs.sinks, *sizes, rows, pieces, tile.merge == 2, cfg)
+    return DecodeLaunch(attn_decode_merge_kernel, slots * -(-cuts.rows // rows), arguments, 4, 1, None, tile.merge == 2)
+
+
+class DecodeLaunch(NamedTuple):
+    kernel: Any
+    programs: int
+    arguments: tuple
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    pdl: bool = False
+
+    def options(self):
+        o = Launch.options(self)
+        if o and self.max_registers: o["maxnreg"] = self.max_registers
+        if o and self.pdl: o["launch_pdl"] = True
+        return o
 
 
 def _is_shared(key: Tensor, value: Tensor) -> bool:
@@ -136,7 +185,8 @@ def _config(problem: AttentionProblem, tile: DecodeTile, cuts: Cuts, is_shared: 
         IS_SHARED=is_shared and block_d == block_dv == problem.head_dim_v,
         IS_TRANSPOSED=tile.is_transposed,
         MERGE_ROWS=merge_rows,
-        MERGE_PIECES=max(1, MERGE_ELEMENTS // (merge_rows * block_dv)),
+        MERGE_PIECES=max(1, tile.merge_elements // (merge_rows * block_dv)),
+        HAS_PDL=tile.merge == 2,
         PRECISION="ieee",
     )
 
