@@ -33,6 +33,7 @@ class DecodeTile:
     max_registers: int | None = None
     merge: int = 0  # in kernel; 1 second kernel; 2 with pdl
     merge_elements: int = 8192
+    full: bool = True
 
 
 # kernel -> rows of (largest padded head size of QK or V, tile), smallest first

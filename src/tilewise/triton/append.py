@@ -19,11 +19,12 @@ BLOCK_H = tl.constexpr(16)
 
 
 class Tokens(NamedTuple):
-    """Where new tokens go: their slots and positions, or the lengths of a contiguous cache's sequences."""
+    """Where new tokens go: slots and positions, or what each sequence holds, in its entry or by its pages."""
 
     slots: Tensor | None  # (tokens,) rows of the storage, -1 for none
     positions: Tensor | None  # (tokens,)
     lengths: Tensor | None  # (batch,) before these tokens
+    page_table: Tensor | None = None  # (batch, pages)
 
 
 def append(
@@ -39,26 +40,27 @@ def append(
 
     Args:
         query, key, value: (batch, new_tokens, heads, dim) or (tokens, heads, dim), last dimension contiguous.
-        key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or sequences with lengths.
+        key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
         rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2).
     """
     turned = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
     cos, sin, is_interleaved = rotary or (None, None, False)
+    tokens = Tokens(*(None if t is None else t.contiguous() for t in tokens))
     tensors = (key, value, query if rotary else None, turned, key_storage, value_storage, *tokens, cos, sin)
     run(_launch, is_interleaved, tensors)
     return query if turned is None else turned
 
 
 def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
-    key, value, query, turned, key_storage, value_storage, slots, positions, lengths, cos, sin = tensors
+    key, value, query, turned, key_storage, value_storage, *places, table, cos, sin = tensors
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
     arguments = (
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(slots, positions, lengths, cos, sin),
-        *(new_tokens, key_storage.shape[1], 0 if cos is None else len(cos)),
+        *(*places, table, cos, sin),
+        *(new_tokens, key_storage.shape[1], 0 if cos is None else len(cos), 0 if table is None else table.shape[1]),
         *blocks,
         max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
         0 if cos is None else 2 * cos.shape[1],
@@ -90,9 +92,10 @@ def _flat(t: Tensor | None) -> Heads | None:
     return None if t is None else Heads(t, t.stride(1), 0, t.stride(2), *t.shape[-2:])
 
 
-@triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows"])
+@triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows", "pages"])
 def append_kernel(
-    q, k, v, q_out, k_out, v_out, slots, positions, lengths, cos, sin, new_tokens, rows, table_rows,
+    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, cos, sin,
+    new_tokens, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +108,11 @@ def append_kernel(
     if lengths is not None:
         held = tl.load(lengths + b)
         position = held + n
-        slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n  # a full one: its last rows
+        if page_table is not None:
+            at = tl.minimum(position // rows, pages - 1)
+            slot = tl.load(page_table + b * pages + at).to(tl.int64) * rows + position % rows
+        else:
+            slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n  # a full one: its last rows
     else:
         position = tl.load(positions + token)
         slot = tl.load(slots + token).to(tl.int64)

@@ -161,6 +161,7 @@ class DecodeConfig:
     MERGE_ROWS: int  # rows and pieces that are merged at a time
     MERGE_PIECES: int
     HAS_PDL: bool
+    HAS_FULL: bool
     PRECISION: str
 
 

@@ -330,7 +330,9 @@ def attn_decode_kernel(
         else:
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         t += lo // cfg.BLOCK_N
-        edge = full_tiles(seqlen_kb, sizes, cfg)
+        edge = t
+        if cfg.HAS_FULL:
+            edge = full_tiles(seqlen_kb, sizes, cfg)
         edge = tl.minimum(tl.maximum(edge, t), t + count)
         for tile in range(t, edge):
             acc, m, l = decode_step(

@@ -187,6 +187,7 @@ def _config(problem: AttentionProblem, tile: DecodeTile, cuts: Cuts, is_shared: 
         MERGE_ROWS=merge_rows,
         MERGE_PIECES=max(1, tile.merge_elements // (merge_rows * block_dv)),
         HAS_PDL=tile.merge == 2,
+        HAS_FULL=tile.full,
         PRECISION="ieee",
     )
 
