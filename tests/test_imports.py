@@ -15,10 +15,10 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device"],
     ["problem"],
-    ["plan", "reference", "rotary", "pages"],
+    ["plan", "launch_plan", "reference", "rotary", "pages"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
-    ["ops"],
+    ["ops", "repeat"],
     ["autograd"],
     ["cache"],
     ["paged_cache"],

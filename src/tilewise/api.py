@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch
+from tilewise import autograd, dispatch, repeat
 from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
 from tilewise.paged_cache import PagedKVCache
@@ -20,6 +20,7 @@ from tilewise.pages import PagedBatch
 from tilewise.problem import Inputs, Options, describe
 
 Window = tuple[int | None, int | None]
+NO_WINDOW: Window = (None, None)
 
 
 def attention(
@@ -80,22 +81,25 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
+    bounds = NO_WINDOW if window is None else window_bounds(window)
+    signature = None
+    if mask is bias is alibi_slopes is sinks is generator is None:
+        signature, run = repeat.find(
+            query, key, value, causal, bounds, softcap, dropout_p, scale, layout, return_lse, deterministic,
+            backend,
+        )  # fmt: skip
+        if run is not None:
+            return run(query, key, value)
     inputs = canonical_inputs(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        alibi_slopes,
-        sinks,
-        dropout_p=dropout_p,
-        layout=layout,
-        generator=generator,
-    )
-    options = Options(causal, *window_bounds(window), softcap, dropout_p, scale, deterministic)
+        query, key, value, mask, bias, alibi_slopes, sinks,
+        dropout_p=dropout_p, layout=layout, generator=generator,
+    )  # fmt: skip
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic)
     out, lse = autograd.attention(inputs, options, backend)
     if layout == "bhsd":
         out = out.transpose(1, 2)
+    if signature is not None:
+        repeat.keep(signature, inputs, options, backend, layout, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -305,7 +309,7 @@ def _four_dimensions(t: Tensor | None) -> Tensor | None:
 def window_bounds(window: Window | None) -> Window:
     """The (left, right) bounds of a window argument; raises ValueError if it is none."""
     if window is None:
-        return None, None
+        return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
     if not fits or any(bound is not None and (not isinstance(bound, int) or bound < 0) for bound in window):
         raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise import dispatch, ops
 from tilewise.problem import Inputs, Options, describe
+from tilewise.repeat import is_plain_eager
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
@@ -30,19 +31,9 @@ def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Te
         return torch.ops.tilewise.attention(*inputs, *options, backend)
     problem = describe(inputs, options)
     name = dispatch.choose(problem, backend)
-    if not problem.needs_grad and _is_plain_eager(inputs.query):
+    if not problem.needs_grad and is_plain_eager(inputs.query):
         return ops.launch(problem, inputs, options, name)
     return Attention.apply(*inputs, *options, backend)
-
-
-def _is_plain_eager(query: Tensor) -> bool:
-    """No transform, tracing mode or tensor subclass has to see the operator."""
-    return (
-        type(query) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch.autograd.forward_ad._current_level < 0
-    )
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,6 +10,7 @@ from tilewise.problem import AttentionProblem
 
 # In order of preference; a module is imported when it is first considered.
 BACKENDS = {
+    "hopper": "tilewise.hopper.launch",
     "triton": "tilewise.triton.launch",
     "llvm": "tilewise.cpu.llvm.launch",
     "aten": "tilewise.cpu.aten",
@@ -55,6 +56,8 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
 
 def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
     reason = load(name).supports(problem)
+    if reason is None and is_backward and name == "hopper":
+        return "has no backward kernels yet"
     if reason is None and is_backward and name != "tiled":
         if problem.is_paged:
             return "has no gradient of keys in pages"

@@ -21,8 +21,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise import launch_plan as plan
 from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import backward, call, forward, launch, plan
+from tilewise.triton import backward, call, forward, launch
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import gc
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,12 @@ Report = Callable[[int, dict[str, Any]], None]  # (cases done, the record of the
 
 def run(plan: Plan, report: Report | None = None) -> results.Results:
     """Run every case; after each, write the file (if any) and call `report`."""
+    with warnings.catch_warnings():  # PyTorch's on refused calls: their reasons are in the results
+        warnings.filterwarnings("ignore", module=r"tilewise\.bench\.torch_peers")
+        return _run(plan, report)
+
+
+def _run(plan: Plan, report: Report | None) -> results.Results:
     settings, started = plan.settings, time.monotonic()
     clock = stopwatch(plan.device)
     ceilings = [] if settings.suite == "memory" else clock.ceilings()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +91,7 @@ class Sdpa(Peer):
                 return F.scaled_dot_product_attention(q, k, v, **options)
             except RuntimeError as error:
                 if "No available kernel" in str(error) or "No viable backend" in str(error):
-                    raise Refusal("PyTorch has no kernel of this backend for the case") from error
+                    raise Refusal(_why_not(q, k, v, options)) from error
                 raise
 
         return attend
@@ -105,6 +107,17 @@ class Sdpa(Peer):
 
             return {"attn_mask": causal_lower_right(case.seqlen_q, case.seqlen_k)}
         return {"attn_mask": data.mask[None, None]}
+
+
+def _why_not(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
+    """What PyTorch warns of when the pinned backend does not serve a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(RuntimeError):
+            F.scaled_dot_product_attention(q, k, v, **options)
+    said = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in caught]
+    reasons = [text for text in said if not text.endswith(("because:", "runtime disabled."))]
+    return f"PyTorch: {reasons[0]}" if reasons else "PyTorch has no kernel of this backend for the case"
 
 
 def _jagged(t: Tensor, case: Case, data: Data) -> Tensor:

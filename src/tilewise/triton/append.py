@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.triton.plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, run
 
 BLOCK_H = tl.constexpr(16)
 

@@ -18,6 +18,7 @@ from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
 from tilewise.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
+    edge_tile,
     exponentials,
     keep_entries,
     keep_tile,
@@ -126,15 +127,19 @@ def attn_bwd_dkdv_kernel(
     for member in range(cfg.GROUP_SIZE):
         h = kv_head * cfg.GROUP_SIZE + member
         place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-        regions = query_regions(j0, tl.minimum(j0 + BLOCK_N, seqlen_k), place, sizes, cfg.BLOCK_M)
-        for REGION in tl.static_range(3):  # edge, full, edge
-            if REGION > 0 or sizes.window_right is not None:
-                for i0 in range(regions[REGION], regions[REGION + 1], cfg.BLOCK_M):
-                    dk_acc, dv_acc = dkdv_step(
-                        dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
-                        place, ragged, extras, sizes, factors,
-                        cfg, REGION != 1, dk is not None, dv is not None,
-                    )  # fmt: skip
+        j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
+        lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
+        for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                place, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+            )  # fmt: skip
+        for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
+            i0 = edge_tile(n, full_lo, full_hi)
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                place, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+            )  # fmt: skip
     if dk is not None:
         dk_base = row_base(dk, b, kv_head, k_start)
         store_tile(dk, dk_base, j0, seqlen_k, dk_acc * factors.scale, BLOCK_N, cfg.HEAD_DIM, BLOCK_D)
@@ -210,14 +215,18 @@ def attn_bwd_dq_kernel(
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
     dq_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    regions = key_regions(i0, tl.minimum(i0 + BLOCK_M, place.seqlen_q), place, sizes, cfg.BLOCK_N)
-    for REGION in tl.static_range(3):  # edge, full, edge
-        if REGION > 0 or sizes.window_left is not None:
-            for j0 in range(regions[REGION], regions[REGION + 1], cfg.BLOCK_N):
-                dq_acc = dq_step(
-                    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
-                    place, ragged, extras, sizes, factors, cfg, REGION != 1,
-                )  # fmt: skip
+    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
+            place, ragged, extras, sizes, factors, cfg, False,
+        )  # fmt: skip
+    for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, edge_tile(n, full_lo, full_hi), k_start,
+            place, ragged, extras, sizes, factors, cfg, True,
+        )  # fmt: skip
     dq_base = row_base(dq, place.b, place.h, q_start)
     store_tile(dq, dq_base, i0, place.seqlen_q, dq_acc * factors.scale, BLOCK_M, cfg.HEAD_DIM, BLOCK_D)
 

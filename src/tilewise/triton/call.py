@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import Extras, Factors, KernelConfig, Ragged, Rows, ScoreTensor, Sizes, Slopes
-from tilewise.triton.plan import Launch, Tensors, is_interpreted
 from tilewise.tuning_table import KernelTile, kernel_tile
 
 FLOAT32_PRECISION = "ieee"  # or "tf32": ten bits of mantissa at the speed of the matrix units

@@ -1,7 +1,7 @@
 """Forward kernel: one program computes BLOCK_M rows of the output of one head.
 
     m, l, acc = -inf, 0, 0
-    for each tile of keys that the rows can see:            edge | full, without a mask | edge
+    for each tile of keys that the rows can see:            full ones without a mask, then the edges
         s = q k^T                                           [BLOCK_M, BLOCK_N]
         m' = max(m, rowmax s),  c = exp(m - m'),  p = exp(s - m')
         l  = c l + rowsum p,    acc = c acc + p v
@@ -19,6 +19,7 @@ from tilewise.triton.arguments import Extras, Sizes
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
+    edge_tile,
     keep_tile,
     key_regions,
     load_keys,
@@ -62,14 +63,17 @@ def attn_fwd_kernel(
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
-    regions = key_regions(i0, tl.minimum(i0 + BLOCK_M, place.seqlen_q), place, sizes, BLOCK_N)
-    for REGION in tl.static_range(3):  # edge, full, edge
-        if REGION > 0 or sizes.window_left is not None:
-            for j0 in range(regions[REGION], regions[REGION + 1], BLOCK_N):
-                acc, m, l = forward_step(
-                    acc, m, l, q_tile, k, v, i0, j0, k_start,
-                    place, ragged, extras, sizes, factors, cfg, REGION != 1,
-                )  # fmt: skip
+    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    for j0 in range(full_lo, full_hi, BLOCK_N):
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False
+        )
+    for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
+        j0 = edge_tile(n, full_lo, full_hi)
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
+        )
 
     i = i0 + tl.arange(0, BLOCK_M)
     lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen

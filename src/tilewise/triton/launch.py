@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
 from tilewise.triton.call import Call, Results, launchable, with_dense_rows
-from tilewise.triton.plan import Launch, Tensors, is_interpreted, run
 from tilewise.tuning_table import KernelTile
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import DecodeConfig, DecodeSizes
 from tilewise.triton.call import Call, launchable
-from tilewise.triton.plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
@@ -108,7 +108,9 @@ def _launch(
         *sizes,
         _config(problem, tile, cuts, is_shared),
     )
-    return DecodeLaunch(attn_decode_kernel, cuts.workers, arguments, tile.num_warps, tile.num_stages, tile.max_registers)
+    return Launch(
+        attn_decode_kernel, cuts.workers, arguments, tile.num_warps, tile.num_stages, tile.max_registers
+    )
 
 
 def _merge_launch(problem, tensors, tile, cuts):
@@ -137,23 +139,7 @@ def _merge_launch(problem, tensors, tile, cuts):
     while rows < min(cuts.rows, 16) and slots * -(-cuts.rows // rows) > 1024: rows *= 2
     pieces = max(1, min(64, 8192 // (rows * cfg.BLOCK_DV)))
     arguments = (partial, partial_lse, call.rows(out), lse, call.ragged(), inputs.sinks, *sizes, rows, pieces, tile.merge == 2, cfg)
-    return DecodeLaunch(attn_decode_merge_kernel, slots * -(-cuts.rows // rows), arguments, 4, 1, None, tile.merge == 2)
-
-
-class DecodeLaunch(NamedTuple):
-    kernel: Any
-    programs: int
-    arguments: tuple
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    pdl: bool = False
-
-    def options(self):
-        o = Launch.options(self)
-        if o and self.max_registers: o["maxnreg"] = self.max_registers
-        if o and self.pdl: o["launch_pdl"] = True
-        return o
+    return Launch(attn_decode_merge_kernel, slots * -(-cuts.rows // rows), arguments, 4, 1)
 
 
 def _is_shared(key: Tensor, value: Tensor) -> bool:

@@ -124,6 +124,12 @@ def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def edge_tile(n, full_lo, full_hi):
+    """Where an edge tile starts: n counts rows from lo as if the full tiles were not there."""
+    return tl.where(n < full_lo, n, n + (full_hi - full_lo))
+
+
+@triton.jit
 def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
     """Query tiles that see keys [j0, j1), in the same three regions as `key_regions`."""
     lo = j0 * 0

@@ -11,9 +11,10 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+CHANGING = ("q", "k", "v", "out", "lse", "scratch", "partial")  # first: every forward call writes them
 POINTERS = (
-    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn",
-    "mask", "bias", "slopes", "sinks", "spans", "page_table", "partial", "scratch",
+    *CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn",
+    "mask", "bias", "slopes", "sinks", "spans", "page_table",
 )  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
@@ -26,10 +27,9 @@ INTEGERS = (
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
-WORD = {name: i for i, name in enumerate(FIELDS)}
-COUNTER = (len(FIELDS) + 15) // 8 * 8  # the shared counters have cache lines of their own
-SLOTS = COUNTER + 8
-WORDS = SLOTS + 8
+COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
+WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
+WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30
 
 

@@ -104,8 +104,9 @@ class DecodeKernel:
                 for r in loop(0, rows):
                     self.add_values(r, v, n)
             self.store_partial(item, rows)
-            arrived = args.ptr("turn", "i64")[batch_head].fetch_add(1, "acq_rel")
-            with when(arrived.equals(args.splits - 1)):
+            turn = args.ptr("turn", "i64")[batch_head]
+            with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
+                turn.store_release(0)  # for the next call
                 for r in loop(0, rows):
                     self.merge(self.query_head(head, r), r, batch_head)
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm.compile import unavailable
-from tilewise.cpu.llvm.plans import BackwardPlan, DecodePlan, ForwardPlan, local, rows_dense
+from tilewise.cpu.llvm.plans import (
+    BackwardPlan,
+    DecodePlan,
+    ForwardPlan,
+    local,
+    rows_dense,
+    without_memory,
+)
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
@@ -57,6 +64,36 @@ def _is_decoding(problem: AttentionProblem) -> bool:
         return False
     rows = problem.seqlen_q * problem.group_size
     return 0 < rows <= (16 if problem.seqlen_k >= 2048 else 8)
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in their values only.
+
+    None where optional tensors or copies come in between.
+    """
+    if _with_dense_rows(inputs) is not inputs:
+        return None
+    plan = _plan(_forward_plan, problem, inputs)
+    if plan.has_options:
+        return None
+    axes = (0, 2, 1, 3) if layout == "bhsd" else (0, 1, 2, 3)
+    out, lse = plan.allocate()
+    out_like, lse_like = without_memory(out.permute(axes)), without_memory(lse)
+    attend, empty_like = plan.attend, torch.empty_like
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = empty_like(out_like)
+        attend(query, key, value, out, None)
+        return out
+
+    def run_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = empty_like(out_like), empty_like(lse_like)
+        attend(query, key, value, out, lse)
+        return out, lse
+
+    return run_with_lse if return_lse else run
 
 
 def backward(

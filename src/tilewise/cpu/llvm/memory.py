@@ -93,7 +93,7 @@ class Ptr:
         return Value(builder().load_atomic(self.address, "acquire", BYTES[self.kind], typ=STORED[self.kind]))
 
     def store_release(self, value: Operand) -> None:
-        builder().atomic_rmw("xchg", self.address, value.raw, "release")
+        builder().atomic_rmw("xchg", self.address, as_int(value).raw, "release")
 
 
 class Rows:

@@ -7,6 +7,8 @@ its outputs, writes their addresses into the block, and runs.
 from __future__ import annotations
 
 import ctypes
+import math
+import struct
 import threading
 from dataclasses import replace
 from typing import Any
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import COUNTER, SLOTS, UNBOUNDED, WORD, Block, Config
+from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block, Config
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
+CPU = torch.device("cpu")
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
 MAX_TILES = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
@@ -36,24 +39,21 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.plans: dict[tuple, Any] = {}
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.release()
+
+    def release(self) -> None:
+        self.scratch, self.size, self.address = None, -1, 0
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
+        if size > self.size:
+            self.release()  # before there is another
+            self.scratch = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+            self.size, self.address = size, -(-self.scratch.data_ptr() // 64) * 64
+        return self.address
 
 
 local = Local()
-
-
-def _scratch(size: int) -> Tensor:
-    """At least `size` bytes from `_aligned(scratch)` on; kept for the next call unless very large."""
-    scratch = local.scratch
-    if scratch.numel() < size + 64:
-        scratch = torch.empty(size + 64, dtype=torch.uint8)
-        if size <= KEPT_SCRATCH:
-            local.scratch = scratch
-    return scratch
-
-
-def _aligned(scratch: Tensor) -> int:
-    return -(-scratch.data_ptr() // 64) * 64
 
 
 class Plan:
@@ -119,28 +119,80 @@ class Plan:
             kept.append(table)
         return kept
 
-    def run(self, kernel: Kernel, threads: int, scratch: int) -> None:
-        words = self.block.words
-        words[_SCRATCH] = scratch
-        words[COUNTER] = words[SLOTS] = 0
-        parallel.run(kernel, self.block.address, threads)
+    def run(self) -> None:
+        if self.threads == 1:
+            self.kernel.call(self.block.address)
+        else:
+            parallel.run(self.kernel, self.block.address, self.threads)
+        if local.size > KEPT_SCRATCH:
+            local.release()
 
 
-class ForwardPlan(Plan):
+class OutputPlan(Plan):
+    """What plans of out and lse share: a call allocates both, or writes lse where nobody reads it.
+
+    The scratch of a call: each thread's own, the partial results of splits, lse if it is not wanted.
+    """
+
+    kernel: Kernel
+    threads: int
+    items: int
+    thread_bytes: int
+    partial_bytes = 0
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
+        super().__init__(problem, inputs)
+        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
+        self.lse_shape = _lse_shape(problem, inputs)
+        order = (0, *self.out_stride) if problem.is_packed else self.out_stride
+        self.block.update(**_named("out", "bnh", order))
+
+    def size_scratch(self) -> None:
+        self.partial_offset = self.threads * self.thread_bytes
+        self.lse_offset = self.partial_offset + self.partial_bytes
+        self.scratch_bytes = self.lse_offset + math.prod(self.lse_shape) * self.problem.compute_dtype.itemsize
+
+    def cut(self, seqlen_q: int) -> None:
+        """Work items for sequences of at most seqlen_q queries."""
+
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if self.problem.is_packed:
+            self.cut(_longest(inputs.cu_seqlens_q))
+        out, lse = self.allocate()
+        kept = self.bind(inputs) if self.has_options else None
+        self.attend(*inputs[:3], out, lse)
+        del kept
+        return out, lse
+
+    def allocate(self) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=self.problem.dtype, device=CPU)
+        return out, torch.empty(self.lse_shape, dtype=self.problem.compute_dtype, device=CPU)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Run the kernel on tensors with the plan's strides; with `lse` None only out is wanted."""
+        if not self.items:
+            return
+        scratch = local.address if self.scratch_bytes <= local.size else local.reserve(self.scratch_bytes)
+        _put_addresses(
+            self.block.words, 0, 0, 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            scratch + self.lse_offset if lse is None else lse.data_ptr(), scratch,
+            scratch + self.partial_offset,
+        )  # fmt: skip
+        self.run()
+
+
+class ForwardPlan(OutputPlan):
     """A forward of one problem, with one set of strides and one number of threads."""
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
         self.kernel = load("forward", _config(problem, inputs, _vectors(problem, problem.seqlen_q)))
-        self.wanted_threads = threads
-        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
-        self.lse_shape = _lse_shape(problem, inputs)
-        order = (0, *self.out_stride) if problem.is_packed else self.out_stride
-        self.block.update(**_named("out", "bnh", order))
+        self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
     def cut(self, seqlen_q: int) -> None:
-        """Work items for sequences of at most seqlen_q queries."""
+        if seqlen_q == self.seqlen_q:
+            return
         facts, heads = self.kernel.facts, self.problem.batch * self.problem.num_heads
         tiles_all = -(-seqlen_q // facts["block_q"])
         tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, facts)
@@ -149,25 +201,10 @@ class ForwardPlan(Plan):
         self.threads = max(1, min(self.wanted_threads, self.items))
         self.thread_bytes = facts["scratch_bytes"] + tiles * facts["tile_bytes"]
         self.block.update(items=self.items, chunks=chunks, tiles=tiles, scratch_bytes=self.thread_bytes)
-
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        query = inputs.query
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
-        lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
-        words = self.block.words
-        words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
-        words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
-        kept = self.bind(inputs) if self.has_options else None
-        if self.problem.is_packed and (longest := _longest(inputs.cu_seqlens_q)) != self.seqlen_q:
-            self.cut(longest)
-        if self.items:
-            scratch = _scratch(self.threads * self.thread_bytes)
-            self.run(self.kernel, self.threads, _aligned(scratch))
-        del kept
-        return out, lse
+        self.size_scratch()
 
 
-class DecodePlan(Plan):
+class DecodePlan(OutputPlan):
     """Few queries, split over keys, with one set of strides and one number of threads."""
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
@@ -178,39 +215,23 @@ class DecodePlan(Plan):
             rows == 1 and not problem.is_paged and problem.head_dim % lanes == problem.head_dim_v % lanes == 0
         )
         self.kernel = load("decode", replace(_config(problem, inputs, 1), is_direct=is_direct))
-        self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
-        self.lse_shape = _lse_shape(problem, inputs)
-        self.block.update(**_named("out", "bnh", self.out_stride))
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        self.items, self.heads = heads * splits, heads
+        self.items = heads * splits
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
         self.partial_bytes = self.items * DECODE_ROWS * self.kernel.facts["partial_bytes"]
+        self.turns = (ctypes.c_int64 * heads)()  # a head's splits that are done; the kernel leaves zeros
         self.block.update(
-            items=self.items, splits=splits, split_keys=split_keys, scratch_bytes=self.thread_bytes
+            items=self.items,
+            splits=splits,
+            split_keys=split_keys,
+            scratch_bytes=self.thread_bytes,
+            turn=ctypes.addressof(self.turns),
         )
-
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        query = inputs.query
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=query.dtype)
-        lse = torch.empty(self.lse_shape, dtype=self.problem.compute_dtype)
-        words = self.block.words
-        words[_Q], words[_K], words[_V] = query.data_ptr(), inputs.key.data_ptr(), inputs.value.data_ptr()
-        words[_OUT], words[_LSE] = out.data_ptr(), lse.data_ptr()
-        kept = self.bind(inputs) if self.has_options else None
-        if self.items:
-            # Turns and partial results lie behind the threads' scratch: nothing is allocated for them.
-            size = self.threads * self.thread_bytes
-            scratch = _scratch(size + 8 * self.heads + self.partial_bytes)
-            address = _aligned(scratch)
-            words[_TURN], words[_PARTIAL] = address + size, address + size + 8 * self.heads
-            ctypes.memset(address + size, 0, 8 * self.heads)
-            self.run(self.kernel, self.threads, address)
-        del kept
-        return out, lse
+        self.size_scratch()
 
 
 class BackwardPlan(Plan):
@@ -269,8 +290,9 @@ class BackwardPlan(Plan):
         self.block.update(**{name: t.data_ptr() for name, t in tensors.items()})
         kept = self.bind(inputs) if self.has_options else None
         if self.items:
-            scratch = _scratch(self.threads * self.thread_bytes)
-            self.run(self.kernel, self.threads, _aligned(scratch))
+            self.block.update(scratch=local.reserve(self.threads * self.thread_bytes))
+            self.block.words[COUNTER] = self.block.words[SLOTS] = 0
+            self.run()
         del kept
         return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs, lse, delta))
 
@@ -289,8 +311,14 @@ def rows_dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-_Q, _K, _V, _OUT, _LSE = (WORD[name] for name in ("q", "k", "v", "out", "lse"))
-_SCRATCH, _TURN, _PARTIAL = (WORD[name] for name in ("scratch", "turn", "partial"))
+def without_memory(t: Tensor) -> Tensor:
+    """A model for `torch.empty_like`, which is the cheapest way to a new tensor."""
+    t.untyped_storage().resize_(0)
+    return t
+
+
+# The counters' cache lines and, right behind them, what changes from call to call.
+_put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 
 def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:

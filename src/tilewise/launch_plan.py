@@ -1,4 +1,4 @@
-"""Launch plans: a kernel with everything but its pointers. A repeated call is one look-up and one launch.
+"""Launch plans of GPU kernels: everything but the pointers. A repeated call is one look-up and one launch.
 
 A plan is found by integers and dtypes alone: the problem, and each tensor's shape, strides and alignment. A
 call that differs in any of them goes through Triton, which compiles only if it has to: not for a new length.
@@ -6,6 +6,7 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ MAX_PLANS = 4096
 ALIGNMENT = 16  # bytes: what Triton specializes pointers on
 
 Tensors = tuple[Tensor | None, ...]
+Fill = Callable[[Tensors, list[int | None]], Any]
 
 
 @functools.cache
@@ -27,19 +29,26 @@ def is_interpreted() -> bool:
 
 
 class Launch(NamedTuple):
-    """A kernel, how many programs of it, and its arguments in order; tensors may stand one tuple deep."""
+    """A kernel, how many programs of it, and its arguments in order.
+
+    Tensors may stand alone, one tuple deep, or as the base of a TMA descriptor.
+    """
 
     kernel: Any
     programs: int
     arguments: tuple[Any, ...]
     num_warps: int
-    num_stages: int
+    num_stages: int | None = None
+    maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
 
     def options(self) -> dict[str, Any]:
         """Compiler options. Fused multiply-adds: the exponential's scale costs nothing."""
         if is_interpreted():
             return {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
+        return {name: value for name, value in options.items() if value is not None} | {
+            "enable_fp_fusion": True
+        }
 
 
 def run(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any) -> None:
@@ -77,11 +86,11 @@ class LaunchPlan:
     def __init__(self, launch: Launch, compiled: Any, tensors: Tensors) -> None:
         self._run = compiled[(launch.programs, 1, 1)]
         self._arguments = list(launch.arguments)
-        self._fills: list[tuple[int, Callable[[list[int | None]], Any]]] = []
+        self._fills: list[tuple[int, Fill]] = []
         places = {id(t): n for n, t in enumerate(tensors) if t is not None}
         for position, argument in enumerate(launch.arguments):
             items = argument if isinstance(argument, tuple) else (argument,)
-            if any(isinstance(item, Tensor) for item in items):
+            if is_descriptor(argument) or any(isinstance(item, Tensor) for item in items):
                 self._arguments[position] = None
                 self._fills.append((position, _fill(argument, places)))
 
@@ -89,7 +98,7 @@ class LaunchPlan:
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         arguments = self._arguments.copy()
         for position, fill in self._fills:
-            arguments[position] = fill(addresses)
+            arguments[position] = fill(tensors, addresses)
         self._run(*arguments)
 
 
@@ -100,13 +109,28 @@ def _signature(t: Tensor | None) -> Any:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT)
 
 
-def _fill(argument: Any, places: dict[int, int]) -> Callable[[list[int | None]], Any]:
-    """A function from all tensors' addresses to this argument."""
+def is_descriptor(argument: Any) -> bool:
+    """Whether an argument is a TMA descriptor made on the host."""
+    return hasattr(argument, "block_shape")
+
+
+def _fill(argument: Any, places: dict[int, int]) -> Fill:
+    """A function from all tensors and their addresses to this argument."""
     if isinstance(argument, Tensor):
         place = places[id(argument)]
-        return lambda addresses: addresses[place]
+        return lambda _, addresses: addresses[place]
+    if is_descriptor(argument):
+        place, argument.base = places[id(argument.base)], None
+        return lambda tensors, _: _based(argument, tensors[place])
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
         place, numbers = places[id(argument[0])], tuple(argument[1:])
-        return lambda addresses: (addresses[place], *numbers)
+        return lambda _, addresses: (addresses[place], *numbers)
     slots = [(places[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
-    return lambda addresses: tuple(item if n is None else addresses[n] for n, item in slots)
+    return lambda _, addresses: tuple(item if n is None else addresses[n] for n, item in slots)
+
+
+def _based(descriptor: Any, base: Tensor | None) -> Any:
+    """A copy of a descriptor on another tensor of the same shape, strides and alignment."""
+    other = copy.copy(descriptor)
+    other.base = base
+    return other

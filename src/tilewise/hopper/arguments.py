@@ -1,0 +1,77 @@
+"""What the Hopper kernels are given. This module imports neither triton nor gluon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Compile-time choices of the forward kernel."""
+
+    BLOCK_N: int  # keys of a tile
+    WARPGROUPS: int  # consumers, 64 query rows each
+    STAGES: int  # K/V tiles in flight
+    Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
+    PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
+    BLOCK_DV: int  # head size of V, filled up to a power of two
+    PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
+    IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
+    HAS_LEFT: bool  # the window has a left edge
+    HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+    EARLY: bool = False
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows of one block: all its warpgroups' rows."""
+        return self.WARPGROUPS * WARPGROUP_ROWS
+
+    @property
+    def Q_PARTS(self) -> int:
+        """Parts of a query tile in shared memory, which also takes the tile of O."""
+        return max(self.PARTS, -(-self.BLOCK_DV // self.PART_WIDTH))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, without the barriers (under 1 KB)."""
+        query = self.Q_SLOTS * WARPGROUP_ROWS * self.Q_PARTS * self.PART_WIDTH
+        return 2 * (query + self.STAGES * self.BLOCK_N * (self.PARTS * self.PART_WIDTH + self.BLOCK_DV))
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
+
+        The producer's one warp counts as a warpgroup.
+        """
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+
+
+class Packing(NamedTuple):
+    """Where packed sequences lie, and their order of work. All None for a dense problem."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    order: Any  # (batch,) sequences, longest first
+    first_tile: Any  # (batch + 1,) query tiles of one head before each sequence of `order`
+
+
+class Sizes(NamedTuple):
+    """Integers that change from call to call, built inside a kernel."""
+
+    batch: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    group_size: Any  # query heads that share one key head
+    num_slots: Any  # (batch, head) pairs, or heads if packed; with PACK heads in one tile, that many fewer
+    num_tiles: Any  # query tiles of a slot; packed: not used
+    section: Any  # slots whose keys and values stay in L2 together
+    window_left: Any
+    window_right: Any

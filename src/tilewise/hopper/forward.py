@@ -1,0 +1,320 @@
+"""Attention forward for Hopper: one producer warp feeds two or three warpgroups of 64 query rows each.
+
+    S = scale * Q K^T,  P = exp(S - m),  O = P V / l,  lse = m + log l          (one pass, online softmax)
+
+    role             warps   does
+    load_role        1       draws tiles of queries; starts TMA copies of Q, K and V into rings
+    mma_role x 2..3  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
+
+                 load_role                       mma_role (each warpgroup, on its own 64 rows)
+    K ring   --> K[j+1] ----------------------->  S' = Q K[j+1]^T     issued before the next line ...
+    V ring   --> V[j]   ----------------------->  O += P V[j]         ... so that this runs under ...
+                                                  P' = softmax(S')    ... this
+
+Keys are visited from the last visible tile down to the first. The warpgroups run free of each other: while
+one computes exponentials the other has the tensor cores. FlashAttention-3 (Shah et al., 2024), section 3.
+"""
+
+from tilewise.hopper.arguments import Packing, Sizes
+from tilewise.hopper.channel import Ring, make_tile_ring
+from tilewise.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.ranges import hide, key_tiles
+from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, receive, send
+from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
+
+UNSPECIALIZED = [
+    *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
+    *("window_left", "window_right"),
+]
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
+    """TMA coordinates of rows from `row` on of one sequence; rows past its end are zeros, or not stored.
+
+    A packed tensor's descriptor has two more dimensions, whose strides cancel to (start + row) while their
+    bound stops at the sequence's end: 2^30 * (2^34 - stride) + (start + length) * stride wraps around.
+    """
+    if IS_PACKED:
+        place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
+    else:
+        place = (batch, row, head, 0)
+    return place
+
+
+@aggregate
+class Rings:
+    """What the load role hands to the mma roles."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    work: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, work):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.work = work
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.constexpr):
+    """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    ROWS: gl.constexpr = 64 // cfg.PACK
+    if cfg.IS_PACKED:
+        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
+    else:
+        num_work = sizes.num_tiles * sizes.num_slots
+    index = gl.program_id(0)
+    use = 0  # of the K and V rings
+    turn = 0  # tiles of queries so far
+    while index < num_work:
+        work = locate(index, sizes, packing, cfg)
+        tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
+        head_k = work.head // sizes.group_size
+        j = tiles.end - 1
+        k_coords = key_coords(work, j, head_k, cfg)
+        rings.k.load(use, k_desc, k_coords, cfg.PARTS)
+        for w in gl.static_range(WARPGROUPS):
+            row = work.row + w * ROWS
+            q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
+        send(rings.work, turn, work)
+        while j > tiles.begin:
+            v_coords = k_coords
+            j -= 1
+            k_coords = key_coords(work, j, head_k, cfg)
+            rings.k.load(use + 1, k_desc, k_coords, cfg.PARTS)
+            rings.v.load(use, v_desc, v_coords, 1)
+            use += 1
+        ticket = draw(counter)  # as late as possible, but answered while V waits for its slot
+        rings.v.load(use, v_desc, k_coords, 1)
+        use += 1
+        turn += 1
+        index = drawn(ticket)
+    nothing = 0 * index
+    send(rings.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
+    leave(counter)
+
+
+@gluon.jit
+def key_coords(work, j, head_k, cfg: gl.constexpr):
+    """TMA coordinates of key tile j."""
+    return coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head_k, work.batch, cfg.IS_PACKED)
+
+
+@gluon.jit
+def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
+    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
+    PARTS: gl.constexpr = cfg.PARTS
+    k_ring.wait(use)
+    s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
+    for part in gl.static_range(PARTS):
+        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
+        k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
+        s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s  # [64, BLOCK_N]
+
+
+@gluon.jit
+def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
+    """Start O += P V, once the use's V has arrived."""
+    v_ring.wait(use)
+    v = v_ring.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    return warpgroup_mma(p, v, acc, is_async=True)  # [64, BLOCK_DV]
+
+
+@gluon.jit
+def weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """Softmax of one finished tile of scores: (p as operand, m, l, alpha). Only edge tiles are masked."""
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if (j < tiles.plain_begin) | (j >= tiles.plain_end):
+        s = hide(s, j, row, work, sizes, cfg)
+    p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
+    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
+    return p, m, l, alpha
+
+
+@gluon.jit
+def rescaled(acc, alpha, cfg: gl.constexpr):
+    """Each row of acc times its alpha."""
+    return acc * gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def skip(k_ring, v_ring, use, count):
+    """Release tiles that other warpgroups need and this one does not."""
+    for _ in range(count):
+        k_ring.wait(use)
+        k_ring.release(use)
+        v_ring.wait(use)
+        v_ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
+def mma_role(
+    W: gl.constexpr,
+    o_desc,
+    lse_ptr,
+    sinks,
+    rings,
+    sizes,
+    factors,
+    cfg: gl.constexpr,
+):
+    """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    ROWS: gl.constexpr = 64 // cfg.PACK
+    dtype: gl.constexpr = o_desc.dtype
+    use = 0  # of the K and V rings
+    turn = 0
+    work = receive(rings.work, turn)
+    while work.row >= 0:
+        row = work.row + W * ROWS
+        block = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
+        tiles = key_tiles(row, ROWS, work, sizes, cfg)
+        use = skip(rings.k, rings.v, use, block.end - tiles.end)
+        q_use = turn * WARPGROUPS + W
+        rings.q.wait(q_use)
+
+        j = tiles.end - 1
+        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
+        rings.k.release(use)
+        if not cfg.EARLY and turn > 0:
+            wait_for_stores(0)  # the previous tile's O has left shared memory
+            rings.q.release(q_use - WARPGROUPS)
+        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
+        l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
+        p, m, l, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+        while j > tiles.begin:
+            j -= 1
+            s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+            acc = accumulate(p, rings.v, use, acc, cfg)
+            s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+            rings.k.release(use + 1)
+            p_next, m, l, alpha = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+            acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
+            rings.v.release(use)
+            acc = rescaled(acc, alpha, cfg)
+            p = p_next
+            use += 1
+        acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+        rings.v.release(use)
+        use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
+        store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if cfg.EARLY:
+            wait_for_stores(0)
+            rings.q.release(q_use)
+        turn += 1
+        work = receive(rings.work, turn)
+    wait_for_stores(0)
+
+
+@gluon.jit
+def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+    """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    position = row + rows // cfg.PACK
+    head = work.head + rows % cfg.PACK
+    inside = position < work.seqlen_q
+    factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    if cfg.HAS_SINKS:
+        sink_log2 = gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
+        m_with_sink = gl.maximum(m, sink_log2)
+        m_finite = finite_or_zero(m_with_sink)
+        factor = exp2(m - m_finite)
+        l = l * factor + exp2(sink_log2 - m_finite)
+        m = m_with_sink
+    lse = m * LN_2 + gl.log(l)
+    if cfg.IS_PACKED:
+        ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
+    else:
+        num_heads = sizes.num_slots // sizes.batch * cfg.PACK
+        ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    gl.store(ptr_lse, lse, mask=inside)
+    acc = rescaled(
+        acc, gl.where(l == 0.0, 0.0, factor / l), cfg
+    )  # [64, BLOCK_DV]; rows that see no key are 0
+    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
+    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copy below
+    store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def attn_fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    N: gl.constexpr = cfg.WARPGROUPS
+    q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
+    k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
+    v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N))
+    if N == 2:
+        gl.warp_specialize(
+            [
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
+                ),
+                (
+                    load_role,
+                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
+                ),
+            ],
+            [4, 1],
+            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
+                ),
+                (
+                    mma_role,
+                    (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
+                ),
+                (
+                    load_role,
+                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
+                ),
+            ],
+            [4, 4, 1],
+            [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+        )

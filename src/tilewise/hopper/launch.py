@@ -1,0 +1,250 @@
+"""Host side of the Hopper backend: what it serves, and the launch of its kernels.
+
+Nothing here depends on lengths at compile time, so a new sequence length or batch size runs the kernels
+that are already compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.problem import AttentionProblem, Inputs
+
+LOG2_E = math.log2(math.e)
+
+# Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
+SECTION_BYTES = 24 << 20
+
+MAX_HEAD_DIM = 256
+UNBOUNDED = 1 << 29  # a window edge beyond every length
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _is_hopper(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the Hopper kernels serve the problem, else why not."""
+    if not _is_installed():
+        return "the package triton is not installed"
+    if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
+        return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, not {problem.dtype}"
+    sizes = (problem.head_dim, problem.head_dim_v)
+    if any(d % 8 or d > MAX_HEAD_DIM for d in sizes) or problem.head_dim_v > max(64, problem.head_dim):
+        return (
+            f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
+        )
+    lengths = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)
+    if 0 in lengths:
+        return "does not take empty dimensions"
+    if max(lengths) >= UNBOUNDED:
+        return f"takes lengths below {UNBOUNDED}"
+    if not problem.scale > 0:
+        return f"takes a positive scale, not {problem.scale}"
+    lacking = {
+        "a mask": problem.mask_shape is not None,
+        "a bias": problem.bias_shape is not None,
+        "ALiBi slopes": problem.has_alibi,
+        "dropout": problem.dropout_p > 0,
+        "caches": problem.is_cached or problem.is_paged,
+    }
+    for feature, is_present in lacking.items():
+        if is_present:
+            return f"does not take {feature}"
+    return None
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    cfg = config or forward_config(problem)
+    query, key, value = (tma_ready(t) for t in inputs[:3])
+    rows = query.shape[:-2]
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
+    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    order = first_tile = None
+    if problem.is_packed:
+        table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
+        order, first_tile = table[: problem.batch], table[problem.batch :]
+        run(_order_launch, problem, (*cu_seqlens, order, first_tile), cfg)
+    run(
+        _forward_launch,
+        problem,
+        (query, key, value, out, lse, sinks, *cu_seqlens, order, first_tile, _counter(query.device)),
+        cfg,
+    )
+    return out, lse
+
+
+def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
+    """Packed sequences, longest first, and the query tiles before each, found on the device."""
+    from tilewise.hopper.schedule import order_sequences_kernel
+
+    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, cfg.BLOCK_M // cfg.PACK), num_warps=4)
+
+
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
+    from tilewise.hopper.forward import attn_fwd_kernel
+
+    query, key, value, out, lse, sinks, *packing, counter = tensors
+    assert query is not None
+    visibility = problem.visibility()
+    positions = cfg.BLOCK_M // cfg.PACK
+    num_slots = problem.num_heads // cfg.PACK * (1 if problem.is_packed else problem.batch)
+    num_tiles = -(-problem.seqlen_q // positions)
+    bound = query.shape[0] // positions + problem.batch if problem.is_packed else num_tiles
+    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    slots_a_key = max(1, problem.group_size // cfg.PACK)
+    sizes = Sizes(
+        batch=problem.batch,
+        seqlen_q=query.shape[0] if problem.is_packed else problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
+        num_slots=num_slots,
+        num_tiles=num_tiles,
+        section=_section(num_slots, slots_a_key * max(1, SECTION_BYTES // key_bytes)),
+        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
+        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+    )
+    rows = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK)
+    arguments = (
+        descriptor(query, (*rows, cfg.PART_WIDTH), problem.is_packed),
+        descriptor(key, (cfg.BLOCK_N, 1, cfg.PART_WIDTH), problem.is_packed),
+        descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
+        descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
+        *(lse, sinks, *packing, counter),
+        *sizes,
+        *_factors(problem),
+        cfg,
+    )
+    programs = min(_num_sms(query.device.index), bound * num_slots)
+    return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def _factors(problem: AttentionProblem) -> tuple[float, float, float]:
+    """The kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
+    if problem.softcap > 0:
+        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap
+    return problem.scale * LOG2_E, 0.0, 0.0
+
+
+def _section(num_slots: int, largest: int) -> int:
+    """Slots of a section: even sections, so that the last one is not too small to fill the GPU."""
+    num_sections = -(-num_slots // largest)
+    return -(-num_slots // num_sections)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_config(problem: AttentionProblem) -> ForwardConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    visibility = problem.visibility()
+    width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
+    parts = -(-problem.head_dim // width)
+    block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
+    is_short = visibility.right is not None and problem.seqlen_k <= 2048
+    if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
+        tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
+    elif block_dv == 64 or block_dv == 128:
+        tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
+    else:  # 3 x 32 KB of Q, 2 x 64 KB of K and V: 224 KB
+        tile = (64, 2, 3, 240)
+    return ForwardConfig(
+        BLOCK_N=tile[0],
+        WARPGROUPS=tile[1],
+        STAGES=2,
+        Q_SLOTS=tile[2],
+        CONSUMER_REGISTERS=tile[3],
+        PRODUCER_REGISTERS=24,
+        PARTS=parts,
+        PART_WIDTH=width,
+        BLOCK_DV=block_dv,
+        PACK=_pack(problem),
+        IS_PACKED=problem.is_packed,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_SINKS=problem.has_sinks,
+    )
+
+
+def _pack(problem: AttentionProblem) -> int:
+    """Query heads that share a tile: all of a key head's where queries are too few to fill one."""
+    group = problem.group_size
+    fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
+    return group if fits and problem.seqlen_q <= WARPGROUP_ROWS else 1
+
+
+def tma_ready(t: Tensor) -> Tensor:
+    """t, or a copy if TMA can't address it: rows contiguous, 16-byte aligned, no broadcast dimensions."""
+    strides = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
+    is_ready = t.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in strides) and t.data_ptr() % 16 == 0
+    return t if is_ready else t.clone(memory_format=torch.contiguous_format)
+
+
+def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -> Any:
+    """TMA descriptor of (batch, rows, heads, dim) in blocks of (rows, heads, dim).
+
+    Packed (rows, heads, dim): two more dimensions bound each sequence, see `hopper.forward.coords`.
+    """
+    from tilewise.hopper.compat import TensorDescriptor
+
+    assert t is not None
+    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+    strides[-1] = 1
+    if is_packed:
+        shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[1:]]
+        strides = [(1 << 34) - strides[0], strides[0], *strides]
+        block_shape = [1, 1, *block]
+    else:
+        shape = list(t.shape)
+        block_shape = [1, *block]
+    return TensorDescriptor(t, shape, strides, block_shape, _shared_layout(tuple(block_shape), t.dtype))
+
+
+@functools.cache
+def _shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from tilewise.hopper.compat import gl
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), element)
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+_COUNTERS: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros for a launch's scheduler, which leaves them zero again.
+
+    Launches of one stream follow each other, so they share a pair; a captured graph owns its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _COUNTERS[key]

@@ -1,0 +1,26 @@
+"""Register layouts of wgmma: who holds which element of a tile.
+
+A warpgroup is four warps of 16 rows each; a thread holds, of two rows, columns 2t and 2t + 1 of every eight.
+"""
+
+from tilewise.hopper.compat import gl, gluon
+
+
+@gluon.constexpr_function
+def accumulator_layout(num_columns):
+    """Of a [64, num_columns] float32 accumulator."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(num_columns, 256), 16]
+    )
+
+
+@gluon.constexpr_function
+def operand_layout(num_columns):
+    """Of a 16-bit left operand in registers: an accumulator converted in place."""
+    return gl.DotOperandLayout(0, accumulator_layout(num_columns), 2)
+
+
+@gluon.constexpr_function
+def row_layout(num_columns):
+    """Of one value a row."""
+    return gl.SliceLayout(1, accumulator_layout(num_columns))

@@ -1,0 +1,200 @@
+"""Which tile of queries a thread block works on next.
+
+Blocks are persistent: each starts with the tile of its own number and then draws from one atomic counter,
+so that no block idles while tiles remain, whatever their lengths. Tiles are numbered so that long ones come
+first (the last one to start is short) and so that tiles which run at the same time read the same keys:
+heads are worked through in sections whose keys and values fit the L2 cache.
+"""
+
+from tilewise.hopper.channel import make_ring
+from tilewise.hopper.compat import aggregate, gl, gluon
+
+
+@aggregate
+class Work:
+    """One tile of queries. `row` is its first query's position in its sequence; -1 says that all is done."""
+
+    row: gl.tensor
+    head: gl.tensor  # first query head of the tile
+    batch: gl.tensor  # of a dense tensor; 0 if packed
+    start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
+    seqlen_q: gl.tensor
+    start_k: gl.tensor
+    seqlen_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, row, head, batch, start_q, seqlen_q, start_k, seqlen_k):
+        self.row = row
+        self.head = head
+        self.batch = batch
+        self.start_q = start_q
+        self.seqlen_q = seqlen_q
+        self.start_k = start_k
+        self.seqlen_k = seqlen_k
+
+
+@gluon.jit
+def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
+    """(tile, slot) of an index into `num_tiles` query tiles x `num_slots` (batch, head) pairs.
+
+    Sections of slots one after another; in a section the tiles of a slot are neighbours, or, if DESCENDING,
+    the last (longest) tiles of all its slots come first.
+    """
+    per_section = num_tiles * section
+    first_slot = index // per_section * section
+    rest = index % per_section
+    size = gl.minimum(section, num_slots - first_slot)
+    if DESCENDING:
+        tile = num_tiles - 1 - rest // size
+        slot = first_slot + rest % size
+    else:
+        tile = rest % num_tiles
+        slot = first_slot + rest // num_tiles
+    return tile, slot
+
+
+@gluon.jit
+def find_sequence(first_tile, batch, tile):
+    """The last i with first_tile[i] <= tile, by bisection."""
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(first_tile + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@gluon.jit
+def order_sequences_kernel(
+    cu_seqlens_q,
+    cu_seqlens_k,
+    order,
+    first_tile,
+    batch,
+    BLOCK_POSITIONS: gl.constexpr,
+):
+    """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
+
+    One program counts, for each sequence, which others come before it: a sort without moving anything.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
+    for i0 in range(0, batch, 128):
+        i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
+        length_i = gl.load(cu_seqlens_k + i + 1, mask=i < batch, other=0)
+        length_i = length_i - gl.load(cu_seqlens_k + i, mask=i < batch, other=0)
+        rank = 0 * i
+        first = 0 * i
+        for j0 in range(0, batch, 32):
+            j = j0 + gl.arange(0, 32, gl.SliceLayout(0, layout))
+            length_j = gl.load(cu_seqlens_k + j + 1, mask=j < batch, other=0)
+            length_j = length_j - gl.load(cu_seqlens_k + j, mask=j < batch, other=0)
+            rows_j = gl.load(cu_seqlens_q + j + 1, mask=j < batch, other=0)
+            rows_j = rows_j - gl.load(cu_seqlens_q + j, mask=j < batch, other=0)
+            tiles_j = (rows_j + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+            is_longer = length_j[None, :] > length_i[:, None]
+            is_tie = (length_j[None, :] == length_i[:, None]) & (j[None, :] < i[:, None])
+            is_before = (is_longer | is_tie) & (j < batch)[None, :]
+            rank += gl.sum(is_before.to(gl.int32), 1)
+            first += gl.sum(gl.where(is_before, tiles_j[None, :], 0), 1)
+        gl.store(order + rank, i, mask=i < batch)
+        gl.store(first_tile + rank, first, mask=i < batch)
+        # the sequence that comes last also knows the total
+        rows_i = gl.load(cu_seqlens_q + i + 1, mask=i < batch, other=0)
+        rows_i = rows_i - gl.load(cu_seqlens_q + i, mask=i < batch, other=0)
+        total = first + (rows_i + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+        gl.store(first_tile + batch + 0 * i, total, mask=rank == batch - 1)
+
+
+@gluon.jit
+def locate(index, sizes, packing, cfg: gl.constexpr):
+    """The Work of an index. Packed: each sequence has its own tiles, and slots are heads."""
+    BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
+    if cfg.IS_PACKED:
+        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
+        b = gl.load(packing.order + rank)
+        first = gl.load(packing.first_tile + rank)
+        start_q = gl.load(packing.cu_seqlens_q + b)
+        start_k = gl.load(packing.cu_seqlens_k + b)
+        own_q = gl.load(packing.cu_seqlens_q + b + 1) - start_q
+        own_k = gl.load(packing.cu_seqlens_k + b + 1) - start_k
+        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        tile, slot = place(
+            index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
+        )
+        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, 0 * b, start_q, own_q, start_k, own_k)
+    else:
+        tile, slot = place(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT)
+        heads = sizes.num_slots // sizes.batch
+        b = slot // heads
+        head = slot % heads * cfg.PACK
+        work = Work(
+            tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
+        )
+    return work
+
+
+@gluon.jit
+def draw(counter):
+    """Ask for the next tile that nobody has taken. The answer is not waited for: see `drawn`."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def drawn(ticket):
+    """The index that a ticket of `draw` won."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+
+
+@gluon.jit
+def leave(counter):
+    """Called once by each block at its end: the last one winds the counters back for the next launch."""
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def make_work_ring(CONSUMERS: gl.constexpr):
+    """Two messages of eight integers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return make_ring(gl.allocate_shared_memory(gl.int32, [2, 8], layout), 2, 1, CONSUMERS)
+
+
+@gluon.jit
+def send(ring, use, work):
+    """The load role hands a Work to the other roles."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    ring.acquire(use)
+    field = gl.arange(0, 8, layout)
+    message = gl.where(field == 0, work.row, work.head)
+    message = gl.where(field == 2, work.batch, message)
+    message = gl.where(field == 3, work.start_q, message)
+    message = gl.where(field == 4, work.seqlen_q, message)
+    message = gl.where(field == 5, work.start_k, message)
+    message = gl.where(field == 6, work.seqlen_k, message)
+    ring.part(use, 0).store(message)
+    ring.publish(use)
+
+
+@gluon.jit
+def receive(ring, use):
+    """The Work of a use, from the load role."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    ring.wait(use)
+    message = ring.part(use, 0).load(layout)
+    ring.release(use)
+    field = gl.arange(0, 8, layout)
+    return Work(
+        gl.sum(gl.where(field == 0, message, 0), 0),
+        gl.sum(gl.where(field == 1, message, 0), 0),
+        gl.sum(gl.where(field == 2, message, 0), 0),
+        gl.sum(gl.where(field == 3, message, 0), 0),
+        gl.sum(gl.where(field == 4, message, 0), 0),
+        gl.sum(gl.where(field == 5, message, 0), 0),
+        gl.sum(gl.where(field == 6, message, 0), 0),
+    )

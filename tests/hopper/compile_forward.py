@@ -1,0 +1,76 @@
+"""Compile the Hopper forward for sm_90a without a GPU, and print what ptxas says of each case, as JSON.
+
+    python tests/hopper/compile_forward.py [CASE ...]
+
+The launch code runs unchanged on meta tensors; only the last step, the launch, is replaced by a compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from tilewise import launch_plan
+from tilewise.hopper import launch
+from tilewise.problem import Options, describe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from compile_kernels import Case, CompileOnlyDriver, case_inputs, report
+
+CASES = {
+    "d64": Case(64, 64),
+    "d64_causal": Case(64, 64, options={"causal": True}),
+    "d64_causal_long": Case(64, 64, options={"causal": True}, seqlen_q=4096, seqlen_k=4096),
+    "d80": Case(80, 80),
+    "d96": Case(96, 96),
+    "d112_fp16": Case(112, 112, torch.float16),
+    "d128": Case(128, 128),
+    "d128_causal": Case(128, 128, options={"causal": True}),
+    "d160": Case(160, 160),
+    "d192": Case(192, 192),
+    "d192_128_causal": Case(192, 128, options={"causal": True}),
+    "d256": Case(256, 256),
+    "d256_causal": Case(256, 256, options={"causal": True}),
+    "window_softcap_sinks": Case(
+        128,
+        128,
+        options={"window_left": 128, "window_right": 64, "softcap": 20.0},
+        extras=("sinks",),
+        kv_heads=2,
+    ),
+    "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
+    "few_queries": Case(128, 128, options={"causal": True}, heads=8, kv_heads=1, seqlen_q=4),
+}
+
+
+def compile_case(name: str) -> list[dict[str, Any]]:
+    case = CASES[name]
+    reports: list[dict[str, Any]] = []
+
+    def compile_instead(started: launch_plan.Launch) -> None:
+        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
+        row = {"case": name, "kernel": started.kernel.__name__, "has_hgmma": "HGMMA" in compiled.asm["sass"]}
+        reports.append(row | report(compiled, 90))
+
+    launch_plan.start = compile_instead
+    launch._num_sms = lambda index: 132  # type: ignore[assignment]
+    launch._counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+    inputs = case_inputs(case)
+    launch.forward(describe(inputs, Options(**case.options)), inputs)
+    return reports
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(CompileOnlyDriver(90))
+    for name in sys.argv[1:] or list(CASES):
+        for row in compile_case(name):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
