@@ -60,7 +60,11 @@ class KVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         check_sizes(
-            batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v
+            batch=batch,
+            max_seqlen=max_seqlen,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
         )
         if dtype not in DTYPES:
             raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16 or float16")
@@ -100,7 +104,9 @@ class KVCache:
             where: Any = (slice(None), slice(held[0], held[0] + new_tokens))
         else:
             row = torch.arange(len(k), device=k.device)[:, None]
-            first = self.lengths if held is not None else self.lengths.clamp(max=self.key.shape[1] - new_tokens)
+            first = (
+                self.lengths if held is not None else self.lengths.clamp(max=self.key.shape[1] - new_tokens)
+            )
             where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
         self.key[where] = k
         if v is not None:
@@ -175,4 +181,6 @@ def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:
 def check_value_in_key(head_dim: int, head_dim_v: int) -> None:
     """Raise ValueError unless values can be the first coordinates of keys."""
     if head_dim_v > head_dim:
-        raise ValueError(f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True")
+        raise ValueError(
+            f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True"
+        )

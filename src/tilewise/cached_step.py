@@ -106,7 +106,12 @@ class Step(ABC):
         if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
             raise TypeError("rotary_cos and rotary_sin must be given together, or neither")
         most = self.cache.key.shape[-1] // 2
-        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < max(1, self.longest()) or cos.shape[1] > most:
+        if (
+            cos.ndim != 2
+            or cos.shape != sin.shape
+            or len(cos) < max(1, self.longest())
+            or cos.shape[1] > most
+        ):
             raise ValueError(
                 f"rotary_cos.shape={tuple(cos.shape)} and rotary_sin.shape={tuple(sin.shape)} must both be "
                 f"(positions, rotary_dim / 2) with at least {max(1, self.longest())} positions and at most "
@@ -129,7 +134,9 @@ class Step(ABC):
         return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
 
     def _is_fusible(self, query: Tensor, key: Tensor, rotary: Rotary | None) -> bool:
-        is_plain = key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
+        is_plain = (
+            key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
+        )
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
         return is_plain and same_tokens and key.is_cuda and has_triton() and not torch.compiler.is_compiling()
 
@@ -192,7 +199,9 @@ class PagedStep(Step):
         from tilewise.triton.append import Tokens, append
 
         storage = self.cache.key, None if value is None else self.cache.value
-        return append(query, key, value, *storage, Tokens(self.batch.slots, self.batch.positions, None), rotary)
+        return append(
+            query, key, value, *storage, Tokens(self.batch.slots, self.batch.positions, None), rotary
+        )
 
     def undo(self) -> None:
         if not self.is_reserved:

@@ -176,7 +176,9 @@ class PagedKVCache:
         sequences = self.sequences if sequences is None else list(sequences)
         counts = [new_tokens] * len(sequences) if isinstance(new_tokens, int) else list(new_tokens)
         if len(counts) != len(sequences):
-            raise ValueError(f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences")
+            raise ValueError(
+                f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"
+            )
         before = [0 if s == PADDING else self._table.lengths.get(s, 0) for s in sequences]
         copies = self._table.reserve(sequences, counts)
         try:
@@ -223,7 +225,9 @@ class PagedKVCache:
         """
         counts = [len(k) if k.ndim == 3 else -1 for k in key]
         if counts and min(counts) < 0:
-            raise ValueError("key must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)")
+            raise ValueError(
+                "key must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)"
+            )
         packed = [t if t is None or isinstance(t, Tensor) else torch.cat(list(t)) for t in (key, value)]
         assert packed[0] is not None
         self.check_new(packed[0], packed[1])
@@ -267,13 +271,19 @@ class PagedKVCache:
                 )
             if batch is not None:
                 even = {(len(batch.sequences), n) for n in batch.new_tokens}
-                fits = even == {tuple(t.shape[:2])} if t.ndim == 4 and even else t.shape[:-2].numel() == batch.total
+                fits = (
+                    even == {tuple(t.shape[:2])}
+                    if t.ndim == 4 and even
+                    else t.shape[:-2].numel() == batch.total
+                )
                 if not fits:
                     raise ValueError(
                         f"{name}.shape={tuple(t.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
                     )
         if value is not None and key.shape[:-2] != value.shape[:-2]:
-            raise ValueError(f"value.shape={tuple(value.shape)} must have as many tokens as key {tuple(key.shape)}")
+            raise ValueError(
+                f"value.shape={tuple(value.shape)} must have as many tokens as key {tuple(key.shape)}"
+            )
 
     def gather(self, sequence: int) -> tuple[Tensor, Tensor]:
         """A copy of a sequence's keys and values: (length, num_kv_heads, head_dim) and with head_dim_v.

@@ -155,7 +155,11 @@ class PageTable:
             self.free_pages.append(page)
 
     def batch(
-        self, sequences: Sequence[int], new_tokens: Sequence[int], device: torch.device, into: PagedBatch | None
+        self,
+        sequences: Sequence[int],
+        new_tokens: Sequence[int],
+        device: torch.device,
+        into: PagedBatch | None,
     ) -> PagedBatch:
         """The sequences after `reserve`, on the device; `into`: in the memory of an earlier batch.
 
@@ -172,7 +176,9 @@ class PageTable:
             for name, t in fields.items():
                 if t.shape != getattr(into, name).shape:
                     shapes = tuple(t.shape), tuple(getattr(into, name).shape)
-                    raise ValueError(f"into.{name} has shape {shapes[1]}, must have {shapes[0]} for this batch")
+                    raise ValueError(
+                        f"into.{name} has shape {shapes[1]}, must have {shapes[0]} for this batch"
+                    )
             block = into.block
             block.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
         parts = block.split([t.numel() for t in fields.values()])

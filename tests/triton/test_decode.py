@@ -39,9 +39,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def cached(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], is_paged: bool, **extras: Tensor
-) -> Inputs:
+def cached(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], is_paged: bool, **extras: Tensor) -> Inputs:
     """Keys (batch, longest, heads, dim) in a cache that holds NaN wherever no sequence has a token."""
     lengths_k = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     beyond = (torch.arange(k.shape[1], device=DEVICE) >= lengths_k[:, None])[..., None, None]
@@ -97,11 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_paged", [False, True])
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("queries", "is_paged"), [(1, True), (3, False)])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_option(dtype: torch.dtype, case: str, queries: int, is_paged: bool):
+def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtype = DTYPES[-1]):
     options = dict(CASES[case])
     batch, heads, kv_heads, dim, dim_v = len(LENGTHS), 6, 2, 24, 40
     q = randn(batch, queries, heads, dim, dtype=dtype)
@@ -119,24 +115,31 @@ def test_every_option(dtype: torch.dtype, case: str, queries: int, is_paged: boo
     check(cached(q, k, v, LENGTHS, is_paged, **extras), k, v, LENGTHS, None, **options)
 
 
-TILES = [(16, 16, 1, False, 1), (16, 32, 2, True, 1), (32, 16, 1, True, 3), (32, 32, 1, False, 2)]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(dtype: torch.dtype):
+    test_every_option("causal", 3, True, dtype)
+
+
+TILES = [(16, 16, 1, False), (16, 32, 2, True), (32, 16, 1, True), (32, 32, 1, False)]
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("heads", "queries"), [(8, 1), (8, 5), (3, 16)])
-def test_every_cut(tile: tuple[int, int, int, bool, int], heads: int, queries: int):
+def test_every_cut(tile: tuple[int, int, int, bool], heads: int, queries: int):
     """Rows that fill several tiles, segments over many workers and workers over many segments."""
-    block_m, block_n, workers, is_transposed, least = tile
+    block_m, block_n, workers, is_transposed = tile
     if not IS_INTERPRETED and is_transposed:
         block_n = 64
-    choice = DecodeTile(block_m, block_n, workers, 4, 2, is_transposed, least)
+    choice = DecodeTile(block_m, block_n, workers, 4, 2, is_transposed)
     dtype = DTYPES[-1]
     q = randn(len(LENGTHS), queries, heads, 16, dtype=dtype)
     k, v = (randn(len(LENGTHS), max(LENGTHS), 1, 16, dtype=dtype) for _ in range(2))
     check(cached(q, k, v, LENGTHS, True), k, v, LENGTHS, choice, causal=True)
 
 
-@pytest.mark.parametrize("dim", [(40, 32), (48, 16)] if IS_INTERPRETED else [(576, 512), (192, 128), (96, 96)])
+@pytest.mark.parametrize(
+    "dim", [(40, 32), (48, 16)] if IS_INTERPRETED else [(576, 512), (192, 128), (96, 96)]
+)
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_absorbed_latent_attention(dim: tuple[int, int], is_shared: bool):
     """One key head, values apart or in the keys' first columns, columns in two parts."""

@@ -301,9 +301,7 @@ class Tiles:
         inputs = self.inputs
         return self._key_tile(inputs.value, self.value_view, inputs.value_scale, j0, j1)  # [..., head_dim_v]
 
-    def _key_tile(
-        self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int
-    ) -> Tensor:
+    def _key_tile(self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int) -> Tensor:
         tile = self._gather_pages(pages, scale, j0, j1) if view is None else view[:, :, j0:j1]
         n = tile.shape[0] * tile.shape[1]
         return tile.to(self.problem.compute_dtype).reshape(n, tile.shape[2], tile.shape[3])

@@ -146,7 +146,10 @@ def _append(
     position = held[sequence] + offset
     entry, row = sequence, position
     if table is not None:
-        entry, row = table[sequence, position // call.k_cache.shape[1]].long(), position % call.k_cache.shape[1]
+        entry, row = (
+            table[sequence, position // call.k_cache.shape[1]].long(),
+            position % call.k_cache.shape[1],
+        )
     call.k_cache[entry, row.long()] = k.flatten(0, -3)
     call.v_cache[entry, row.long()] = call.v.flatten(0, -3)
     return q

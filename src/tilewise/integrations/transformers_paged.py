@@ -53,7 +53,9 @@ def paged_attention_forward(
         ValueError: there is no cache, as outside of continuous batching.
     """
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
-        raise ValueError("cache=None must be a PagedAttentionCache: 'paged|' names serve continuous batching only")
+        raise ValueError(
+            "cache=None must be a PagedAttentionCache: 'paged|' names serve continuous batching only"
+        )
     width = sliding_window or getattr(module, "sliding_window", None)
     if isinstance(cu_seq_lens_k, dict):
         cu_seq_lens_k = cu_seq_lens_k["sliding_attention" if width else "full_attention"]

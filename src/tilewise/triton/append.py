@@ -60,7 +60,12 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
         *(*places, table, cos, sin),
-        *(new_tokens, key_storage.shape[1], 0 if cos is None else len(cos), 0 if table is None else table.shape[1]),
+        *(
+            new_tokens,
+            key_storage.shape[1],
+            0 if cos is None else len(cos),
+            0 if table is None else table.shape[1],
+        ),
         *blocks,
         max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
         0 if cos is None else 2 * cos.shape[1],
@@ -112,7 +117,9 @@ def append_kernel(
             at = tl.minimum(position // rows, pages - 1)
             slot = tl.load(page_table + b * pages + at).to(tl.int64) * rows + position % rows
         else:
-            slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n  # a full one: its last rows
+            slot = (
+                b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
+            )  # a full one: its last rows
     else:
         position = tl.load(positions + token)
         slot = tl.load(slots + token).to(tl.int64)

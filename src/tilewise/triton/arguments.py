@@ -136,7 +136,6 @@ class DecodeSizes(NamedTuple):
     row_tiles: int  # tiles of rows that one key head has
     segments: int  # of each sequence: key heads times row tiles
     workers: int
-    least: int  # tiles that a worker takes at least
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,7 @@ class DecodeConfig:
     IS_FOLDED: bool
     IS_SHARED: bool  # the values are the first columns of the keys, as in absorbed MLA
     IS_TRANSPOSED: bool  # keys along the rows of the score tile
-    MERGE_ROWS: int  # rows and pieces that are merged at a time
-    MERGE_PIECES: int
-    HAS_PDL: bool
-    HAS_FULL: bool
+    HAS_PDL: bool  # programmatic dependent launch
     PRECISION: str
 
 
