@@ -1,12 +1,12 @@
 """Continuous batching over a paged cache: sequences join and leave while others generate.
 
     python examples/generate.py                      # the demo's byte-level GPT, on the CPU, in float32
-    python examples/generate.py --model llama        # a random model of Llama-3-8B's shape, on a GPU, in bfloat16
+    python examples/generate.py --model llama        # a random model of Llama-3-8B's shape, on a GPU
     python examples/generate.py --model llama --dtype float32 --compare   # and transformers with SDPA
 
-Every step runs all tokens that are due, packed in one row: the next chunk of a prompt from sequences that have just
-joined, one token from the others. Each layer has its `PagedKVCache`; all share one table of pages, so `reserve` is
-called once a step. Afterwards every generated token is checked against one pass without a cache.
+Every step runs all tokens that are due, packed in one row: the next chunk of its prompt from a sequence that
+has just joined, one token from each other. Each layer has its `PagedKVCache`; all share one table of pages,
+so `reserve` is called once a step. Afterwards every generated token is checked against one pass without a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.demo.gpt import GPT, NUM_BYTES
-from tilewise.demo.scale import Scale
+from tilewise.demo.scale import CPU, Scale
 from tilewise.pages import PagedBatch
 from tilewise.rotary import apply_rotary, rotary_tables
 
@@ -244,7 +244,7 @@ def make_requests(vocabulary: int, count: int, prompt: int, new: int, seed: int 
 
 
 def transformers_speed(model: Llama, requests: Sequence[Request]) -> float:
-    """Tokens a second of transformers' `generate` with SDPA: one padded batch, so all wait for the longest."""
+    """Tokens a second of transformers' `generate` with SDPA: one padded batch, all wait for the longest."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape, weight = model.shape, model.logits.weight
@@ -302,9 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     torch.manual_seed(0)
     with device:
-        model: Model = (
-            ByteGPT(Scale.full()) if chosen.model == "gpt" else Llama(LLAMA_3_8B if is_large else TINY)
-        )
+        model: Model = ByteGPT(CPU) if chosen.model == "gpt" else Llama(LLAMA_3_8B if is_large else TINY)
     model = model.to(dtype).eval()
     requests = make_requests(model.shape.vocabulary, count, prompt, new)
     page_size = 64 if is_large else 16

@@ -260,11 +260,9 @@ def test_rotary_in_a_contiguous_cache():
     q, k, v = (torch.randn(2, 9, h, 8) for h in (4, 2, 2))
     cache = tilewise.KVCache(2, 16, 2, 8, dtype=torch.float32)
     rotary = {"rotary_cos": cos, "rotary_sin": sin}
-    outs = [
-        tilewise.attention_with_cache(*(t.transpose(1, 2) for t in (q_,)), cache, *(t.transpose(1, 2) for t in kv),
-                                      layout="bhsd", **rotary)
-        for q_, *kv in zip(*(t.split([5, 1, 3], 1) for t in (q, k, v)))
-    ]  # fmt: skip
+    outs = []
+    for parts in zip(*(t.transpose(1, 2).split([5, 1, 3], 2) for t in (q, k, v))):
+        outs.append(tilewise.attention_with_cache(parts[0], cache, *parts[1:], layout="bhsd", **rotary))
     turned = [apply_rotary(t, cos[:9], sin[:9]) for t in (q, k)]
     exact, _ = reference.attention(*turned, v, causal=True)
     torch.testing.assert_close(torch.cat(outs, 2).transpose(1, 2).double(), exact, rtol=1e-5, atol=1e-5)
@@ -321,7 +319,7 @@ def test_attention_over_eight_bit_pages_is_exact_for_what_they_hold(dtype):
 
 
 def test_memory_of_llama_2_70b():
-    """80 layers, 64 heads of size 128 in float16: 32 KiB a token and layer, 10 GiB at 4096 tokens; 8 key heads: 1/8."""
+    """80 layers, 64 heads of size 128, float16: 32 KiB a token and layer, 10 GiB at 4096 tokens."""
     one_layer = PagedKVCache(4096 // 16, 16, 64, 128, dtype=torch.float16, device="meta")
     assert one_layer.bytes_per_token() == 32 << 10
     assert 80 * one_layer.memory_bytes() == 10 << 30

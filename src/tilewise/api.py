@@ -193,15 +193,15 @@ def attention_with_cache(
     aligned with its last cached key.
 
     Args:
-        query: (batch, new_tokens, num_heads, head_dim) in `layout`; with a `PagedBatch` also packed (total new
-            tokens, num_heads, head_dim), each sequence having its own number of them.
+        query: (batch, new_tokens, num_heads, head_dim) in `layout`; with a `PagedBatch` also packed (total
+            new tokens, num_heads, head_dim), each sequence having its own number of them.
         cache: keys and values so far; appended to in place if key and value are given.
-        key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or packed as query; None appends nothing.
+        key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or packed; None appends nothing.
         value: likewise with head_dim_v; None for a cache whose values lie in its keys (`value_in_key`).
-        batch: which sequences of a `PagedKVCache` these are. None: all that live; a list of sequences; or what
-            `cache.reserve` returned, which has counted the new tokens already.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), as of `tilewise.rotary.rotary_tables`: query and key
-            are turned by their positions in the sequence first.
+        batch: which sequences of a `PagedKVCache` these are. None: all that live; a list of sequences; or
+            what `cache.reserve` returned, which has counted the new tokens already.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), as of `tilewise.rotary.rotary_tables`: query and
+            key are turned by their positions in the sequence first.
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
         mask, bias: broadcastable to (batch, num_heads, new_tokens, cache capacity).
 
@@ -225,9 +225,9 @@ def attention_with_cache(
     """
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
-    given = {"query": query, "key": key, "value": value}
-    given = {name: t for name, t in given.items() if t is not None}
-    query, key, value = (*_to_bshd(layout, **given), None, None)[:3]
+    given: dict[str, Any] = {"query": query, "key": key, "value": value}
+    views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
+    query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
     rotary = None
     if rotary_cos is not None or rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ class KVCache:
         head_dim_v: head size of the values; None is head_dim.
         dtype: float64, float32, bfloat16 or float16.
         device: where it lives; None is torch's default device.
-        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention, and
-            are stored and read once.
+        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
+            and are stored and read once.
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
@@ -82,8 +82,8 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
 
-        While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last rows
-        overwritten, and `lengths` counts on.
+        While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last
+        rows overwritten, and `lengths` counts on.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.

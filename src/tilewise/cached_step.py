@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def cached_step(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-) -> Step:
+) -> Step[Any]:
     """Check the new tokens and make room for them.
 
     Raises:
@@ -53,7 +53,7 @@ def cached_step(
     sequences = cache.sequences if batch is None else list(batch)
     if len(sequences) != len(query) or (key is not None and len(key) != len(query)):
         raise ValueError(
-            f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's batch size"
+            f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's"
         )
     return PagedStep(cache, cache.reserve(sequences, 0 if key is None else key.shape[1]), is_reserved=False)
 
@@ -71,10 +71,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class Step(ABC):
+C = TypeVar("C", KVCache, PagedKVCache)
+
+
+class Step(ABC, Generic[C]):
     """Room is made; tokens are not written yet."""
 
-    cache: KVCache | PagedKVCache
+    cache: C
 
     @abstractmethod
     def longest(self) -> int:
@@ -141,7 +144,7 @@ class Step(ABC):
         return is_plain and same_tokens and key.is_cuda and has_triton() and not torch.compiler.is_compiling()
 
 
-class ContiguousStep(Step):
+class ContiguousStep(Step[KVCache]):
     def __init__(self, cache: KVCache, new_tokens: int) -> None:
         self.cache, self.new_tokens = cache, new_tokens
 
@@ -170,7 +173,7 @@ class ContiguousStep(Step):
         pass  # nothing was reserved
 
 
-class PagedStep(Step):
+class PagedStep(Step[PagedKVCache]):
     def __init__(self, cache: PagedKVCache, batch: PagedBatch, is_reserved: bool) -> None:
         self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
 

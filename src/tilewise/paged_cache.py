@@ -33,11 +33,11 @@ class PagedKVCache:
         head_dim_v: head size of the values; None is head_dim.
         max_seqlen: refuse longer sequences; page tables then have one width. None: as long as pages last.
         dtype: float64, float32, bfloat16, float16, or float8_e4m3fn: 8 bits with a scale (a power of two) for
-            each page and head, quantized when appended. A number x is then off by at most |x| / 16 + a / 114688,
-            a being the largest magnitude that its page has held for its head.
+            each page and head, quantized when appended. A number x is then off by at most
+            |x| / 16 + a / 114688, a being the largest magnitude that its page has held for its head.
         device: where it lives; None is torch's default device.
-        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention, and
-            are stored and read once.
+        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
+            and are stored and read once.
         shares: another layer's cache, whose sequences and pages are used. Sizes of pages must be equal.
 
     Attributes:
@@ -72,8 +72,8 @@ class PagedKVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         check_sizes(
-            num_pages=num_pages, num_kv_heads=num_kv_heads, max_seqlen=0 if max_seqlen is None else max_seqlen,
-            head_dim=head_dim, head_dim_v=head_dim_v,
+            num_pages=num_pages, num_kv_heads=num_kv_heads, max_seqlen=max_seqlen or 0, head_dim=head_dim,
+            head_dim_v=head_dim_v,
         )  # fmt: skip
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={page_size!r} must be 16, 64, 128 or 256")
@@ -126,7 +126,7 @@ class PagedKVCache:
         return self._table.allocate()
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens, in the same pages; a page is copied when one of them writes to it.
+        """A new sequence with the same tokens and pages; a page is copied when one of them writes to it.
 
         Raises:
             ValueError: the sequence does not live.
@@ -171,7 +171,7 @@ class PagedKVCache:
                 overwritten and serves again.
 
         Raises:
-            ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed then.
+            ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed.
         """
         sequences = self.sequences if sequences is None else list(sequences)
         counts = [new_tokens] * len(sequences) if isinstance(new_tokens, int) else list(new_tokens)
@@ -215,8 +215,8 @@ class PagedKVCache:
         """`reserve` and `write` in one step, for a cache of one layer.
 
         Args:
-            key: (batch, new_tokens, num_kv_heads, head_dim), or a list with (new_tokens, num_kv_heads, head_dim)
-                for each sequence.
+            key: (batch, new_tokens, num_kv_heads, head_dim), or a list with (new_tokens, num_kv_heads,
+                head_dim) for each sequence.
             value: likewise with head_dim_v; None with `value_in_key`.
             sequences: one for each batch entry; None: all that live.
 
@@ -239,8 +239,8 @@ class PagedKVCache:
         """Store the new tokens of a batch that `reserve` returned.
 
         Args:
-            key: (batch, new_tokens, num_kv_heads, head_dim), or packed (total, num_kv_heads, head_dim). In the
-                cache's dtype; any floating-point dtype if that is float8_e4m3fn.
+            key: (batch, new_tokens, num_kv_heads, head_dim), or packed (total, num_kv_heads, head_dim). In
+                the cache's dtype; any floating-point dtype if that is float8_e4m3fn.
             value: likewise with head_dim_v; None with `value_in_key`.
 
         Raises:
@@ -259,7 +259,7 @@ class PagedKVCache:
                 _write_quantized(storage, scale, new, slots, batch)
 
     def check_new(self, key: Tensor, value: Tensor | None, batch: PagedBatch | None = None) -> None:
-        """Raise ValueError or TypeError unless key and value are new tokens for this cache, and of the batch."""
+        """Raise ValueError or TypeError unless key and value are new tokens of the batch for this cache."""
         check_new_tokens(self, key, value)
         for name, t, storage in (("key", key, self.key), ("value", value, self.value)):
             if t is None:
@@ -267,7 +267,7 @@ class PagedKVCache:
             if t.ndim not in (3, 4) or t.shape[-2:] != storage.shape[2:]:
                 right = ("total_new", *storage.shape[2:])
                 raise ValueError(
-                    f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...) for this cache"
+                    f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...)"
                 )
             if batch is not None:
                 even = {(len(batch.sequences), n) for n in batch.new_tokens}
@@ -278,7 +278,7 @@ class PagedKVCache:
                 )
                 if not fits:
                     raise ValueError(
-                        f"{name}.shape={tuple(t.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
+                        f"{name}.shape={tuple(t.shape)} must hold new_tokens={list(batch.new_tokens)}"
                     )
         if value is not None and key.shape[:-2] != value.shape[:-2]:
             raise ValueError(
@@ -317,7 +317,7 @@ class PagedKVCache:
         return self.memory_bytes() // max(1, len(self.key)) * (len(self.key) - self.free_pages)
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in this layer, without scales: heads * (head_dim + head_dim_v) * size."""
+        """Bytes of one token in this layer, without scales: heads * (head_dim + head_dim_v) * element size."""
         columns = self.key.shape[3] + (0 if self.value_in_key else self.value.shape[3])
         return self.key.shape[2] * columns * self.key.element_size()
 

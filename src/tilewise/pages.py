@@ -1,7 +1,7 @@
 """Which pages hold which sequence: the bookkeeping of paged caches, without their contents.
 
-The host knows every length and page, so a wrong call is refused at once and nothing waits for the device. What a
-kernel needs of it travels to the device as one block of integers for each batch: a `PagedBatch`.
+The host knows every length and page, so a wrong call is refused at once and nothing waits for the device.
+What a kernel needs of it travels to the device as one block of integers for each batch: a `PagedBatch`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PageTable:
             pages, length = self.pages[sequence], self.lengths[sequence]
             if self.max_seqlen is not None and length + count > self.max_seqlen:
                 raise ValueError(
-                    f"{count} new tokens do not fit: {sequence=} holds {length} of max_seqlen={self.max_seqlen}"
+                    f"{count} new tokens do not fit: {sequence=} has {length} of max_seqlen={self.max_seqlen}"
                 )
             needed += -(-(length + count) // self.page_size) - len(pages)
             if length % self.page_size:  # the last of those that share a page keeps it

@@ -293,7 +293,7 @@ def _check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
         t = getattr(s, name)
         if t is not None and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
             raise ValueError(
-                f"{name}.shape={tuple(t.shape)} must be (pages, kv heads)=({k[0]}, {kv_heads}), with page_table"
+                f"{name}.shape={tuple(t.shape)} must be (pages, kv heads)=({k[0]}, {kv_heads}), with pages"
             )
     if (s.key_scale is None) != (s.value_scale is None):
         raise ValueError("key_scale and value_scale must be given together, or neither")

@@ -89,8 +89,8 @@ class Layout(NamedTuple):
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
 
-    Values of lengths and indices are checked on the CPU. On a GPU they are not read, so that nothing waits for it
-    and a CUDA graph can hold the call.
+    Values of lengths and indices are checked on the CPU. On a GPU they are not read, so that nothing waits
+    for it and a CUDA graph can hold the call.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -384,7 +384,7 @@ def _check_values(
         counts = [layout.counts() for layout in (queries, new)]
         last = max((int((starts + count).max()) for count in counts if len(starts)), default=0) - 1
         first = int(starts.min()) if len(starts) else 0
-        if not 0 <= first or last >= len(call.rotary_cos):
+        if first < 0 or last >= len(call.rotary_cos):
             raise ValueError(f"rotary_cos.shape[0]={len(call.rotary_cos)} must exceed position {last}")
 
 

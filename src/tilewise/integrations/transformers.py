@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.api import attention, attention_varlen
-from tilewise.integrations.transformers_paged import paged_attention_forward
 from tilewise.integrations.transformers_mask import Pattern, PatternMask, visibility_mask
+from tilewise.integrations.transformers_paged import paged_attention_forward
 
 # transformers gives names that contain these a meaning of their own.
 RESERVED = ("eager", "flash", "flex", "paged", "sdpa")

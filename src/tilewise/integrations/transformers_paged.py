@@ -1,8 +1,8 @@
-"""Continuous batching in transformers: attention over its own paged cache, `attn_implementation="paged|tilewise"`.
+"""Continuous batching in transformers, over its own paged cache: `attn_implementation="paged|tilewise"`.
 
-transformers keeps the pages and prepares, once a step, which rows each sequence writes and reads. Where it gives a
-table of pages the keys are read where they lie; otherwise (release 5.17 gives tables to flash-attn alone) its cache
-copies the rows of a step together.
+transformers keeps the pages and prepares, once a step, which rows each sequence writes and reads. Where it
+gives a table of pages the keys are read where they lie; otherwise (release 5.17 gives tables to flash-attn
+alone) its cache copies the rows of a step together.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ def paged_attention_forward(
     if block_table is not None and s_aux is None:
         group, layer = cache.layer_index_to_group_indices[module.layer_idx]
         pages = (-1, cache.block_size, k.shape[1])
-        storages = (t[layer].view(*pages, t[layer].shape[-1]) for t in (cache.key_cache, cache.value_cache))
+        k_cache, v_cache = (
+            t[layer].view(*pages, t[layer].shape[-1]) for t in (cache.key_cache, cache.value_cache)
+        )
         lengths = (cu_seq_lens_k.diff() - 1)[: len(q)].to(torch.int32)
         window = (width - 1, 0) if width else (-1, -1)
         out = flash_attn_with_kvcache(
-            q[:, None], *storages, k[:, None], v[:, None], cache_seqlens=lengths,
+            q[:, None], k_cache, v_cache, k[:, None], v[:, None], cache_seqlens=lengths,
             block_table=block_table[group], softmax_scale=scaling, causal=True, window_size=window, **options,
         )  # fmt: skip
         return out.transpose(0, 1), None  # type: ignore[union-attr]
@@ -81,10 +83,11 @@ def paged_attention_forward(
         q, k, v, *starts, causal=True, window=(width - 1, None) if width else None, scale=scaling,
         sinks=None if s_aux is None else s_aux.reshape(-1), **options,
     )  # fmt: skip
-    return out[None], None  # type: ignore[index]
+    assert isinstance(out, Tensor)
+    return out[None], None
 
 
 def _within(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Offsets that end at `total`: the rows behind the last sequence pad the step, and go to one of their own."""
+    """Offsets that end at `total`: rows behind the last sequence pad the step, and go to one of their own."""
     end = torch.full((1,), total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.cat((cu_seqlens, end))
