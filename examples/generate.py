@@ -6,7 +6,7 @@
 
 Every step runs all tokens that are due, packed in one row: the next chunk of its prompt from a sequence that
 has just joined, one token from each other. Each layer has its `PagedKVCache`; all share one table of pages,
-so `reserve` is called once a step. Afterwards every generated token is checked against one pass without a cache.
+so `reserve` is called once a step. Afterwards every token is checked against one pass without a cache.
 """
 
 from __future__ import annotations

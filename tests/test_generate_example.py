@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ PATH = Path(__file__).parents[1] / "examples" / "generate.py"
 def example():
     spec = importlib.util.spec_from_file_location("generate_example", PATH)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
     return module
 

@@ -317,7 +317,7 @@ class PagedKVCache:
         return self.memory_bytes() // max(1, len(self.key)) * (len(self.key) - self.free_pages)
 
     def bytes_per_token(self) -> int:
-        """Bytes of one token in this layer, without scales: heads * (head_dim + head_dim_v) * element size."""
+        """Bytes of one token in this layer, without scales: heads * (head_dim + head_dim_v) * item size."""
         columns = self.key.shape[3] + (0 if self.value_in_key else self.value.shape[3])
         return self.key.shape[2] * columns * self.key.element_size()
 

@@ -63,7 +63,7 @@ def forward(
 
 
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
-    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic, not by this."""
+    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
     assert inputs.page_table is not None
     table, dense = inputs.page_table.long(), []
     for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
