@@ -244,7 +244,7 @@ def attention_with_cache(
         step.undo()
         raise
     inputs = inputs._replace(query=step.store(query, key, value, rotary))
-    out, lse = autograd.attention(inputs, options, backend)
+    out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -120,6 +120,11 @@ class KVCache:
         if held is not None and self._held is not None:
             self._held, self._version = [n + new_tokens for n in held], self.lengths._version
 
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the host knows the lengths: nothing but this class has changed them."""
+        return self._held is not None and self._version == self.lengths._version
+
     def held(self) -> list[int] | None:
         """The lengths, without waiting for the device if nothing but this class changed them.
 
@@ -128,9 +133,7 @@ class KVCache:
         if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             self._held = None
             return None
-        if self._held is None or self._version != self.lengths._version:
-            return self.lengths.tolist()
-        return self._held
+        return self._held if self.is_mirrored else self.lengths.tolist()
 
     def reset(self) -> None:
         """Forget every token; the memory stays."""

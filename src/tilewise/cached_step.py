@@ -84,6 +84,10 @@ class Step(ABC, Generic[C]):
         """Tokens of the longest sequence, new ones included; 0 where that is not known to the host."""
 
     @abstractmethod
+    def are_lengths_known(self) -> bool:
+        """Whether the cache itself has set all lengths and pages, so that they need no check."""
+
+    @abstractmethod
     def positions(self, x: Tensor) -> Tensor:
         """The place in its sequence of every token of x, which are each sequence's last: x.shape[:-2]."""
 
@@ -151,6 +155,9 @@ class ContiguousStep(Step[KVCache]):
     def longest(self) -> int:
         return max(self.cache.held() or [0]) + self.new_tokens
 
+    def are_lengths_known(self) -> bool:
+        return self.cache.is_mirrored
+
     def positions(self, x: Tensor) -> Tensor:
         first = self.cache.lengths[:, None] + (self.new_tokens - x.shape[1])
         return first + torch.arange(x.shape[1], device=x.device)
@@ -179,6 +186,9 @@ class PagedStep(Step[PagedKVCache]):
 
     def longest(self) -> int:
         return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
+
+    def are_lengths_known(self) -> bool:
+        return True
 
     def positions(self, x: Tensor) -> Tensor:
         if x.ndim == 3:

@@ -49,9 +49,8 @@ library.define(
 )
 
 
-def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: str) -> tuple[Tensor, Tensor]:
-    """Check what only values can tell, then run the named backend."""
-    check_values(problem, inputs, options)
+def launch(problem: AttentionProblem, inputs: Inputs, name: str) -> tuple[Tensor, Tensor]:
+    """Run the named backend."""
     with _own_dtypes(problem.device_type):
         return dispatch.load(name).forward(problem, inputs)
 
@@ -71,7 +70,8 @@ def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, str | None]:
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, options, backend = _rebuild(arguments)
     problem = describe(inputs, options)
-    return launch(problem, inputs, options, dispatch.choose(problem, backend))
+    check_values(problem, inputs, options)
+    return launch(problem, inputs, dispatch.choose(problem, backend))
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
