@@ -15,7 +15,7 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device"],
     ["problem"],
-    ["plan", "launch_plan", "reference", "rotary", "pages"],
+    ["plan", "launch_plan", "reference", "rotary", "pages", "merge"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
     ["ops", "repeat"],
