@@ -6,6 +6,7 @@ from tilewise.cache import KVCache
 from tilewise.explain import Explanation, explain
 from tilewise.integrations.sdpa import scaled_dot_product_attention
 from tilewise.paged_cache import PagedKVCache
+from tilewise.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -22,4 +23,5 @@ __all__ = [
     "nn",
     "reference",
     "scaled_dot_product_attention",
+    "warmup",
 ]

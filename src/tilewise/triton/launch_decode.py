@@ -148,7 +148,7 @@ def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeCon
         BLOCK_D=block_d,
         BLOCK_REST=rest,
         BLOCK_DV=block_dv,
-        BLOCK_B=_power_of_two(problem.batch),
+        BLOCK_B=max(32, _power_of_two(problem.batch)),
         GROUP_SIZE=problem.group_size,
         PAGE_SIZE=problem.page_size or 0,
         HAS_SOFTCAP=problem.softcap > 0,
@@ -156,7 +156,7 @@ def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeCon
         IS_SHARED=is_shared and block_d == block_dv == problem.head_dim_v,
         IS_TRANSPOSED=cuts.tile.is_transposed,
         HAS_PDL=cuts.has_pdl,
-        PRECISION="ieee",
+        PRECISION=problem.precision,
     )
 
 
