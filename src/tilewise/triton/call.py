@@ -68,7 +68,7 @@ class Call:
         self.results = Results(*tensors[_N:])
         self.is_packed = problem.is_packed
         self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
-        self.seqlen_k = inputs.key.shape[0] if self.is_packed else problem.seqlen_k
+        self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
         self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
         self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
 
@@ -88,7 +88,7 @@ class Call:
         if t is None:
             return None
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
-        return Rows(t, 0, strides[0], strides[1]) if self.is_packed else Rows(t, *strides[:3])
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
     def ragged(self) -> Any:
         i = self.inputs
