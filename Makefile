@@ -5,7 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint clean
+# The oldest Triton that the kernels are written for; the newest is in constraints/dev.txt.
+OLD_TRITON := $(VENV)/triton-3.6.0
+
+.PHONY: install demo test test-all lint clean
 
 install: $(STAMP)
 
@@ -20,6 +23,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+test-all: $(STAMP) $(OLD_TRITON)
+	$(BIN)/python -m pytest -n 2 -m ''
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py
+
+$(OLD_TRITON): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

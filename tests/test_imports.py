@@ -18,12 +18,13 @@ LAYERS = [
     ["plan", "launch_plan", "reference", "rotary"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
-    ["ops", "repeat"],
+    ["repeat"],
+    ["ops"],
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
-    ["learn", "bench", "demo"],
+    ["explain", "warmup", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
+    ["learn", "bench", "demo", "tune"],
     ["cli"],
 ]
 BACKENDS = {"cpu.aten", "cpu.tiled", "cpu.llvm", "triton", "hopper"}

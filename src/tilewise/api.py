@@ -36,6 +36,7 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,6 +59,9 @@ def attention(
         layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
         deterministic: ask for gradients that are equal bit for bit from run to run.
+        precision: of the products of float32 inputs: "ieee", or "tf32", which lets a GPU's matrix units round
+            what they multiply to 10 bits of mantissa, for several times the speed. Other dtypes and CPUs
+            compute the same with both.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 
@@ -82,7 +86,7 @@ def attention(
     if mask is bias is alibi_slopes is sinks is generator is None:
         signature, run = repeat.find(
             query, key, value, causal, bounds, softcap, dropout_p, scale, layout, return_lse, deterministic,
-            backend,
+            precision, backend,
         )  # fmt: skip
         if run is not None:
             return run(query, key, value)
@@ -90,12 +94,12 @@ def attention(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
-    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic)
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
     out, lse = autograd.attention(inputs, options, backend)
     if layout == "bhsd":
         out = out.transpose(1, 2)
     if signature is not None:
-        repeat.keep(signature, inputs, options, backend, layout, return_lse)
+        repeat.keep(signature, (query, key, value), inputs, options, backend, layout, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -119,6 +123,7 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -154,8 +159,9 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    lengths = (max_seqlen_q, max_seqlen_k)
     options = Options(
-        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, max_seqlen_q, max_seqlen_k
+        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
     out, lse = autograd.attention(inputs, options, backend)
     return (out, lse) if return_lse else out
@@ -175,6 +181,7 @@ def attention_with_cache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    precision: str = "ieee",
     layout: str = "bshd",
     return_lse: bool = False,
     backend: str | None = None,
@@ -215,7 +222,7 @@ def attention_with_cache(
     inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)._replace(
         seqlens_k=cache.lengths
     )
-    options = Options(causal, *window_bounds(window), softcap, scale=scale)
+    options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
     if appended:
         if not torch.compiler.is_compiling():
             dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged

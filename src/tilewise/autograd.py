@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
 from tilewise.problem import Inputs, Options, describe
@@ -94,7 +95,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.tilewise.attention(*arguments)
+        return ops.call("attention", *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -103,7 +104,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return differentiate(AttentionBackward.apply, ctx, dout, dlse)
+        return differentiate(_eager_backward, ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -115,6 +116,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
         return _vmap(Attention.apply, 0, info, in_dims, arguments)
+
+
+def _eager_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients; differentiable themselves where that is asked for."""
+    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
+    if torch.is_grad_enabled() or is_batched or not is_plain_eager(dout):
+        return AttentionBackward.apply(dout, dlse, *arguments)
+    return ops.call("attention_backward", dout, dlse, *arguments)
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The `tilewise` command: demo, learn, trace, io, roofline, kv-memory, pipeline and bench."""
+"""The `tilewise` command: demo, learn, trace, io, roofline, kv-memory, pipeline, bench and tune."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.demo.command import demo
     from tilewise.learn.command import learn, pipeline, trace
     from tilewise.learn.cost_commands import io, kv_memory_command, roofline_command
+    from tilewise.tune import tune
 
     app.command()(demo)
     app.command()(learn)
@@ -40,6 +41,7 @@ def _app():  # type: ignore[no-untyped-def]
     app.command()(io)
     app.command("roofline")(roofline_command)
     app.command("kv-memory")(kv_memory_command)
+    app.command()(tune)
     app.add_typer(bench_app, name="bench")
     return app
 

@@ -7,6 +7,7 @@ that says everything a backend needs to know to accept or refuse, and nothing ab
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tilewise.mask import Visibility
 
+PRECISIONS = ("ieee", "tf32")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 
@@ -57,6 +59,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    precision: str = "ieee"  # of float32 products on a GPU's matrix units
 
 
 class Gradients(NamedTuple):
@@ -89,6 +92,7 @@ class AttentionProblem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    precision: str = "ieee"
     mask_shape: tuple[int, ...] | None = None
     bias_shape: tuple[int, ...] | None = None
     has_alibi: bool = False
@@ -99,6 +103,13 @@ class AttentionProblem:
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # every call asks for it
 
     @property
     def group_size(self) -> int:
@@ -207,6 +218,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         softcap=float(options.softcap),
         dropout_p=float(options.dropout_p),
         deterministic=options.deterministic,
+        precision=options.precision,
         mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
         bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
         has_alibi=signatures.alibi_slopes is not None,
@@ -307,6 +319,8 @@ def _check_scalars(options: Options, has_seed: bool) -> None:
         raise ValueError(f"dropout_seed=None must be a () int64 tensor when dropout_p={options.dropout_p}")
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision={options.precision!r} must be 'ieee' or 'tf32'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:

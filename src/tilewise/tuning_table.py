@@ -19,8 +19,9 @@ class KernelTile:
         return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
-# kernel -> rows of (largest padded head size of QK or V, tile), smallest first
-Rows = dict[str, list[tuple[int, KernelTile]]]
+# kernel -> rows of (largest padded head size of QK or V, tile), smallest first. A tile for "dk" and one for
+# "dv": each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
+Rows = dict[str, list[tuple[int, KernelTile | None]]]
 
 # Any GPU with 99 KB of shared memory a block or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
@@ -59,29 +60,31 @@ PORTABLE: Rows = {
 # Data-centre Blackwell takes them too; not timed there.
 HOPPER: Rows = PORTABLE | {
     "forward": [
-        (64, KernelTile(128, 64, 4, 3)),
+        (64, KernelTile(128, 64, 8, 3)),
         (128, KernelTile(128, 128, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "forward_causal": [
         (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(64, 64, 4, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 128, 8, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dkdv_causal": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(32, 64, 4, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
+    "dk": [(128, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
+    "dv": [(128, None), (256, KernelTile(64, 128, 8, 2)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
@@ -129,29 +132,54 @@ FLOAT32: Rows = {
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
 }
 
+# float32 with products in tf32: matrix units, but twice the bytes of a 16-bit type.
+TF32: Rows = {
+    "forward": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 32, 4, 2)),
+        (256, KernelTile(32, 16, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_short": [(256, KernelTile(16, 32, 4, 2)), (1024, KernelTile(16, 16, 4, 1))],
+    "dkdv": [
+        (64, KernelTile(32, 64, 4, 2)),
+        (128, KernelTile(16, 64, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 16, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+}
+
 
 def kernel_tile(
     kernel: str,
     capability: tuple[int, int],
-    is_float32: bool,
+    float32_precision: str | None,
     padded_dim: int,
     has_extras: bool = False,
     is_causal: bool = False,
-) -> KernelTile:
+) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
+    For "dk" and "dv", None where "dkdv" serves both.
+
+    `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
 
     Example:
-        >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
+        >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
         KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
     """
-    if is_float32:
-        table = FLOAT32
+    if float32_precision is not None:
+        table = TF32 if float32_precision == "tf32" else FLOAT32
     elif has_extras:
         table = EXTRAS
     else:
         table = HOPPER if capability[0] in (9, 10) else PORTABLE
     causal = f"{kernel}_causal"
-    rows = table[causal if is_causal and causal in table else kernel]
+    rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
     return next(tile for largest, tile in rows if padded_dim <= largest)

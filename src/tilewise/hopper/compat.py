@@ -11,18 +11,52 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton._C.libtriton import ir as _ir
 from triton.language import core as _core
+from triton.experimental.gluon.language._core import builtin as _builtin
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+else:
+
+    @gluon.jit
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+
+@_builtin
+def add_tile(desc, coord, smem, _semantic=None):
+    """TMA copy of a shared-memory tile to global memory that adds to what is there."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(_ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+
+
+@gluon.jit
+def wait_for_writes():
+    """Wait until this thread's TMA copies to global memory are complete, not only read from shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 __all__ = [
     "TRITON_VERSION",
     "TensorDescriptor",
+    "add_tile",
     "aggregate",
+    "as_blocks",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -30,6 +64,7 @@ __all__ = [
     "mbarrier",
     "store_tile",
     "wait_for_stores",
+    "wait_for_writes",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

@@ -19,6 +19,7 @@ from tilewise.hopper.arguments import Packing, Sizes
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
+    as_blocks,
     fence_async_shared,
     gl,
     gluon,
@@ -61,13 +62,15 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
+    smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, work):
+    def __init__(self, q, k, v, work, smem_o):
         self.q = q
         self.k = k
         self.v = v
         self.work = work
+        self.smem_o = smem_o
 
 
 @gluon.jit
@@ -182,6 +185,7 @@ def mma_role(
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
+    LOADS_AHEAD: gl.constexpr = cfg.Q_SLOTS > WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
     use = 0  # of the K and V rings
     turn = 0
@@ -197,7 +201,7 @@ def mma_role(
         j = tiles.end - 1
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
-        if turn > 0:
+        if LOADS_AHEAD and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
@@ -219,14 +223,18 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
-        store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if not LOADS_AHEAD:  # the next Q needs this very slot
+            wait_for_stores(0)
+            rings.q.release(q_use)
         turn += 1
         work = receive(rings.work, turn)
     wait_for_stores(0)
 
 
 @gluon.jit
-def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -250,7 +258,6 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     acc = rescaled(
         acc, gl.where(l == 0.0, 0.0, factor / l), cfg
     )  # [64, BLOCK_DV]; rows that see no key are 0
-    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
@@ -272,7 +279,8 @@ def attn_fwd_kernel(
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
-    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N))
+    smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
     if N == 2:
         gl.warp_specialize(
             [

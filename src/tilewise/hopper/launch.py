@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, run
-from tilewise.problem import AttentionProblem, Inputs
+from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 LOG2_E = math.log2(math.e)
 
@@ -70,6 +70,22 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """None if the Hopper backward kernels serve a problem that the forward serves, else why not."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.supports(problem)
+
+
+def backward(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """Gradients by recomputation from lse, which may be any backend's; each in the dtype of its input."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.backward(problem, inputs, out, lse, dout, dlse)
+
+
 def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +106,7 @@ def forward(
     run(
         _forward_launch,
         problem,
-        (query, key, value, out, lse, sinks, *cu_seqlens, order, first_tile, _counter(query.device)),
+        (query, key, value, out, lse, sinks, *cu_seqlens, order, first_tile, scheduler_counter(query.device)),
         cfg,
     )
     return out, lse
@@ -137,7 +153,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         *_factors(problem),
         cfg,
     )
-    programs = min(_num_sms(query.device.index), bound * num_slots)
+    programs = min(num_sms(query.device.index), bound * num_slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -236,14 +252,14 @@ def _shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def _num_sms(index: int) -> int:
+def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 _COUNTERS: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def scheduler_counter(device: torch.device) -> Tensor:
     """Two zeros for a launch's scheduler, which leaves them zero again.
 
     Launches of one stream follow each other, so they share a pair; a captured graph owns its own.

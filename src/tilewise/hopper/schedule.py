@@ -182,9 +182,9 @@ def send(ring, use, work):
 
 
 @gluon.jit
-def receive(ring, use):
+def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
     """The Work of a use, from the load role."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
     ring.wait(use)
     message = ring.part(use, 0).load(layout)
     ring.release(use)

@@ -103,7 +103,7 @@ class KernelConfig:
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
     IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
-    PRECISION: str  # of a float32 product: "ieee", "tf32" or "tf32x3"
+    PRECISION: str  # of a float32 product: "ieee" or "tf32"
 
 
 class BiasSizes(NamedTuple):

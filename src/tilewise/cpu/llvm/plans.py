@@ -42,7 +42,7 @@ class Local(threading.local):
         self.release()
 
     def release(self) -> None:
-        self.scratch, self.size, self.address = None, -1, 0
+        self.scratch, self.size, self.address = torch.empty(0), -1, 0
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
@@ -58,6 +58,11 @@ local = Local()
 
 class Plan:
     """What forward and backward plans share: the argument block and how a call fills it."""
+
+    kernel: Kernel
+    items: int  # of work
+    threads: int
+    thread_bytes: int  # of scratch
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
         self.problem = problem
@@ -134,10 +139,6 @@ class OutputPlan(Plan):
     The scratch of a call: each thread's own, the partial results of splits, lse if it is not wanted.
     """
 
-    kernel: Kernel
-    threads: int
-    items: int
-    thread_bytes: int
     partial_bytes = 0
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
@@ -242,6 +243,9 @@ class BackwardPlan(Plan):
         config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
+        for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
+            self.set_strides(name, torch.empty(t.shape, device="meta"))
+        self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
         self.cut(problem.seqlen_q, problem.seqlen_k)
 
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
@@ -277,11 +281,14 @@ class BackwardPlan(Plan):
         dbias = None if bias is None else torch.zeros(bias.shape, dtype=bias.dtype)
         delta = -dlse if problem.has_sinks else None
         tensors = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": dlse}
-        tensors |= {"out": rows_dense(out), "do": rows_dense(dout)}
+        out, dout = rows_dense(out), rows_dense(dout)
+        tensors |= {"out": out, "do": dout}
+        if self.strides != (strides := (out.stride(), dout.stride())):
+            self.strides = strides
+            self.set_strides("out", out)
+            self.set_strides("do", dout)
         tensors["turn"] = torch.zeros(self.turns, dtype=torch.int64)
         tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
-        for name in ("dq", "dk", "dv", "out", "do"):
-            self.set_strides(name, tensors[name])
         if dbias is not None:
             tensors["dbias"] = dbias
             self.block.update(**_named("dbias", "bhi", dbias.stride()))

@@ -1,0 +1,438 @@
+"""Attention backward for Hopper: a tile of 128 keys stays, its queries stream by; two warpgroups of 64 keys.
+
+    P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
+    dV += P^T dO,  dK += dS^T Q,  dQ = dS K                      (the five products, by recomputation from lse)
+
+    role          warps   does
+    load_role     1       draws tiles of keys; starts TMA copies of K, V and of each query tile's Q, dO, lse, delta
+    mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
+    add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
+
+Scores are computed transposed, [keys, queries], so that P^T feeds dV += P^T dO from registers. dQ needs the
+dS of both warpgroups: each leaves its half in shared memory and computes half of dQ from both. A step works
+on two query tiles, so that the tensor cores always have a product to run under the arithmetic:
+
+    wgmma        S'      dK     dQ     |  dP'      dV'      |       ' = next query tile
+    arithmetic           P' = exp(S')  |  dQ out   dS'      |
+
+FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as in FlashAttention-3.
+"""
+
+from tilewise.hopper.arguments import Packing
+from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
+from tilewise.hopper.channel import Ring, make_tile_ring
+from tilewise.hopper.compat import (
+    add_tile,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    wait_for_stores,
+    wait_for_writes,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.hopper.forward import coords
+from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, leave, make_work_ring, receive, send
+from tilewise.hopper.softmax import exp2
+
+UNSPECIALIZED = BackwardSizes._fields
+
+
+@aggregate
+class Channels:
+    """All that the roles exchange; shapes are of one slot."""
+
+    work: Ring
+    k: Ring  # one slot of two parts [64, BLOCK_D], one for each warpgroup
+    v: Ring  # likewise
+    q: Ring  # [BLOCK_M, BLOCK_D]; `stats` arrives on the same barrier
+    do: Ring
+    dq: Ring  # [32, 128] float32, a slot for each warpgroup: its half of a tile's dQ in the order of its registers
+    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
+    bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
+
+    @gluon.constexpr_function
+    def __init__(self, work, k, v, q, do, dq, stats, ds, bar_ds):
+        self.work = work
+        self.k = k
+        self.v = v
+        self.q = q
+        self.do = do
+        self.dq = dq
+        self.stats = stats
+        self.ds = ds
+        self.bar_ds = bar_ds
+
+
+@gluon.jit
+def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.constexpr):
+    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 2 x 16 + dS 2 x 16 + dQ 32 = 208 KB of 227 KB; d = 64 likewise."""
+    dtype: gl.constexpr = q_desc.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
+    ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
+    stats = gl.allocate_shared_memory(gl.float32, [cfg.Q_STAGES] + stats_desc.block_shape, stats_desc.layout)
+    bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(bar_ds.index(i), count=2)
+    return Channels(
+        make_work_ring(3),
+        make_tile_ring(k_desc, 1, 2, 2),
+        make_tile_ring(v_desc, 1, 2, 2),
+        make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
+        make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
+        make_tile_ring(dq_desc, 2, 1, 1),
+        stats,
+        ds,
+        bar_ds,
+    )
+
+
+@gluon.jit
+def locate_keys(index, sizes, packing, cfg: gl.constexpr):
+    """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
+
+    Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
+    """
+    if cfg.IS_PACKED:
+        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
+        b = gl.load(packing.order + rank)
+        first = gl.load(packing.first_tile + rank)
+        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
+        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
+        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
+        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
+        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        rest = index - first * sizes.num_slots
+        work = Work(rest % own_tiles * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
+    else:
+        slot = index // sizes.num_tiles
+        heads = sizes.num_slots // sizes.batch
+        zero = 0 * slot
+        work = Work(
+            index % sizes.num_tiles * cfg.BLOCK_N, slot % heads, slot // heads,
+            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+        )  # fmt: skip
+    return work
+
+
+@gluon.jit
+def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
+    """Where a query tile of a query head lies in the scratch tensors."""
+    if cfg.IS_PACKED:
+        return head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch + tile
+    else:
+        heads = sizes.num_slots // sizes.batch * sizes.group_size
+        return (work.batch * heads + head) * sizes.tiles_q + tile
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+    """Draw work and stream its tiles: K, then Q and dO of each query tile of each head of the group."""
+    Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+    if cfg.IS_PACKED:
+        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
+    else:
+        num_work = sizes.num_tiles * sizes.num_slots
+    index = gl.program_id(0)
+    turn = 0  # tiles of keys so far
+    use = 0  # of the q and do rings: query tiles so far
+    while index < num_work:
+        work = locate_keys(index, sizes, packing, cfg)
+        send(ch.work, turn, work)
+        load_keys(ch.k, turn, k_desc, work, cfg)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        tile = tiles.begin
+        head = work.head * sizes.group_size
+        for step in range(0, tiles.count() * sizes.group_size):
+            place = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
+            ch.q.acquire(use)
+            bar_q = ch.q.full.index(use % cfg.Q_STAGES)
+            mbarrier.expect(bar_q, Q_BYTES)
+            load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
+            scratch = scratch_tile(work, head, tile, sizes, cfg)
+            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
+            if step == 0:
+                load_keys(ch.v, turn, v_desc, work, cfg)
+            ch.do.load(use, do_desc, place, 1)
+            use += 1
+            tile += 1
+            if tile == tiles.end:  # the next head of the group
+                tile = tiles.begin
+                head += 1
+        index = drawn(draw(counter))
+        turn += 1
+    nothing = 0 * index
+    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
+    leave(counter)
+
+
+@gluon.jit
+def load_keys(ring, turn, desc, work, cfg: gl.constexpr):
+    """Start TMA copies of a tile of keys or values: a half for each warpgroup, on one barrier."""
+    ring.acquire(turn)
+    bar_full = ring.full.index(0)
+    mbarrier.expect(bar_full, 2 * desc.block_type.nbytes)
+    for w in gl.static_range(2):
+        row = work.row + w * 64
+        place = coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
+        load_tile(desc, place, bar_full, ring.part(turn, w))
+
+
+@gluon.jit
+def opaque_zero(x):
+    """0, as far as the compiler can't tell. Added to the index of a tile that never moves, it keeps the tile's
+    matrix descriptors from being hoisted out of the loop, where they took registers: 488 bytes of spills, 112 with it.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def exponents(s, lse, factors, cfg: gl.constexpr):
+    """(log2 of the weights, derivative of the softcap) of finished products; lse is broadcast to their shape."""
+    if cfg.HAS_SOFTCAP:
+        t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
+        return t * factors.softcap_log2e - lse, 1.0 - t * t
+    else:
+        return s * factors.scale_log2e - lse, 1.0
+
+
+@gluon.jit
+def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products s [64 keys, BLOCK_M]."""
+    lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
+    x, slope = exponents(s, lse[None, :], factors, cfg)
+    if (tile < own.plain_begin) | (tile >= own.plain_end):
+        x = hide_transposed(x, tile, key, work, sizes, cfg)
+    p = exp2(x)
+    p_16bit = p.to(dtype)
+    if cfg.HAS_SOFTCAP:
+        return p_16bit, (p * slope).to(dtype)
+    else:
+        return p_16bit, p_16bit
+
+
+@gluon.jit
+def score_gradient(weight, dp, stats, cfg: gl.constexpr):
+    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
+    delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
+    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
+
+
+@gluon.jit
+def leave_ds(weight, dp, stats, smem_ds, cfg: gl.constexpr):
+    """Store dS^T [64 keys, BLOCK_M] for both warpgroups' products."""
+    smem_ds.store(score_gradient(weight, dp, stats, cfg))
+    fence_async_shared()  # the stores above are visible to wgmma
+
+
+@gluon.jit
+def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
+    """Start S^T = K Q^T of a query tile, once it has arrived."""
+    zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
+    k = ch.k.tiles.index(W + turn_zero).reshape([64, cfg.BLOCK_D])
+    ch.q.wait(use)
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
+
+
+@gluon.jit
+def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
+    """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
+    zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
+    v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
+    ch.do.wait(use)
+    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
+    p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
+    return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
+
+
+@gluon.jit
+def start_keys(W: gl.constexpr, dk, use, ch, cfg: gl.constexpr):
+    """Start dK += dS^T Q.
+
+    dS^T as a register operand would save shared-memory traffic, but then ptxas runs out of registers.
+    """
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return warpgroup_mma(ch.ds.index(use % 2 * 2 + W), q, dk, is_async=True)  # [64, BLOCK_D]
+
+
+@gluon.jit
+def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
+    """When both warpgroups have left their dS^T, start this one's half of dQ = dS K."""
+    HALF: gl.constexpr = cfg.BLOCK_D * cfg.BLOCK_M // 128
+    slot = use % 2
+    mbarrier.wait(ch.bar_ds.index(slot), (use // 2) & 1)
+    dq = gl.full([64, HALF], 0.0, gl.float32, accumulator_layout(HALF))
+    for w in gl.static_range(2):
+        ds = ch.ds.index(slot * 2 + w)
+        k = ch.k.tiles.index(w + zero).reshape([64, cfg.BLOCK_D])
+        if cfg.BLOCK_M == 64:  # columns [W * HALF, W * HALF + HALF) of all queries
+            k = k.slice(W * HALF, HALF, 1)
+        else:  # all columns of queries [W * 64, W * 64 + 64)
+            ds = ds.slice(W * 64, 64, 1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)  # [64, HALF]
+    return dq
+
+
+@gluon.jit
+def leave_dq(W: gl.constexpr, dq, use, zero, ch):
+    """Hand dQ [64, 64] to the add role in the order of the registers: each thread stores 16 bytes at a time."""
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
+    ch.dq.tiles.index(W + zero).store(dq)
+    fence_async_shared()  # the stores above are visible to the TMA addition
+    ch.dq.publish(2 * use + W)
+
+
+@gluon.jit
+def stats_of(use, ch, cfg: gl.constexpr):
+    return ch.stats.index(use % cfg.Q_STAGES).reshape([2 * cfg.BLOCK_M])
+
+
+@gluon.jit
+def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
+    """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of the dQ of the tile."""
+    dtype: gl.constexpr = dk_desc.dtype
+    turn = 0
+    use = 0  # query tiles so far
+    work = receive(ch.work, turn)
+    while work.row >= 0:
+        key = work.row + W * 64
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        own = query_tiles(key, 64, work, sizes, cfg)
+        dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+        dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+
+        zero = opaque_zero(turn)
+        tile = tiles.begin
+        ch.k.wait(turn)
+        s = warpgroup_mma_wait(0, deps=(start_scores(W, use, zero, ch, cfg),))
+        p, weight = probabilities(s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg)
+        ch.v.wait(turn)
+        dp, dv = start_values(W, p, dv, use, zero, ch, cfg)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
+        mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
+
+        for step in range(1, tiles.count() * sizes.group_size):
+            zero = opaque_zero(step)
+            s = start_scores(W, use + 1, zero, ch, cfg)
+            dk = start_keys(W, dk, use, ch, cfg)
+            s, dv = warpgroup_mma_wait(1, deps=(s, dv))  # dK still runs
+            ch.do.release(use)
+            tile += 1
+            if tile == tiles.end:  # the next head of the group
+                tile = tiles.begin
+            p, weight = probabilities(
+                s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
+            )
+            dq = start_queries(W, use, zero, ch, cfg)
+            ch.dq.acquire(2 * use + W)
+            dp, dv = start_values(W, p, dv, use + 1, zero, ch, cfg)
+            dk, dq = warpgroup_mma_wait(2, deps=(dk, dq))  # dP' and dV' still run
+            ch.q.release(use)
+            leave_dq(W, dq, use, zero, ch)
+            use += 1
+            dp = warpgroup_mma_wait(1, deps=(dp,))  # dV still runs
+            leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
+            mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
+
+        zero = opaque_zero(use)
+        dk = start_keys(W, dk, use, ch, cfg)
+        dq = start_queries(W, use, zero, ch, cfg)
+        dk, dq, dv = warpgroup_mma_wait(0, deps=(dk, dq, dv))
+        ch.k.release(turn)
+        ch.v.release(turn)
+        ch.q.release(use)
+        ch.do.release(use)
+        ch.dq.acquire(2 * use + W)
+        leave_dq(W, dq, use, zero, ch)
+        use += 1
+        store_keys(W, dv, dv_desc, key, use, zero, work, ch, cfg)
+        store_keys(W, dk * factors.scale, dk_desc, key, use, zero, work, ch, cfg)
+        turn += 1
+        work = receive(ch.work, turn)
+
+
+@gluon.jit
+def store_keys(W: gl.constexpr, gradient, desc, key, use, zero, work, ch, cfg: gl.constexpr):
+    """Store dK or dV [64, BLOCK_D] through the warpgroup's slot of dq, which is as large: rows past the end are cut."""
+    ch.dq.acquire(2 * use + W)
+    smem = ch.dq.tiles.index(W + zero)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    smem.reshape([64, cfg.BLOCK_D]).store(gradient.to(desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copy
+    store_tile(desc, coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED), smem)
+    wait_for_stores(0)  # the slot has been read
+
+
+@gluon.jit
+def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
+    """Add each query tile's dQ to the scratch tensor, half a tile for each warpgroup."""
+    turn = 0
+    use = 0
+    work = receive(ch.work, turn, 1)
+    while work.row >= 0:
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        tile = tiles.begin
+        head = work.head * sizes.group_size
+        for _ in range(0, tiles.count() * sizes.group_size):
+            scratch = scratch_tile(work, head, tile, sizes, cfg)
+            if cfg.IS_DETERMINISTIC:
+                await_turn(turns + scratch, earlier_key_tiles(tile, work, sizes, cfg))
+            for w in gl.static_range(2):
+                ch.dq.wait(2 * use + w)
+                add_tile(dq_desc, [(scratch * 2 + w) * 32, 0], ch.dq.tiles.index(w))
+            for w in gl.static_range(2):
+                wait_for_stores(1 - w)  # the slot has been read
+                ch.dq.release(2 * use + w)
+            if cfg.IS_DETERMINISTIC:
+                wait_for_writes()
+                gl.atomic_add(turns + scratch, 1, sem="release")
+            use += 1
+            tile += 1
+            if tile == tiles.end:
+                tile = tiles.begin
+                head += 1
+        turn += 1
+        work = receive(ch.work, turn, 1)
+
+
+@gluon.jit
+def await_turn(ptr, turn):
+    """Wait until `turn` others have added. They started earlier, since work is drawn in order: no deadlock."""
+    now = gl.atomic_add(ptr, 0, sem="acquire")
+    while now < turn:
+        now = gl.atomic_add(ptr, 0, sem="acquire")
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def attn_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
+    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of every key tile, and dQ / scale summed in float32; the integers are those of `BackwardSizes`."""
+    sizes = BackwardSizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    ch = make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg)
+    gl.warp_specialize(
+        [
+            (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
+            (add_role, (dq_desc, turns, ch, sizes, cfg)),
+        ],
+        [4, 1, 1],
+        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+    )

@@ -1,0 +1,62 @@
+"""What the Hopper backward kernels are given. This module imports neither triton nor gluon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+CHUNK = 4096  # float32 elements of dq that one warpgroup adds at a time
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Compile-time choices of the backward kernel."""
+
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
+    BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
+    Q_STAGES: int  # tiles of q in flight: each is used by three products, over two steps
+    DO_STAGES: int
+    IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
+    HAS_LEFT: bool  # the window has a left edge
+    HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
+    HAS_SOFTCAP: bool
+    IS_DETERMINISTIC: bool  # key tiles add to dq in their order
+    MMA_REGISTERS: int = 240
+    LOAD_REGISTERS: int = 24
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over 3 warpgroups (the single warps count as one)."""
+        return 65536 // (3 * 128) // 8 * 8
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, without the barriers (under 1 KB)."""
+        keys = 2 * self.BLOCK_N * self.BLOCK_D
+        queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
+        ds = 2 * self.BLOCK_N * self.BLOCK_M
+        return 2 * (keys + queries + ds) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
+
+
+class BackwardSizes(NamedTuple):
+    """Integers that change from call to call, built inside a kernel."""
+
+    batch: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    group_size: Any  # query heads that share one key head
+    num_slots: Any  # (batch, key head) pairs, or key heads if packed
+    num_tiles: Any  # key tiles of a slot; packed: not used
+    tiles_q: Any  # query tiles of a query head in the scratch tensors
+    window_left: Any
+    window_right: Any
+
+
+class ScoreFactors(NamedTuple):
+    """Floats that turn products into exponents of 2, and ds into dk."""
+
+    scale: Any
+    scale_log2e: Any
+    two_over_softcap_log2e: Any
+    softcap_log2e: Any

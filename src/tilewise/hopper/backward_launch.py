@@ -1,0 +1,203 @@
+"""Host side of the Hopper backward: what it serves, and the launch of its three kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.hopper.backward_arguments import (
+    CHUNK,
+    BackwardConfig,
+    BackwardSizes,
+    ScoreFactors,
+)
+from tilewise.hopper.launch import (
+    LOG2_E,
+    UNBOUNDED,
+    descriptor,
+    num_sms,
+    scheduler_counter,
+    tma_ready,
+)
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.problem import AttentionProblem, Gradients, Inputs
+
+MAX_HEAD_DIM = 128
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the Hopper backward serves a problem that the forward serves, else why not."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"takes head sizes up to {MAX_HEAD_DIM} in the backward, not {problem.head_dim}"
+    return None
+
+
+class Scratch(NamedTuple):
+    """Memory of one call beyond its inputs and outputs: 2 floats a row, and dQ in float32."""
+
+    stats: Tensor  # (tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta
+    dq: Tensor  # (tiles * parts * 32, 128): each [64, 64] part in the order of the registers
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfig | None = None,
+) -> Gradients:
+    """Gradients by recomputation from lse, each contiguous and in the dtype of its input."""
+    cfg = config or backward_config(problem)
+    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    scratch = make_scratch(problem, query, cfg)
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    dlse = None if dlse is None else dlse.contiguous()
+    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, *scratch, cu_q), cfg)
+    order = first_tile = turns = None
+    if problem.is_packed:
+        table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
+        order, first_tile = table[: problem.batch], table[problem.batch :]
+        run(order_launch, problem, (cu_q, cu_k, order, first_tile), cfg)
+    if cfg.IS_DETERMINISTIC:
+        turns = torch.zeros(scratch.stats.shape[0], dtype=torch.int32, device=query.device)
+    counter = scheduler_counter(query.device)
+    tensors = (query, key, value, dout, dk, dv, *scratch, turns, cu_q, cu_k, order, first_tile, counter)
+    run(main_launch, problem, tensors, cfg)
+    run(finish_launch, problem, (scratch.dq, dq, cu_q), cfg)
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch.stats, cfg)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_config(problem: AttentionProblem) -> BackwardConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-backward.md."""
+    visibility = problem.visibility()
+    block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    return BackwardConfig(
+        BLOCK_M=128 if block_d == 64 else 64,
+        BLOCK_N=128,
+        BLOCK_D=block_d,
+        Q_STAGES=3,
+        DO_STAGES=2,
+        IS_PACKED=problem.is_packed,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        IS_DETERMINISTIC=problem.deterministic,
+    )
+
+
+def query_tiles_of(problem: AttentionProblem, rows: int, cfg: BackwardConfig) -> int:
+    """Query tiles of one slot of the scratch tensors: a (batch, query head), or a query head if packed."""
+    return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
+
+
+def make_scratch(problem: AttentionProblem, query: Tensor, cfg: BackwardConfig) -> Scratch:
+    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    tiles = slots * query_tiles_of(problem, query.shape[-3], cfg)
+    make = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
+    return Scratch(make(tiles, 2 * cfg.BLOCK_M), make(tiles * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128))
+
+
+def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+    from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
+
+    out, dout, lse, _, stats, *_ = tensors
+    assert out is not None and dout is not None and lse is not None and stats is not None
+    tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
+    integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
+    arguments = (*tensors, *row_strides(out), *row_strides(dout), *integers)
+    constants = (problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M)
+    return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
+
+
+def order_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+    """Packed sequences, those of most queries first, and the key tiles before each, found on the device."""
+    from tilewise.hopper.schedule import order_sequences_kernel
+
+    cu_q, cu_k, order, first_tile = tensors
+    arguments = (cu_k, cu_q, order, first_tile, problem.batch, cfg.BLOCK_N)
+    return Launch(order_sequences_kernel, 1, arguments, num_warps=4)
+
+
+def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+    from tilewise.hopper.backward import attn_bwd_kernel
+
+    query, key, value, dout, dk, dv, stats, dq, *others = tensors
+    assert query is not None and key is not None
+    is_packed = problem.is_packed
+    num_slots = problem.num_kv_heads * (1 if is_packed else problem.batch)
+    num_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    visibility = problem.visibility()
+    sizes = BackwardSizes(
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
+        num_slots=num_slots,
+        num_tiles=num_tiles,
+        tiles_q=query_tiles_of(problem, query.shape[-3], cfg),
+        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
+        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+    )
+    rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
+    arguments = (
+        *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
+        descriptor(dout, rows, is_packed),
+        flat_descriptor(dq, (CHUNK // 128, 128)),
+        *(descriptor(t, keys, is_packed) for t in (dk, dv)),
+        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
+        *others,
+        *sizes,
+        *score_factors(problem),
+        cfg,
+    )
+    most_work = num_slots * (key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else num_tiles)
+    programs = min(num_sms(query.device.index), most_work)
+    return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+    from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
+
+    sums, dq, _ = tensors
+    assert sums is not None and dq is not None
+    tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
+    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch)
+    arguments = (*tensors, *row_strides(dq), problem.scale, *integers)
+    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M)
+    return Launch(attn_bwd_finish_kernel, sums.numel() // CHUNK, (*arguments, *constants), num_warps=4)
+
+
+def row_strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, row, head) strides; packed tensors have no batch."""
+    return (0, *t.stride()[:2]) if t.ndim == 3 else t.stride()[:3]
+
+
+def score_factors(problem: AttentionProblem) -> ScoreFactors:
+    scale, softcap = problem.scale, problem.softcap
+    two_over_softcap = 2 * LOG2_E * scale / softcap if softcap > 0 else 0.0
+    return ScoreFactors(scale, scale * LOG2_E, two_over_softcap, softcap * LOG2_E)
+
+
+def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
+    """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
+    from tilewise.hopper.compat import TensorDescriptor, gl
+
+    assert t is not None
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
+
+
+def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: BackwardConfig) -> Tensor:
+    """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
+    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)
+    p_sink = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
+    return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

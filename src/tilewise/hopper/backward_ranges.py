@@ -1,0 +1,83 @@
+"""Which query tiles a tile of keys visits, and which of their scores are visible (`tilewise.mask`, transposed)."""
+
+from tilewise.hopper.compat import aggregate, gl, gluon
+
+
+@aggregate
+class QueryTiles:
+    """Query tiles [begin, end) of some keys, at least one; those in [plain_begin, plain_end) need no mask."""
+
+    begin: gl.tensor
+    end: gl.tensor
+    plain_begin: gl.tensor
+    plain_end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, begin, end, plain_begin, plain_end):
+        self.begin = begin
+        self.end = end
+        self.plain_begin = plain_begin
+        self.plain_end = plain_end
+
+    @gluon.jit
+    def count(self):
+        return self.end - self.begin
+
+
+@gluon.jit
+def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
+    """The query tiles that see keys [key, key + NUM_KEYS) of a sequence: at least one, perhaps all hidden.
+
+    Queries past the end of the sequence need no mask: their lse is +inf.
+    """
+    offset = work.seqlen_k - work.seqlen_q
+    first, last = 0, work.seqlen_q - 1  # queries that see some key
+    plain_first, plain_last = 0, work.seqlen_q + cfg.BLOCK_M  # queries that see all keys
+    if cfg.HAS_RIGHT:
+        first = gl.maximum(key - offset - sizes.window_right, 0)
+        plain_first = gl.maximum(key + NUM_KEYS - 1 - offset - sizes.window_right, 0)
+    if cfg.HAS_LEFT:
+        last = gl.minimum(key + NUM_KEYS - 1 - offset + sizes.window_left, last)
+        plain_last = key - offset + sizes.window_left
+    # a floor division of negatives would round toward zero: clamp first
+    end = gl.maximum(last + cfg.BLOCK_M, cfg.BLOCK_M) // cfg.BLOCK_M
+    begin = gl.minimum(first // cfg.BLOCK_M, end - 1)
+    plain_begin = (plain_first + cfg.BLOCK_M - 1) // cfg.BLOCK_M
+    plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_M
+    plain_end = gl.where(key + NUM_KEYS > work.seqlen_k, 0, plain_end)
+    return QueryTiles(begin, end, plain_begin, plain_end)
+
+
+@gluon.jit
+def earlier_key_tiles(tile, work, sizes, cfg: gl.constexpr):
+    """How many key tiles before this work's add to dQ of a query tile. A tile that no query sees adds zeros: 0."""
+    offset = work.seqlen_k - work.seqlen_q
+    first = 0
+    is_seen = work.seqlen_q > 0
+    if cfg.HAS_RIGHT:
+        is_seen = is_seen & (work.row - offset - sizes.window_right < work.seqlen_q)
+    if cfg.HAS_LEFT:
+        is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
+        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
+    return gl.where(is_seen, work.row // cfg.BLOCK_N - first, 0)
+
+
+@gluon.jit
+def unhoisted(x):
+    """x, computed where it stands: hoisted out of the loop of tiles, each of these integers takes a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
+    """Exponents x [keys, BLOCK_M queries], with -inf where a query does not see a key."""
+    keys = key + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    queries = unhoisted(gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))
+    position = queries + (tile * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q)
+    last = 0 * queries + (work.seqlen_k - 1)
+    if cfg.HAS_RIGHT:
+        last = gl.minimum(position + sizes.window_right, last)
+    visible = keys[:, None] <= last[None, :]
+    if cfg.HAS_LEFT:
+        visible = visible & (keys[:, None] >= (position - sizes.window_left)[None, :])
+    return gl.where(visible, x, float("-inf"))

@@ -1,0 +1,89 @@
+"""Before and after the main backward kernel: row statistics in, dQ out. Plain Triton; both are bound by memory.
+
+Scratch tensors hold query tiles of BLOCK_M rows one after another: tile `t` of query head `slot` is number
+`slot * tiles_q + t`. Dense: a slot is (batch, head). Packed: a slot is a head, and sequence b owns the tiles
+from cu_seqlens_q[b] // BLOCK_M + b on, which is always enough.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
+    """(sequence, head, first row in the tensor, first row in the sequence, seqlen_q) of a query tile."""
+    if cu_seqlens_q is None:
+        return slot // num_heads, slot % num_heads, tile * 0, tile * BLOCK_M, seqlen_q
+    else:
+        b = tile * 0
+        end = b + batch
+        while end - b > 1:
+            middle = (b + end) // 2
+            is_after = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle > tile
+            end = tl.where(is_after, middle, end)
+            b = tl.where(is_after, b, middle)
+        start = tl.load(cu_seqlens_q + b).to(tl.int32)
+        row = (tile - (start // BLOCK_M + b)) * BLOCK_M
+        return b * 0, slot, start, row, tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
+
+
+@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
+def attn_bwd_prepare_kernel(
+    out, do, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, cu_seqlens_q,
+    o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
+    tiles_q, num_heads, seqlen_q, total_q, batch,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """stats [2, BLOCK_M] of a query tile: lse in units of log2, and delta = rowsum(dO * O) - dlse; zeros for its dQ.
+
+    Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0) % tiles_q
+    slot = tl.program_id(0) // tiles_q
+    b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
+    i = row + tl.arange(0, BLOCK_M)
+    exists = i < own
+    rows = (start + i).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = exists[:, None] & (cols < DIM)
+    o_base = out + b.to(tl.int64) * o_stride_batch + h.to(tl.int64) * o_stride_head
+    do_base = do + b.to(tl.int64) * do_stride_batch + h.to(tl.int64) * do_stride_head
+    o_tile = tl.load(o_base + rows * o_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
+    do_tile = tl.load(do_base + rows * do_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(o_tile * do_tile, 1)
+    stat = slot.to(tl.int64) * total_q + start + i
+    lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + stat, mask=exists, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+    offset = tl.arange(0, BLOCK_M)
+    tl.store(stats_ptr + number * (2 * BLOCK_M) + offset, lse)
+    tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
+    element = offset[:, None] * BLOCK_D + cols
+    tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
+
+
+@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])
+def attn_bwd_finish_kernel(
+    sums_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head, scale,
+    tiles_q, num_heads, seqlen_q, batch, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale * sums, in its own layout and dtype. One program undoes the register order of one [64, 64] part."""
+    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    chunk = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    tile = tl.program_id(0) // PARTS % tiles_q
+    slot = tl.program_id(0) // PARTS // tiles_q
+    b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
+    x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
+    # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
+    x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (64, 64)) * scale
+    i = row + part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
+    col = part * 64 % BLOCK_D + tl.arange(0, 64)
+    dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
+    ptrs = dq_base + (start + i).to(tl.int64)[:, None] * dq_stride_row + col[None, :]
+    tl.store(ptrs, x.to(dq.dtype.element_ty), mask=(i < own)[:, None] & (col < DIM)[None, :])

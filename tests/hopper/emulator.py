@@ -1,0 +1,356 @@
+"""Run the source of the Hopper kernels on the CPU: roles are threads, shared memory is tensors that start as NaN.
+
+`install` puts a module of stand-ins where `tilewise.hopper.compat` would be imported, so it needs no triton and
+belongs in a process of its own. What a stand-in models:
+
+    mbarriers       counts, bytes and phases; a wait that nobody ends raises after TIMEOUT
+    wgmma           runs only when it is waited for: a tile that was released too early has other contents by then
+    TMA copies out  likewise; copies in arrive at once, zero outside of the tensor's bounds
+    descriptors     any strides, with the wrap-around of 64-bit addresses
+
+Layouts, swizzles, registers and fences are not modelled: those the compiler and a GPU must judge.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+TIMEOUT = 60.0
+_local = threading.local()
+_lock = threading.RLock()
+_changed = threading.Condition(_lock)
+
+
+class Tile(torch.Tensor):
+    """A tensor in registers; its layout is of no consequence here."""
+
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+
+def tile(x: torch.Tensor) -> Tile:
+    return x.as_subclass(Tile)
+
+
+class Barrier:
+    """One mbarrier."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self, bytes_expected: int = 0) -> None:
+        self.pending -= 1
+        self.bytes += bytes_expected
+        assert self.pending >= 0, "more arrivals than the barrier counts"
+        self.settle()
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending = self.count
+            self.phase ^= 1
+            _changed.notify_all()
+
+
+class Shared:
+    """A view of shared memory, or of an array of mbarriers."""
+
+    def __init__(self, data: torch.Tensor, barriers: list[Barrier] | None = None) -> None:
+        self.data = data
+        self.barriers = barriers
+
+    shape = property(lambda self: list(self.data.shape))
+    dtype = property(lambda self: self.data.dtype)
+
+    def index(self, i: Any) -> Shared:
+        barriers = None if self.barriers is None else [self.barriers[int(i)]]
+        return Shared(self.data[int(i)], barriers)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.data.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def load(self, layout: Any = None) -> Tile:
+        return tile(self.data.clone())
+
+    def store(self, value: torch.Tensor) -> None:
+        assert list(value.shape) == self.shape and value.is_floating_point() == self.dtype.is_floating_point
+        self.data.copy_(value)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        return Shared(self.data.view(-1).view(dtype)[: math.prod(shape)].view(*shape))
+
+
+@dataclass
+class Descriptor:
+    """A TMA descriptor: `block_shape` boxes of a strided tensor."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any = None
+
+    dtype = property(lambda self: self.base.dtype)
+
+    @property
+    def block_type(self) -> Any:
+        return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.itemsize)
+
+    def locate(self, coords: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(whether each element of a box exists, its index in the storage)."""
+        exists, offset = torch.ones(self.block_shape, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
+        for dim, (first, size, stride, width) in enumerate(
+            zip(coords, self.shape, self.strides, self.block_shape, strict=True)
+        ):
+            position = int(first) + torch.arange(width)
+            view = [-1 if d == dim else 1 for d in range(len(self.shape))]
+            exists = exists & ((position >= 0) & (position < size)).view(view)
+            offset = offset + (position * stride).view(view)  # int64 wraps around, as an address does
+        wrap = 1 << 62  # of elements: the descriptors here have 2 or 4 bytes an element
+        return exists, torch.where(exists, offset.expand(self.block_shape) % wrap, 0)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return torch.as_strided(self.base, (self.base.untyped_storage().size() // self.base.itemsize,), (1,), 0)
+
+
+@dataclass
+class Pending:
+    """An asynchronous operation that has not run."""
+
+    run: Callable[[], None]
+
+
+class Product:
+    """The result of a wgmma: there once it was waited for."""
+
+    def __init__(self) -> None:
+        self.value: Tile | None = None
+
+    def get(self) -> Tile:
+        assert self.value is not None, "an accumulator was used before wgmma was waited for"
+        return self.value
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
+    result = Product()
+
+    def run() -> None:
+        left, right = (x.data if isinstance(x, Shared) else x for x in (a, b))
+        value = left.float() @ right.float()
+        before = acc.get() if isinstance(acc, Product) else acc
+        result.value = tile(before + value if use_acc else value + 0 * before)
+
+    assert is_async
+    _local.products.append(Pending(run))
+    return result
+
+
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
+    while len(_local.products) > num_outstanding:
+        _local.products.pop(0).run()
+    values = tuple(x.get() if isinstance(x, Product) else x for x in deps)
+    return values if len(values) > 1 else values[0]
+
+
+def load_tile(desc: Descriptor, coords: Sequence[Any], bar: Shared, smem: Shared) -> None:
+    exists, offset = desc.locate(coords)
+    with _lock:
+        smem.data.copy_(torch.where(exists, desc.flat[offset], 0).view(smem.data.shape))
+        (barrier,) = bar.barriers  # type: ignore[misc]
+        barrier.bytes -= smem.data.numel() * smem.data.itemsize
+        barrier.settle()
+
+
+def _copy_out(desc: Descriptor, coords: Sequence[Any], smem: Shared, adds: bool) -> None:
+    exists, offset = desc.locate(coords)
+
+    def run() -> None:
+        with _lock:
+            source = smem.data.reshape(desc.block_shape)[exists]
+            desc.flat[offset[exists]] = source + desc.flat[offset[exists]] if adds else source
+
+    _local.stores.append(Pending(run))
+
+
+def wait_for_stores(pendings: int) -> None:
+    while len(_local.stores) > pendings:
+        _local.stores.pop(0).run()
+
+
+def _expect(bar: Shared, num_bytes: int) -> None:
+    with _lock:
+        bar.barriers[0].arrive(num_bytes)  # type: ignore[index]
+
+
+def _init(bar: Shared, count: int) -> None:
+    bar.barriers[0].count = bar.barriers[0].pending = count  # type: ignore[index]
+
+
+def _arrive(bar: Shared, *, count: int = 1) -> None:
+    with _lock:
+        for _ in range(count):
+            bar.barriers[0].arrive()  # type: ignore[index]
+
+
+def _wait(bar: Shared, phase: Any) -> None:
+    (barrier,) = bar.barriers  # type: ignore[misc]
+    with _lock:
+        if not _changed.wait_for(lambda: barrier.phase != int(phase) or _failures, TIMEOUT):
+            raise TimeoutError("a wait on an mbarrier did not end")
+        if _failures:
+            raise RuntimeError("another role failed")
+
+
+class Pointer:
+    """A pointer to scalars in global memory, or one for each lane to the same scalar."""
+
+    def __init__(self, base: torch.Tensor, offset: int = 0) -> None:
+        self.base, self.offset = base, offset
+
+    def __add__(self, n: Any) -> Pointer:
+        return Pointer(self.base, self.offset + int(n if isinstance(n, int) else n.max()))
+
+
+def _load(p: Pointer) -> Tile:
+    return tile(p.base[p.offset].clone())
+
+
+def _store(p: Pointer, value: Any) -> None:
+    p.base[p.offset] = value
+
+
+def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    with _lock:
+        before = int(p.base[p.offset])
+        p.base[p.offset] += value if mask is None else value[mask].sum()
+    if mask is not None:
+        return tile(torch.where(mask, before, 0))
+    if value == 0:
+        time.sleep(1e-3)  # a spinning reader lets others run
+    return before
+
+
+def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    if "ex2.approx" in asm:
+        return torch.exp2(args[0])
+    if "wait_group" in asm:
+        wait_for_stores(0)
+        return 0
+    return 0 if "$0, 0;" in asm else args[0]
+
+
+_failures: list[BaseException] = []
+
+
+def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
+    def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
+        _local.products, _local.stores, _local.program = [], [], program
+        try:
+            function(*arguments)
+            assert not _local.products, "products that nobody waited for"
+            wait_for_stores(0)
+        except BaseException as error:
+            with _lock:
+                _failures.append(error)
+                _changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(*role, _local.program), daemon=True) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def run_grid(kernel: Any, num_programs: int, *args: Any, **kwargs: Any) -> None:
+    """Run a kernel's programs at the same time."""
+    _failures.clear()
+
+    def run(program: int) -> None:
+        _local.program = (program, num_programs)
+        try:
+            kernel(*args, **kwargs)
+        except BaseException as error:
+            _failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(num_programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if _failures:
+        raise next((e for e in _failures if not isinstance(e, RuntimeError)), _failures[0])
+
+
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+    if layout == "mbarrier":
+        return Shared(torch.zeros(*shape), [Barrier() for _ in range(shape[0])])
+    filler = float("nan") if dtype.is_floating_point else -(1 << 20)
+    return Shared(torch.full(tuple(shape), filler, dtype=dtype))
+
+
+def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The function on tensors; numbers become tensors, and scalar answers numbers."""
+
+    def call(*args: Any) -> Any:
+        if not any(isinstance(x, torch.Tensor) and x.ndim for x in args):
+            return function(*(torch.as_tensor(x) for x in args)).item()
+        return tile(function(*(torch.as_tensor(x) for x in args)))
+
+    return call
+
+
+class constexpr:
+    def __new__(cls, value: Any) -> Any:
+        return value
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _jit
+
+
+def _layout(*_: Any, **__: Any) -> None:
+    return None
+
+
+def install() -> None:
+    """Stand in for `tilewise.hopper.compat` in this process."""
+    shared_layout = types.SimpleNamespace(get_default_for=_layout)
+    gl = types.SimpleNamespace(
+        constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        where=_both(lambda c, a, b: torch.where(c, a, b)), minimum=_both(torch.minimum), maximum=_both(torch.maximum),
+        arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
+        full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
+        sum=lambda x, axis: int(x.sum(axis)), convert_layout=lambda x, layout, **_: x,
+        load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
+        program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
+        static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
+        SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
+        NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+    )  # fmt: skip
+    compat = types.ModuleType("tilewise.hopper.compat")
+    compat.__dict__.update(
+        gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
+        TensorDescriptor=Descriptor, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        store_tile=lambda d, c, s: _copy_out(d, c, s, False), add_tile=lambda d, c, s: _copy_out(d, c, s, True),
+        wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
+        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait, TRITON_VERSION=(3, 6),
+        mbarrier=types.SimpleNamespace(
+            MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
+        ),
+    )  # fmt: skip
+    sys.modules["tilewise.hopper.compat"] = compat
