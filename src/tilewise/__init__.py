@@ -5,6 +5,7 @@ from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache import KVCache
 from tilewise.explain import Explanation, explain
 from tilewise.integrations.sdpa import scaled_dot_product_attention
+from tilewise.paged_cache import PagedKVCache
 from tilewise.warmup import warmup
 
 __version__ = "0.1.0"
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "KVCache",
+    "PagedKVCache",
     "attention",
     "attention_varlen",
     "attention_with_cache",

@@ -14,15 +14,19 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
-from tilewise.problem import Inputs, Options, describe
+from tilewise.problem import Inputs, Options, check_values, describe
 from tilewise.repeat import is_plain_eager
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 
 
-def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+def attention(
+    inputs: Inputs, options: Options, backend: str | None, are_values_known: bool = False
+) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable: the one entry that the public API calls.
+
+    `are_values_known`: lengths and pages come from a cache that has checked them itself.
 
     Raises:
         ValueError, TypeError: see `tilewise.problem.describe` and `check_values`.
@@ -33,7 +37,9 @@ def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Te
     problem = describe(inputs, options)
     name = dispatch.choose(problem, backend)
     if not problem.needs_grad and is_plain_eager(inputs.query):
-        return ops.launch(problem, inputs, options, name)
+        if not are_values_known:
+            check_values(problem, inputs, options)
+        return ops.launch(problem, inputs, name)
     return Attention.apply(*inputs, *options, backend)
 
 

@@ -39,12 +39,14 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int | None = None
     maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
+    launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
 
     def options(self) -> dict[str, Any]:
         """Compiler options. Fused multiply-adds: the exponential's scale costs nothing."""
         if is_interpreted():
             return {}
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
+        options["launch_pdl"] = self.launch_pdl or None
         return {name: value for name, value in options.items() if value is not None} | {
             "enable_fp_fusion": True
         }

@@ -28,7 +28,7 @@ from tilewise.repeat import is_plain_eager
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? dropout_seed"
+    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
@@ -51,9 +51,8 @@ library.define(
 )
 
 
-def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: str) -> tuple[Tensor, Tensor]:
-    """Check what only values can tell, then run the named backend."""
-    check_values(problem, inputs, options)
+def launch(problem: AttentionProblem, inputs: Inputs, name: str) -> tuple[Tensor, Tensor]:
+    """Run the named backend."""
     with _own_dtypes(problem.device_type):
         return dispatch.load(name).forward(problem, inputs)
 
@@ -73,7 +72,8 @@ def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, str | None]:
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, options, backend = _rebuild(arguments)
     problem = describe(inputs, options)
-    return launch(problem, inputs, options, dispatch.choose(problem, backend))
+    check_values(problem, inputs, options)
+    return launch(problem, inputs, dispatch.choose(problem, backend))
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

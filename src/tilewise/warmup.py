@@ -14,8 +14,9 @@ def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, 
     """Compile what calls like this one need, and leave everything else as it was.
 
     Compiled kernels depend on dtypes, head sizes, heads per key head, and which options are in use; not on
-    batch size or lengths (but up to 16 queries take kernels of their own). So short tensors will do, with
-    the memory layout of the later ones.
+    batch size or lengths. So short tensors will do, with the memory layout of the later ones. But up to 16
+    queries take kernels of their own, and other ones for at least 256 keys, compiled for every power of two
+    of batch sizes above 32.
 
     Args:
         query, key, value, options: as `tilewise.attention`; with `cu_seqlens_q` and `cu_seqlens_k`, as

@@ -21,9 +21,17 @@ pytest.importorskip("triton")
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
 )
-@pytest.mark.parametrize("kind", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_attention_under_the_interpreter(kind: str):
-    tests = Path(__file__).with_name("test_attention.py")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("test_attention.py", "not slow"),
+        pytest.param("test_attention.py", "slow", marks=pytest.mark.slow),
+        ("test_decode.py", "not slow"),
+        pytest.param("test_decode.py", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_under_the_interpreter(name: str, kind: str):
+    tests = Path(__file__).with_name(name)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},

@@ -68,7 +68,7 @@ class Call:
         self.results = Results(*tensors[_N:])
         self.is_packed = problem.is_packed
         self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
-        self.seqlen_k = inputs.key.shape[0] if self.is_packed else problem.seqlen_k
+        self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
         self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
         self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
 
@@ -88,7 +88,7 @@ class Call:
         if t is None:
             return None
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
-        return Rows(t, 0, strides[0], strides[1]) if self.is_packed else Rows(t, *strides[:3])
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
     def ragged(self) -> Any:
         i = self.inputs
@@ -163,7 +163,8 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
     has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
     has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, p.causal)
+    is_causal = p.causal or p.has_window  # a window's ranges are short and have edges, too
+    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, is_causal)
 
 
 @functools.cache

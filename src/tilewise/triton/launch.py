@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tilewise.launch_plan import ALIGNMENT, Launch, Tensors, find, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
 from tilewise.triton.call import Call, Results, launchable, table_tile, with_dense_rows
 from tilewise.tuning_table import KernelTile
@@ -51,6 +53,10 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if tile is None and launch_decode.serves(problem):
+        return launch_decode.forward(problem, inputs)
+    if problem.is_quantized:
+        problem, inputs = _dequantized(problem, inputs)
     inputs = launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
@@ -92,6 +98,20 @@ def repeatable(
         return (out, lse) if return_lse else out
 
     return repeat
+
+
+def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
+    assert inputs.page_table is not None
+    table, dense = inputs.page_table.long(), []
+    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
+        assert scale is not None
+        tokens = pages[table].to(scale.dtype) * scale[table][:, :, None, :, None]
+        dense.append(tokens.flatten(1, 2).to(problem.dtype))
+    problem = replace(problem, is_quantized=False, page_size=None)
+    return problem, inputs._replace(
+        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
+    )
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:

@@ -86,7 +86,7 @@ class Plan:
             softcap=softcap,
             lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
             lse_h=inputs.query.shape[0] if problem.is_packed else problem.seqlen_q,
-            score_k0=int(not problem.is_packed),
+            score_k0=int(not problem.has_packed_keys),
             page_size=problem.page_size or 1,
         )
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
@@ -94,7 +94,7 @@ class Plan:
 
     def set_strides(self, name: str, t: Tensor) -> None:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
-        strides = (0, *t.stride()) if self.problem.is_packed else t.stride()
+        strides = (0, *t.stride()) if t.ndim == 3 else t.stride()
         self.block.update(**{f"{name}_{axis}": stride for axis, stride in zip("bnh", strides)})
 
     def bind(self, inputs: Inputs) -> list[Any]:
@@ -380,12 +380,14 @@ def _named(name: str, axes: str, strides: Any) -> dict[str, int]:
 def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     """int64 (batch, 4): each sequence's first query row, queries, first key row and keys."""
     spans = torch.zeros((problem.batch, 4), dtype=torch.int64)
-    if problem.is_packed:
-        cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        assert cu_q is not None and cu_k is not None
-        spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = cu_q[:-1], cu_q.diff(), cu_k[:-1], cu_k.diff()
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_q is None:
+        spans[:, 1] = problem.seqlen_q
+    else:
+        spans[:, 0], spans[:, 1] = cu_q[:-1], cu_q.diff()
+    if cu_k is not None:
+        spans[:, 2], spans[:, 3] = cu_k[:-1], cu_k.diff()
         return spans
-    spans[:, 1] = problem.seqlen_q
     spans[:, 3] = problem.seqlen_k if inputs.seqlens_k is None else inputs.seqlens_k
     if inputs.leftpad_k is not None:
         spans[:, 2] = inputs.leftpad_k
