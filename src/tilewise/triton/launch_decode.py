@@ -148,7 +148,7 @@ def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeCon
         BLOCK_D=block_d,
         BLOCK_REST=rest,
         BLOCK_DV=block_dv,
-        BLOCK_B=max(32, _power_of_two(problem.batch)),
+        BLOCK_B=max(16, _power_of_two(problem.batch)),
         GROUP_SIZE=problem.group_size,
         PAGE_SIZE=problem.page_size or 0,
         HAS_SOFTCAP=problem.softcap > 0,
