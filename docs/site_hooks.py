@@ -26,17 +26,30 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Pages that are made, not written: the learn page, and predicted against measured."""
+    """Pages and figures that are made, not written."""
     from mkdocs.structure.files import File
 
-    from tilewise.learn import measured, page
+    from tilewise.learn import page
 
     files.append(File.generated(config, "learn-page.html", content=page.build()))
     with tempfile.TemporaryDirectory() as folder:
-        plot = Path(folder) / "predicted-against-measured.svg"
-        measured.plot(measured.load_points(_gpu_results()), plot)
-        files.append(File.generated(config, f"images/{plot.name}", content=plot.read_bytes()))
+        for figure in draw(Path(folder)):
+            files.append(File.generated(config, f"images/{figure.name}", content=figure.read_bytes()))
     return files
+
+
+def draw(folder: Path) -> list[Path]:
+    """Predicted against measured, and the roofline of an H200."""
+    from tilewise.learn import measured, plot
+    from tilewise.learn.cost_commands import costs
+    from tilewise.learn.io_model import BLOCKS, Shape
+    from tilewise.learn.machines import MACHINES
+
+    compared, roof = folder / "predicted-against-measured.svg", folder / "roofline.svg"
+    plot.measured_over_predicted(measured.load_points(_gpu_results()), compared)
+    shape = Shape(4096, 4096, 128, num_heads=16, batch=4)
+    plot.under_the_roof(costs(shape, 96 * 1024, BLOCKS, splits=1), MACHINES["H200"], roof)
+    return [compared, roof]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

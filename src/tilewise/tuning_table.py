@@ -68,8 +68,9 @@ PORTABLE: Rows = {
     ],
 }
 
-# Measured: NVIDIA H200, 2026-11-21, torch 2.11.0+cu130, triton 3.6.0, `tilewise tune`.
-# Data-centre Blackwell takes them too; not timed there.
+# Timed by a sweep of 6 to 12 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
+# torch 2.11.0+cu130, triton 3.6.0. By spills alone: "dk", "dv" and "dkdv_causal" of 64. `tilewise tune`
+# repeats the sweep. Data-centre Blackwell takes these tiles too; not timed there.
 HOPPER: Rows = PORTABLE | {
     "forward": [
         (64, KernelTile(128, 64, 8, 3)),

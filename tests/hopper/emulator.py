@@ -216,27 +216,31 @@ def _wait(bar: Shared, phase: Any) -> None:
 
 
 class Pointer:
-    """A pointer to scalars in global memory, or one for each lane to the same scalar."""
+    """A pointer to a scalar in global memory, or a tensor of them."""
 
-    def __init__(self, base: torch.Tensor, offset: int = 0) -> None:
-        self.base, self.offset = base, offset
+    def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
+        self.base, self.offset = base.view(-1), offset
 
     def __add__(self, n: Any) -> Pointer:
-        return Pointer(self.base, self.offset + int(n if isinstance(n, int) else n.max()))
+        return Pointer(self.base, self.offset + n)
 
 
 def _load(p: Pointer) -> Tile:
     return tile(p.base[p.offset].clone())
 
 
-def _store(p: Pointer, value: Any) -> None:
-    p.base[p.offset] = value
+def _store(p: Pointer, value: Any, mask: Any = None) -> None:
+    if mask is None:
+        p.base[p.offset] = value
+    else:
+        p.base[p.offset[mask]] = value[mask]
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
     with _lock:
-        before = int(p.base[p.offset])
-        p.base[p.offset] += value if mask is None else value[mask].sum()
+        offset = p.offset if mask is None else int(p.offset[mask])
+        before = int(p.base[offset])
+        p.base[offset] += value if mask is None else value[mask].sum()
     if mask is not None:
         return tile(torch.where(mask, before, 0))
     if value == 0:
@@ -313,6 +317,10 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
+    return Shared(smem.data.view(count, *desc.block_shape))
+
+
 class constexpr:
     def __new__(cls, value: Any) -> Any:
         return value
@@ -331,11 +339,12 @@ def install() -> None:
     shared_layout = types.SimpleNamespace(get_default_for=_layout)
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
-        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
         where=_both(lambda c, a, b: torch.where(c, a, b)), minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=lambda x, axis: int(x.sum(axis)), convert_layout=lambda x, layout, **_: x,
+        sum=lambda x, axis: int(x.sum(axis)) if x.ndim == 1 else x.sum(axis), max=torch.amax, log=torch.log,
+        convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
@@ -345,7 +354,7 @@ def install() -> None:
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
-        TensorDescriptor=Descriptor, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        TensorDescriptor=Descriptor, as_blocks=_as_blocks, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False), add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait, TRITON_VERSION=(3, 6),

@@ -54,6 +54,12 @@ def test_roofline():
     assert "balance 295.2" in run("roofline", "--device", "H100")
 
 
+def test_roofline_plot(tmp_path):
+    path = tmp_path / "roof.svg"
+    assert f"drew {path}" in run("roofline", "--plot", str(path))
+    assert "decode: HBM" in path.read_text()
+
+
 def test_predicted_against_measured(tmp_path):
     path = tmp_path / "compared.png"
     output = run("roofline", "--results", str(H200), "--plot", str(path))
@@ -99,7 +105,7 @@ def test_pipeline():
         (["io", "--block-q", "0"], "block_q must be at least 1, got 0"),
         (["io", "--sram", "0"], "sram_bytes must be at least one element"),
         (["roofline", "--device", "TPU"], "device must be one of A100, H100, H200 or cpu, got 'TPU'"),
-        (["roofline", "--plot", "x.png"], "--plot goes with --results"),
+        (["roofline", "--plot", "missing/x.png"], "--plot missing/x.png: "),
         (["roofline", "--results", "missing.json"], "missing.json: No such file"),
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
         (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers apart by commas, got '1,x'"),

@@ -9,7 +9,7 @@ import pytest
 
 from tilewise.bench import cases, results
 from tilewise.bench.errors import BenchError
-from tilewise.learn import io_model, machines, measured, roofline
+from tilewise.learn import io_model, machines, measured, plot, roofline
 from tilewise.learn.io_model import Shape
 from tilewise.learn.machines import MACHINES
 
@@ -94,6 +94,11 @@ def test_prediction_arithmetic():
     assert roofline.attainable(device.balance, device) == device.flops_per_second
     assert roofline.attainable(1.0, device) == device.bytes_per_second
     assert not roofline.is_compute_bound(device.balance * 0.99, device)
+    assert roofline.memory_intensity(cost, machine) == cost.matmul_flops / cost.once_bytes
+    for algorithm in (io_model.standard, io_model.fa2, io_model.backward_storing, io_model.decode):
+        cost = algorithm(Shape(1000, 3000, 64, num_heads=3))
+        speed = cost.matmul_flops / roofline.predict(cost, machine).seconds
+        assert speed <= roofline.attainable(roofline.memory_intensity(cost, machine), device) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -142,12 +147,16 @@ def test_measured_cpu_uses_the_ceilings_of_its_run():
 def test_plot(tmp_path):
     points = measured.load_points(sorted(RESULTS.glob("h200*.json")))
     path = tmp_path / "plot.svg"
-    measured.plot(points, path)
+    plot.measured_over_predicted(points, path)
     assert path.read_text().startswith("<?xml") and path.stat().st_size > 10_000
     with pytest.raises(BenchError, match="no measured case"):
-        measured.plot([], path)
+        plot.measured_over_predicted([], path)
     with pytest.raises(BenchError, match="--plot"):
-        measured.plot(points, tmp_path / "missing" / "plot.svg")
+        plot.measured_over_predicted(points, tmp_path / "missing" / "plot.svg")
+    costs = [io_model.standard(Shape(1024, 1024, 64)), io_model.fa2(Shape(1024, 1024, 64))]
+    plot.under_the_roof(costs, MACHINES["H100"], path)
+    drawn = path.read_text()
+    assert "H100: balance 295" in drawn and "standard: HBM" in drawn and "fa2: " in drawn
 
 
 def test_results_without_limits():

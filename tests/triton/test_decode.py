@@ -219,3 +219,19 @@ def test_appending_turns_and_writes(form: str, interleaved: bool):
     torch.testing.assert_close(storages[0], expected[0], rtol=1e-6, atol=1e-6)
     assert torch.equal(storages[1], expected[1])
     assert append(q, k, v, *storages, tokens, None) is q
+
+
+def test_packed_queries_with_a_cache():
+    """Prefill, a chunk and a token in one launch of the general kernel, keys in pages."""
+    new, held = [20, 1, 0, 5], [20, 30, 7, 9]
+    q = randn(sum(new), 4, 16)
+    k, v = randn(4, 30, 2, 16), randn(4, 30, 2, 16)
+    dense = cached(randn(4, 1, 4, 16), k, v, held, True)
+    offsets = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
+    inputs = dense._replace(query=q, cu_seqlens_q=offsets)
+    out, lse = launch.forward(describe(inputs, Options(causal=True)), inputs)
+    for n, rows in enumerate(torch.arange(sum(new)).split(new)):
+        own = q[rows][None], k[n : n + 1, : held[n]], v[n : n + 1, : held[n]]
+        exact, base = (reference.attention(*own, causal=True, dtype=d) for d in (torch.float64, q.dtype))
+        assert compare("out", out[rows][None], exact[0], base[0]).is_within
+        assert compare("lse", lse[:, rows][None], exact[1], base[1]).is_within

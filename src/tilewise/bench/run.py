@@ -90,7 +90,12 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
     """Run every case; after each, write the file (if any) and call `report`."""
     with warnings.catch_warnings():  # PyTorch's on refused calls: their reasons are in the results
         warnings.filterwarnings("ignore", module=r"tilewise\.bench\.torch_peers")
-        return _run(plan, report)
+        gc.collect()
+        gc.freeze()  # what is loaded by now need not be walked again before every case
+        try:
+            return _run(plan, report)
+        finally:
+            gc.unfreeze()
 
 
 def _run(plan: Plan, report: Report | None) -> results.Results:
@@ -120,7 +125,7 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
             found["not_run"].append(case.name)
             continue
         for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
-            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 2)
+            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 1 if number else 3)
         record = run_case(case, plan.peers, plan.device, clock, settings, seed, plan.limits)
         found["cases"].append(record)
         if settings.json is not None:
@@ -158,9 +163,7 @@ def run_case(
                 work = partial(_prepare, case, peer, data, clock, settings, ready)
                 entries[peer.name] = _attempt(work)
             else:
-                reason = (
-                    f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
-                )
+                reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
                 entries[peer.name] = {"status": "refused", "reason": reason}
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries

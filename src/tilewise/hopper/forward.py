@@ -92,11 +92,11 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
         j = tiles.end - 1
         k_coords = key_coords(work, j, head_k, cfg)
         rings.k.load(use, k_desc, k_coords, cfg.PARTS)
+        send(rings.work, turn, work)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
             rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
-        send(rings.work, turn, work)
         while j > tiles.begin:
             v_coords = k_coords
             j -= 1
@@ -185,7 +185,7 @@ def mma_role(
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
-    LOADS_AHEAD: gl.constexpr = cfg.Q_SLOTS > WARPGROUPS
+    HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
     use = 0  # of the K and V rings
     turn = 0
@@ -201,7 +201,7 @@ def mma_role(
         j = tiles.end - 1
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
-        if LOADS_AHEAD and turn > 0:
+        if HAS_SPARE_SLOT and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
@@ -225,7 +225,7 @@ def mma_role(
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
         store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
-        if not LOADS_AHEAD:  # the next Q needs this very slot
+        if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
         turn += 1

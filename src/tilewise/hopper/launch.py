@@ -183,8 +183,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
     elif block_dv == 64 or block_dv == 128:
         tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
-    else:  # 3 x 32 KB of Q, 2 x 64 KB of K and V: 224 KB
-        tile = (64, 2, 3, 240)
+    else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
+        tile = (64, 2, 2, 240)
     return ForwardConfig(
         BLOCK_N=tile[0],
         WARPGROUPS=tile[1],

@@ -11,6 +11,7 @@ import typer
 
 from tilewise.bench.errors import BenchError
 from tilewise.learn import io_model, kv_memory, roofline
+from tilewise.learn import plot as drawing
 from tilewise.learn.io_model import Cost, Shape
 from tilewise.learn.machines import MACHINES, Machine, find_machine, human_bytes
 from tilewise.learn.records import BlockSizes
@@ -84,23 +85,26 @@ def roofline_command(
         list[Path] | None,
         typer.Option("--results", help="Result files of bench: predicted against measured."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison into this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw into this file: the roofline, or the comparison.")
+    ] = None,
 ) -> None:
     """Say which resource binds each algorithm, and the time that follows; or compare with measurements."""
     with _one_line_errors():
         if results is not None:
             _compare(results, plot)
             return
-        if plot is not None:
-            raise BenchError("--plot goes with --results: it draws predicted against measured")
         machine = find_machine(device)
         shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
         found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
+        if plot is not None:
+            drawing.under_the_roof(found, machine, plot)
     _print_machine(machine)
     _print_table(
         _describe(shape),
-        ["algorithm", "FLOP/byte", "at the ridge", "bound by", "at least", "each resource alone"],
+        ["algorithm", "FLOP/byte", "of the ridge", "bound by", "at least", "each resource alone"],
         [_prediction_row(cost, machine) for cost in found],
+        "FLOP/byte: products for each byte of main memory." + ("" if plot is None else f"\n  drew {plot}"),
     )
 
 
@@ -175,7 +179,7 @@ def _compare(files: Sequence[Path], plot: Path | None) -> None:
     points = measured.load_points(files)
     _print_table("predicted against measured", measured.HEADER, measured.table(points))
     if plot is not None:
-        measured.plot(points, plot)
+        drawing.measured_over_predicted(points, plot)
         typer.echo(f"drew {plot}")
 
 
@@ -255,10 +259,10 @@ def _tensor_rows(cost: Cost) -> Iterator[list[str]]:
 
 def _prediction_row(cost: Cost, machine: Machine) -> list[str]:
     prediction = roofline.predict(cost, machine)
-    side = "compute" if roofline.is_compute_bound(cost.intensity, machine.device) else "memory"
+    intensity = roofline.memory_intensity(cost, machine)
+    side = "right" if roofline.is_compute_bound(intensity, machine.device) else "left"
     alone = ", ".join(f"{name} {_time(seconds)}" for name, seconds in prediction.times.items())
-    intensity = f"{cost.intensity:.1f}"
-    return [cost.algorithm, intensity, side, prediction.bound, _time(prediction.seconds), alone]
+    return [cost.algorithm, f"{intensity:.1f}", side, prediction.bound, _time(prediction.seconds), alone]
 
 
 def _print_machine(machine: Machine) -> None:

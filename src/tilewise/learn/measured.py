@@ -1,4 +1,4 @@
-"""Predicted against measured: the bound of every benchmark case beside what was achieved, in one plot."""
+"""Predicted against measured: the bound of every benchmark case beside what was achieved."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from pathlib import Path
 
 from tilewise.bench import results
 from tilewise.bench.errors import BenchError
-from tilewise.bench.plot import colours
 from tilewise.bench.report import seconds
 from tilewise.bench.results import Results
 from tilewise.device import Device
 from tilewise.learn.machines import MACHINES, Machine
 from tilewise.learn.roofline import Prediction, least
-
-MARKERS = {"matrix products": "o", "special functions": "^", "HBM": "s", "memory": "s"}
 
 
 @dataclass(frozen=True)
@@ -82,51 +79,6 @@ def table(made: Sequence[Point]) -> list[list[str]]:
 
 
 HEADER = ["case", "peer", "bound by", "at least", "measured", "of the bound"]
-
-
-def plot(made: Sequence[Point], path: Path) -> None:
-    """Measured over predicted time, both logarithmic; a file of the kind that the suffix says.
-
-    Raises:
-        BenchError: there are no points, or the file cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    if not made:
-        raise BenchError("no measured case to plot")
-    figure, axes = plt.subplots(figsize=(7.5, 6.5))
-    palette = colours(list(dict.fromkeys(p.peer for p in made)))
-    for peer, colour in palette.items():
-        for bound, marker in MARKERS.items():
-            group = [p for p in made if p.peer == peer and p.prediction.bound == bound]
-            if group:
-                xs, ys = [p.prediction.seconds * 1e3 for p in group], [p.seconds * 1e3 for p in group]
-                axes.scatter(xs, ys, color=colour, marker=marker, s=26, alpha=0.75, linewidths=0)
-        axes.scatter([], [], color=colour, marker="o", label=peer)
-    for bound in dict.fromkeys(p.prediction.bound for p in made):
-        axes.scatter([], [], color="#777777", marker=MARKERS[bound], label=f"bound by {bound}")
-    span = [min(p.prediction.seconds for p in made) * 700, max(p.prediction.seconds for p in made) * 1400]
-    for share, style in ((1.0, "-"), (0.5, "--"), (0.1, ":")):
-        label = "the bound" if share == 1 else f"{share:.0%} of it"
-        axes.plot(span, [x / share for x in span], style, color="#777777", linewidth=1, label=label)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("predicted at least (ms)")
-    axes.set_ylabel("measured (ms)")
-    axes.set_title(f"Predicted against measured\n{', '.join(dict.fromkeys(p.device for p in made))}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise BenchError(f"--plot {path}: {error}") from error
-    finally:
-        plt.close(figure)
 
 
 def _time(value: float) -> str:

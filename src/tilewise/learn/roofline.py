@@ -61,9 +61,18 @@ def predict(cost: Cost, machine: Machine) -> Prediction:
         times[fast.name] = cost.fast_read / fast.bytes_per_second
     if cache is not None and cache.bytes_per_second is not None:
         times[cache.name] = cost.slow_bytes / cache.bytes_per_second
-    moved = cost.slow_bytes if cache is None else cost.once_bytes
-    times[machine.memory.name] = moved / machine.device.bytes_per_second
+    times[machine.memory.name] = memory_bytes(cost, machine) / machine.device.bytes_per_second
     return Prediction(times)
+
+
+def memory_bytes(cost: Cost, machine: Machine) -> int:
+    """What main memory moves: each element once in each kernel if there is a cache, else every load."""
+    return cost.slow_bytes if machine.cache is None else cost.once_bytes
+
+
+def memory_intensity(cost: Cost, machine: Machine) -> float:
+    """FLOPs of matrix products for each byte that main memory moves: where the roofline has the algorithm."""
+    return cost.matmul_flops / memory_bytes(cost, machine)
 
 
 def is_compute_bound(intensity: float, device: Device) -> bool:
