@@ -139,8 +139,16 @@ class Request:
 class Engine:
     """Runs requests with at most `most` sequences at a time, as pages allow."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, most: int, chunk: int = 512) -> None:
-        self.model, self.most, self.chunk = model, most, chunk
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        most: int,
+        chunk: int = 512,
+        backend: str | None = None,
+    ) -> None:
+        self.model, self.most, self.chunk, self.backend = model, most, chunk, backend
         shape, weight = model.shape, model.logits.weight
         self.caches: list[tilewise.PagedKVCache] = []
         for _ in range(shape.layers):
@@ -188,8 +196,9 @@ class Engine:
         if len(q) == len(batch.sequences):  # one token each: rows of a batch, for the decoding kernel
             q, k, v = (t[:, None] for t in (q, k, v))
         out = tilewise.attention_with_cache(
-            q, self.caches[layer], k, v, batch=batch, rotary_cos=self.cos, rotary_sin=self.sin
-        )
+            q, self.caches[layer], k, v, batch=batch, rotary_cos=self.cos, rotary_sin=self.sin,
+            backend=self.backend,
+        )  # fmt: skip
         assert isinstance(out, Tensor)
         return out.flatten(0, -3)
 
@@ -288,6 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=None, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=None, help="tokens generated at most")
     parser.add_argument("--most", type=int, default=None, help="sequences at a time")
+    parser.add_argument(
+        "--backend", default=None, help="default: triton on a GPU, else what tilewise chooses"
+    )
     parser.add_argument("--compare", action="store_true", help="time transformers with SDPA too")
     chosen = parser.parse_args(arguments)
     is_large = chosen.model == "llama"
@@ -306,7 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = model.to(dtype).eval()
     requests = make_requests(model.shape.vocabulary, count, prompt, new)
     page_size = 64 if is_large else 16
-    engine = Engine(model, most * -(-(prompt + new) // page_size), page_size, most)
+    backend = chosen.backend or ("triton" if device.type == "cuda" else None)
+    engine = Engine(model, most * -(-(prompt + new) // page_size), page_size, most, backend=backend)
     engine.run(make_requests(model.shape.vocabulary, 2, prompt, 2, seed=1))  # compiles what is needed
     steps, seconds = timed(lambda: engine.run(requests), device)
     total = sum(r.wanted for r in requests)

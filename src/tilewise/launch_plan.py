@@ -39,6 +39,7 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int | None = None
     maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
+    programs_y: int = 1  # second dimension of the grid
     launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
 
     def options(self) -> dict[str, Any]:
@@ -78,14 +79,14 @@ def run(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: 
 
 def start(launch: Launch) -> Any:
     """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted."""
-    return launch.kernel[(launch.programs,)](*launch.arguments, **launch.options())
+    return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
 
 
 class LaunchPlan:
     """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them."""
 
     def __init__(self, launch: Launch, compiled: Any, tensors: Tensors) -> None:
-        self._run = compiled[(launch.programs, 1, 1)]
+        self._run = compiled[(launch.programs, launch.programs_y, 1)]
         self._arguments = list(launch.arguments)
         self._fills: list[tuple[int, Fill]] = []
         places = {id(t): n for n, t in enumerate(tensors) if t is not None}

@@ -16,7 +16,7 @@ def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, 
     Compiled kernels depend on dtypes, head sizes, heads per key head, and which options are in use; not on
     batch size or lengths. So short tensors will do, with the memory layout of the later ones. But up to 16
     queries take kernels of their own, and other ones for at least 256 keys, compiled for every power of two
-    of batch sizes above 32.
+    of batch sizes above 16.
 
     Args:
         query, key, value, options: as `tilewise.attention`; with `cu_seqlens_q` and `cu_seqlens_k`, as

@@ -130,13 +130,13 @@ def _append(
     assert call.k is not None and call.v is not None
     is_local = options.causal or options.window_left is not None or options.window_right is not None
     is_alike = rotary is None or (is_local and queries.total == new.total and rotary.starts is held)
-    if _is_fusible(call, queries, new) and is_alike:
+    if table is None and _is_fusible(call, queries, new) and is_alike:
         from tilewise.triton.append import Tokens as Places
         from tilewise.triton.append import append
 
         storage = call.k_cache, call.v_cache
         tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
-        return append(call.q, call.k, call.v, *storage, Places(None, None, held, table), tables)
+        return append(call.q, call.k, call.v, *storage, Places(None, None, held), tables)
     q, k, device = call.q, call.k, call.q.device
     sequence, offset = new.offsets(device)
     if rotary is not None:

@@ -150,7 +150,7 @@ class DecodeConfig:
     BLOCK_D: int  # columns of the keys' first part
     BLOCK_REST: int  # and of what is left, 0 if nothing: 576 = 512 + 64
     BLOCK_DV: int
-    BLOCK_B: int  # batch, padded to 32 or a larger power of two
+    BLOCK_B: int  # batch, padded to 16 or a larger power of two
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool

@@ -246,15 +246,14 @@ def attn_decode_merge_kernel(
     row_tiles, segments, workers,
     MERGE_ROWS: tl.constexpr, MERGE_PIECES: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all * blocks of rows,)."""
+    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all, blocks of rows)."""
     sizes = DecodeSizes(
         batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    ROW_BLOCKS: tl.constexpr = (cfg.ROWS + MERGE_ROWS - 1) // MERGE_ROWS
-    b = tl.program_id(0) // ROW_BLOCKS // sizes.segments
-    segment = tl.program_id(0) // ROW_BLOCKS % sizes.segments
+    b = tl.program_id(0) // sizes.segments
+    segment = tl.program_id(0) % sizes.segments
     tiles, ends = tile_counts(sizes, ragged, cfg)
     index = tl.arange(0, cfg.BLOCK_B)
     tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)
@@ -263,7 +262,7 @@ def attn_decode_merge_kernel(
     worker = first_unit // share
     last = tl.where(tiles_b > 0, (first_unit + tiles_b - 1) // share + 1, worker)
 
-    offs_m = tl.program_id(0) % ROW_BLOCKS * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    offs_m = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     r = segment % sizes.row_tiles * cfg.BLOCK_M + offs_m
     row_exists = (r < sizes.seqlen_q * cfg.GROUP_SIZE) & (offs_m < cfg.ROWS)
     i = r // cfg.GROUP_SIZE
@@ -294,7 +293,7 @@ def attn_decode_merge_kernel(
         m = m_new
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     out_ptrs = out.ptr + b.to(tl.int64) * out.stride_batch + i.to(tl.int64) * out.stride_row
-    out_ptrs += h.to(tl.int64) * out.stride_head
+    out_ptrs += h * out.stride_head
     out_mask = row_exists[:, None] & exists_dv[None, :]
     tl.store(out_ptrs[:, None] + offs_dv[None, :], acc.to(out.ptr.dtype.element_ty), mask=out_mask)
     stat = (b.to(tl.int64) * sizes.num_heads + h) * sizes.seqlen_q + i

@@ -49,7 +49,7 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    if tile is None and launch_decode.serves(problem):
+    if tile is None and launch_decode.serves(problem, inputs):
         return launch_decode.forward(problem, inputs)
     if problem.is_quantized:
         problem, inputs = _dequantized(problem, inputs)

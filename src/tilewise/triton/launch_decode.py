@@ -24,10 +24,18 @@ MERGE_ELEMENTS = 4096  # of the pieces that a merging program holds at a time
 _N = len(Inputs._fields)
 
 
-def serves(problem: AttentionProblem) -> bool:
-    """Few queries to many keys, without dropout: what the kernels are made for."""
+def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
+    """Few queries to many keys, and nothing that these kernels have not done on a GPU.
+
+    With a window, softcap, sinks, ALiBi, a mask, a bias, left padding or 8-bit pages they have run under the
+    interpreter only; the general kernels take those.
+    """
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
-    return is_short and not problem.is_packed and problem.dropout_p == 0 and problem.num_heads > 0
+    if not is_short or problem.is_packed or problem.dropout_p > 0 or problem.num_heads == 0:
+        return False
+    is_plain = not (problem.has_window or problem.softcap > 0 or problem.has_sinks or problem.has_alibi)
+    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
+    return is_plain and not has_tensors and not problem.is_quantized and inputs.leftpad_k is None
 
 
 def forward(
@@ -108,8 +116,10 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
         *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.BLOCK_DV))),
         cfg,
     )
-    programs = segments * -(-cuts.rows // rows)
-    return Launch(attn_decode_merge_kernel, programs, arguments, 4, launch_pdl=cuts.has_pdl)
+    blocks = -(-cuts.rows // rows)
+    return Launch(
+        attn_decode_merge_kernel, segments, arguments, 4, programs_y=blocks, launch_pdl=cuts.has_pdl
+    )
 
 
 def _sizes(problem: AttentionProblem, inputs: Inputs, cuts: Cuts) -> DecodeSizes:
@@ -148,7 +158,7 @@ def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeCon
         BLOCK_D=block_d,
         BLOCK_REST=rest,
         BLOCK_DV=block_dv,
-        BLOCK_B=max(32, _power_of_two(problem.batch)),
+        BLOCK_B=max(16, _power_of_two(problem.batch)),
         GROUP_SIZE=problem.group_size,
         PAGE_SIZE=problem.page_size or 0,
         HAS_SOFTCAP=problem.softcap > 0,
