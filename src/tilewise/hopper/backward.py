@@ -20,7 +20,7 @@ FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as 
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
+from tilewise.hopper.backward_ranges import turn_of_keys, hide_transposed, query_tiles
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
@@ -55,11 +55,12 @@ class Channels:
     do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: its half of a tile's dQ in the order of its registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
     bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
 
     @gluon.constexpr_function
-    def __init__(self, work, k, v, q, do, dq, stats, ds, bar_ds):
+    def __init__(self, work, k, v, q, do, dq, stats, p, ds, bar_ds):
         self.work = work
         self.k = k
         self.v = v
@@ -67,6 +68,7 @@ class Channels:
         self.do = do
         self.dq = dq
         self.stats = stats
+        self.p = p
         self.ds = ds
         self.bar_ds = bar_ds
 
@@ -76,6 +78,7 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
     """d = 128: K 32 + V 32 + Q 3 x 16 + dO 2 x 16 + dS 2 x 16 + dQ 32 = 208 KB of 227 KB; d = 64 likewise."""
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
+    p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
     stats = gl.allocate_shared_memory(gl.float32, [cfg.Q_STAGES] + stats_desc.block_shape, stats_desc.layout)
     bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -89,6 +92,7 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
         make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
         make_tile_ring(dq_desc, 2, 1, 1),
         stats,
+        p,
         ds,
         bar_ds,
     )
@@ -99,6 +103,7 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
 
     Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
+    Deterministic and causal: the last come first, because they reach a query tile first.
     """
     if cfg.IS_PACKED:
         rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
@@ -110,13 +115,19 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
         own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
         own_tiles = gl.load(packing.first_tile + rank + 1) - first
         rest = index - first * sizes.num_slots
-        work = Work(rest % own_tiles * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
+        tile = rest % own_tiles
+        if cfg.DESCENDING:
+            tile = own_tiles - 1 - tile
+        work = Work(tile * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
     else:
         slot = index // sizes.num_tiles
         heads = sizes.num_slots // sizes.batch
         zero = 0 * slot
+        tile = index % sizes.num_tiles
+        if cfg.DESCENDING:
+            tile = sizes.num_tiles - 1 - tile
         work = Work(
-            index % sizes.num_tiles * cfg.BLOCK_N, slot % heads, slot // heads,
+            tile * cfg.BLOCK_N, slot % heads, slot // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
@@ -196,6 +207,16 @@ def opaque_zero(x):
 
 
 @gluon.jit
+def pinned(x):
+    """x [even number of 16-bit values a thread], converted and packed by now and not used in another form before.
+
+    The compiler would sink the conversion between the products that have x as register operand. They then no
+    longer form one group, and every later wait for a number of groups waits for more than it should.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def exponents(s, lse, factors, cfg: gl.constexpr):
     """(log2 of the weights, derivative of the softcap) of finished products; lse is broadcast to their shape."""
     if cfg.HAS_SOFTCAP:
@@ -213,9 +234,9 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     p = exp2(x)
-    p_16bit = p.to(dtype)
+    p_16bit = pinned(p.to(dtype))
     if cfg.HAS_SOFTCAP:
-        return p_16bit, (p * slope).to(dtype)
+        return p_16bit, pinned((p * slope).to(dtype))
     else:
         return p_16bit, p_16bit
 
@@ -224,7 +245,7 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
 def score_gradient(weight, dp, stats, cfg: gl.constexpr):
     """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
+    return (pinned(weight).to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
 
 
 @gluon.jit
@@ -245,15 +266,14 @@ def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
+def start_values(W: gl.constexpr, dv, use, zero, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
-    p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
-    return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
+    return dp, warpgroup_mma(ch.p.index(W + zero), do, dv, is_async=True)  # dv [64, BLOCK_D]
 
 
 @gluon.jit
@@ -319,8 +339,10 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         p, weight = probabilities(
             s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
         )
+        ch.p.index(W + zero).store(p)
+        fence_async_shared()
         ch.v.wait(turn)
-        dp, dv = start_values(W, p, dv, use, zero, ch, cfg)
+        dp, dv = start_values(W, dv, use, zero, ch, cfg)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
         mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
@@ -337,9 +359,11 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             p, weight = probabilities(
                 s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
             )
+            ch.p.index(W + zero).store(p)
+            fence_async_shared()
             dq = start_queries(W, use, zero, ch, cfg)
             ch.dq.acquire(2 * use + W)
-            dp, dv = start_values(W, p, dv, use + 1, zero, ch, cfg)
+            dp, dv = start_values(W, dv, use + 1, zero, ch, cfg)
             dk, dq = warpgroup_mma_wait(2, deps=(dk, dq))  # dP' and dV' still run
             ch.q.release(use)
             leave_dq(W, dq, use, zero, ch)
@@ -389,7 +413,8 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
         for _ in range(0, tiles.count() * sizes.group_size):
             scratch = scratch_tile(work, head, tile, sizes, cfg)
             if cfg.IS_DETERMINISTIC:
-                await_turn(turns + scratch, earlier_key_tiles(tile, work, sizes, cfg))
+                own_turn = turn_of_keys(tile, work, sizes, cfg)
+                await_turn(turns + scratch, own_turn)
             for w in gl.static_range(2):
                 ch.dq.wait(2 * use + w)
                 add_tile(dq_desc, [(scratch * 2 + w) * 32, 0], ch.dq.tiles.index(w))
@@ -398,7 +423,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
                 ch.dq.release(2 * use + w)
             if cfg.IS_DETERMINISTIC:
                 wait_for_writes()
-                gl.atomic_add(turns + scratch, 1, sem="release")
+                gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
             use += 1
             tile += 1
             if tile == tiles.end:

@@ -49,17 +49,26 @@ def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def earlier_key_tiles(tile, work, sizes, cfg: gl.constexpr):
-    """How many key tiles before this work's add to dQ of a query tile. A tile that no query sees adds zeros: 0."""
+def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
+    """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
+
+    They add in the order in which work is drawn: ascending, or descending from the last tile a query sees.
+    """
     offset = work.seqlen_k - work.seqlen_q
-    first = 0
     is_seen = work.seqlen_q > 0
     if cfg.HAS_RIGHT:
         is_seen = is_seen & (work.row - offset - sizes.window_right < work.seqlen_q)
     if cfg.HAS_LEFT:
         is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
-        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
-    return gl.where(is_seen, work.row // cfg.BLOCK_N - first, 0)
+    if cfg.DESCENDING:
+        last = (tile + 1) * cfg.BLOCK_M - 1 + offset + sizes.window_right
+        turn = gl.minimum(last, work.seqlen_k - 1) // cfg.BLOCK_N - work.row // cfg.BLOCK_N
+    else:
+        first = 0
+        if cfg.HAS_LEFT:
+            first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
+        turn = work.row // cfg.BLOCK_N - first
+    return gl.where(is_seen, turn, -1)
 
 
 @gluon.jit
