@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise import launch_plan
-from tilewise.hopper import backward_launch
+from tilewise.hopper import backward_launch, backward_wide_launch
 from tilewise.launch_plan import Launch
 from tilewise.problem import Inputs, Options, describe
 
@@ -35,6 +35,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d128_softcap": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d64_softcap": (64, 40, torch.float16, False, {"softcap": 20.0}),
     "d128_packed": (128, 128, torch.bfloat16, True, {"causal": True}),
+    "d256": (256, 256, torch.bfloat16, False, {}),
+    "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
     "d64_deterministic": (64, 64, torch.bfloat16, True, {"deterministic": True, "window_left": 9}),
 }
 
@@ -68,10 +70,10 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         reports.append({"case": name, "kernel": launch.kernel.__name__} | report(compiled))
 
     launch_plan.start = compile_instead
-    backward_launch.num_sms = lambda index: 132
-    backward_launch.scheduler_counter = lambda device: make(2, dtype=torch.int32)
+    for module in (backward_launch, backward_wide_launch):
+        module.num_sms = lambda index: 132
+        module.scheduler_counter = lambda device: make(2, dtype=torch.int32)
     problem = describe(inputs, Options(**options))
-    assert backward_launch.supports(problem) is None
     backward_launch.backward(problem, inputs, out, lse, out, lse)
     return reports
 

@@ -35,6 +35,9 @@ class Tile(torch.Tensor):
 
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
+    def split(self) -> Any:  # type: ignore[override]
+        return self.unbind(-1)
+
 
 def tile(x: torch.Tensor) -> Tile:
     return x.as_subclass(Tile)
@@ -216,17 +219,19 @@ def _wait(bar: Shared, phase: Any) -> None:
 
 
 class Pointer:
-    """A pointer to scalars in global memory, or one for each lane to the same scalar."""
+    """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
-    def __init__(self, base: torch.Tensor, offset: int = 0) -> None:
-        self.base, self.offset = base, offset
+    def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
+        self.base, self.offset = base.view(-1), offset
 
     def __add__(self, n: Any) -> Pointer:
-        return Pointer(self.base, self.offset + int(n if isinstance(n, int) else n.max()))
+        return Pointer(self.base, self.offset + n)
 
 
-def _load(p: Pointer) -> Tile:
-    return tile(p.base[p.offset].clone())
+def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
+    if mask is None:
+        return tile(p.base[p.offset].clone())
+    return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
 
 
 def _store(p: Pointer, value: Any) -> None:
@@ -234,9 +239,10 @@ def _store(p: Pointer, value: Any) -> None:
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    place = int(p.offset if mask is None else p.offset[mask])
     with _lock:
-        before = int(p.base[p.offset])
-        p.base[p.offset] += value if mask is None else value[mask].sum()
+        before = int(p.base[place])
+        p.base[place] += value if mask is None else value[mask].sum()
     if mask is not None:
         return tile(torch.where(mask, before, 0))
     if value == 0:

@@ -62,8 +62,9 @@ def attn_bwd_prepare_kernel(
     offset = tl.arange(0, BLOCK_M)
     tl.store(stats_ptr + number * (2 * BLOCK_M) + offset, lse)
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
-    element = offset[:, None] * BLOCK_D + cols
-    tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
+    if dq_ptr is not None:
+        element = offset[:, None] * BLOCK_D + cols
+        tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])

@@ -149,7 +149,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
 def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
     """(lse in units of log2, delta) of 64 rows; those past the end have lse = +inf, so that their P is 0."""
     i = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
-    ptrs = stats + scratch_tile(work, work.head, row // 64, sizes, cfg).to(gl.int64) * 128 + i
+    ptrs = stats + scratch_tile(work, work.head, row // 64, sizes, cfg) * 128 + i
     exists = row + i < work.seqlen_q
     lse = gl.load(ptrs, mask=exists, other=float("inf"))
     return lse, gl.load(ptrs + 64, mask=exists, other=0.0)
