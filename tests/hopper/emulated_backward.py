@@ -1,4 +1,4 @@
-"""Check the main backward kernel on the CPU, run by `emulator`: prints one line a case, fails on the first error."""
+"""Check the main backward kernels on the CPU, run by `emulator`: a line a case, up to the first error."""
 
 from __future__ import annotations
 
@@ -31,14 +31,30 @@ CASES = {
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
-    "deterministic_window": (400, 400, 2, 1, 64, 64, {"deterministic": True, "causal": True, "window_left": 90}),
+    "deterministic_window": (
+        400,
+        400,
+        2,
+        1,
+        64,
+        64,
+        {"deterministic": True, "causal": True, "window_left": 90},
+    ),
     "packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
     "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
     "wide_window": (200, 150, 2, 2, 192, 128, {"window_left": 40, "window_right": 10}),
     "wide_softcap": (100, 140, 1, 1, 160, 160, {"softcap": 3.0}),
     "wide_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 256, 256, {"causal": True}),
-    "packed_deterministic": ([100, 129, 1], [100, 200, 3], 2, 1, 128, 128, {"causal": True, "deterministic": True}),
+    "packed_deterministic": (
+        [100, 129, 1],
+        [100, 200, 3],
+        2,
+        1,
+        128,
+        128,
+        {"causal": True, "deterministic": True},
+    ),
 }
 
 
@@ -50,12 +66,19 @@ def check(name: str) -> float:
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(*lead, h, d).bfloat16()
-        for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v), (lead_q, heads, dim_v))
+        for lead, h, d in (
+            (lead_q, heads, dim),
+            (lead_k, kv_heads, dim),
+            (lead_k, kv_heads, dim_v),
+            (lead_q, heads, dim_v),
+        )
     )
     packing = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
-            packing[f"cu_seqlens_{side}"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            packing[f"cu_seqlens_{side}"] = torch.tensor(
+                [0, *itertools.accumulate(lengths)], dtype=torch.int32
+            )
     inputs, given = Inputs(q, k, v, **packing), Options(**options)
     problem = describe(inputs, given)
     dq, dk, dv = (emulate_wide if dim > NARROW else emulate)(problem, inputs, dout)
@@ -89,7 +112,8 @@ def emulate(problem, inputs, dout):
         Pointer(torch.zeros(stats.shape[0], dtype=torch.int32)),
         *(pointer(t) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, first_tile)),
         Pointer(torch.zeros(2, dtype=torch.int32)),
-        batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k, group_size=problem.group_size,
+        batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
         num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), tiles_q=tiles_q,
         window_left=visibility.left if visibility.left is not None else 1 << 29,
         window_right=visibility.right if visibility.right is not None else 1 << 29,
@@ -120,7 +144,11 @@ def emulate_wide(problem, inputs, dout):
         ),
     ):
         sizes = kernel_sizes(problem, query.shape[-3], -(-length // width), cfg)
-        packing = [inputs.cu_seqlens_q, inputs.cu_seqlens_k, *order_sequences(inputs, problem.batch, side, width)]
+        packing = [
+            inputs.cu_seqlens_q,
+            inputs.cu_seqlens_k,
+            *order_sequences(inputs, problem.batch, side, width),
+        ]
         pointers = [None if t is None else Pointer(t) for t in (*packing, torch.zeros(2, dtype=torch.int32))]
         run_grid(kernel, 3, *streams, *tensors, *pointers, *sizes, *score_factors(problem), cfg=cfg)
     return gradients
@@ -128,7 +156,9 @@ def emulate_wide(problem, inputs, dout):
 
 def reference_of(problem, inputs):
     visibility = problem.visibility()
-    packing = {n: getattr(inputs, n) for n in ("cu_seqlens_q", "cu_seqlens_k") if getattr(inputs, n) is not None}
+    packing = {
+        n: getattr(inputs, n) for n in ("cu_seqlens_q", "cu_seqlens_k") if getattr(inputs, n) is not None
+    }
     options = {"softcap": problem.softcap} if problem.softcap else {}
     return reference.attention(
         *inputs[:3], window=(visibility.left, visibility.right), scale=problem.scale, **options, **packing
@@ -163,7 +193,10 @@ def gather_dq(problem, inputs, cfg, sums, tiles_q, starts):
         rows = parts.view(-1, 2, 64, 64).transpose(1, 2).reshape(-1, 64, 128)
     else:
         rows = parts.view(-1, 128, 64)
-    rows = rows.reshape(-1, problem.num_heads, tiles_q * cfg.BLOCK_M, cfg.BLOCK_D).transpose(1, 2) * problem.scale
+    rows = (
+        rows.reshape(-1, problem.num_heads, tiles_q * cfg.BLOCK_M, cfg.BLOCK_D).transpose(1, 2)
+        * problem.scale
+    )
     pieces = [rows[:, f * cfg.BLOCK_M : f * cfg.BLOCK_M + b - a] for a, b, f in starts]
     dq = torch.cat(pieces, 1)[..., : problem.head_dim]
     return dq[0] if problem.is_packed else dq

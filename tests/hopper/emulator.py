@@ -1,10 +1,10 @@
-"""Run the source of the Hopper kernels on the CPU: roles are threads, shared memory is tensors that start as NaN.
+"""Run the source of the Hopper kernels on the CPU: roles are threads, shared memory starts as NaN.
 
-`install` puts a module of stand-ins where `tilewise.hopper.compat` would be imported, so it needs no triton and
+`install` puts a module of stand-ins in the place of `tilewise.hopper.compat`, so it needs no triton and
 belongs in a process of its own. What a stand-in models:
 
     mbarriers       counts, bytes and phases; a wait that nobody ends raises after TIMEOUT
-    wgmma           runs only when it is waited for: a tile that was released too early has other contents by then
+    wgmma           runs when it is waited for: a tile that was released too early has other contents by then
     TMA copies out  likewise; copies in arrive at once, zero outside of the tensor's bounds
     descriptors     any strides, with the wrap-around of 64-bit addresses
 
@@ -127,7 +127,9 @@ class Descriptor:
 
     @property
     def flat(self) -> torch.Tensor:
-        return torch.as_strided(self.base, (self.base.untyped_storage().size() // self.base.itemsize,), (1,), 0)
+        return torch.as_strided(
+            self.base, (self.base.untyped_storage().size() // self.base.itemsize,), (1,), 0
+        )
 
 
 @dataclass
@@ -338,7 +340,8 @@ def install() -> None:
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
         float32=torch.float32, int32=torch.int32, int64=torch.int64,
-        where=_both(lambda c, a, b: torch.where(c, a, b)), minimum=_both(torch.minimum), maximum=_both(torch.maximum),
+        where=_both(lambda c, a, b: torch.where(c, a, b)),
+        minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
         sum=lambda x, axis: int(x.sum(axis)), convert_layout=lambda x, layout, **_: x,
@@ -352,7 +355,8 @@ def install() -> None:
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
-        store_tile=lambda d, c, s: _copy_out(d, c, s, False), add_tile=lambda d, c, s: _copy_out(d, c, s, True),
+        store_tile=lambda d, c, s: _copy_out(d, c, s, False),
+        add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait, TRITON_VERSION=(3, 6),
         mbarrier=types.SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Every Hopper backward configuration compiles for sm_90a without a GPU, within registers and shared memory."""
+"""The Hopper backward compiles for sm_90a without a GPU, within registers and shared memory."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class BackwardConfig:
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start: the SM's, over 3 warpgroups (the single warps count as one)."""
+        """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
         return 65536 // (3 * 128) // 8 * 8
 
     @property
@@ -88,5 +88,5 @@ class WideBackwardConfig:
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start: the SM's, over 3 warpgroups (the single warp counts as one)."""
+        """Registers of each thread at the start: an SM's, over 3 warpgroups (a single warp counts as one)."""
         return 65536 // (3 * 128) // 8 * 8

@@ -1,8 +1,8 @@
 """Attention backward for Hopper, head sizes over 128: dK, dV and dQ no longer fit one block, so two kernels.
 
     P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
-    dV += P^T dO,  dK += dS^T Q                     attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
-    dQ += dS K                                      attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
+    dV += P^T dO,  dK += dS^T Q                attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
+    dQ += dS K                                 attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
 
 Seven products instead of five, and in return no additions in global memory: the same bits every time.
 
@@ -16,9 +16,9 @@ In both, one product of the last tile runs under the arithmetic of the next.
 """
 
 from tilewise.hopper.arguments import Packing
-from tilewise.hopper.backward import locate_keys, pinned, probabilities, score_gradient, scratch_tile
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import query_tiles
+from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
@@ -70,8 +70,10 @@ def product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def keys_load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
-    """Draw tiles of keys and stream theirs: K and V, and Q and dO of each query tile of each head of the group."""
+def keys_load_role(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
+):
+    """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
     Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
@@ -88,7 +90,7 @@ def keys_load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, siz
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        for step in range(0, tiles.count() * sizes.group_size):
+        for step in range(tiles.count() * sizes.group_size):
             row = tile * cfg.BLOCK_M
             place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
             ch.q.acquire(use)
@@ -176,7 +178,7 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
-    """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets it times the softcap's derivative."""
+    """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
         s, stats_of(use, ch, cfg), tile, work.row, tiles, work, sizes, factors, dtype, cfg
     )

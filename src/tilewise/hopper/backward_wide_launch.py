@@ -45,7 +45,7 @@ def backward(
 
 
 def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
-    """d = 256: K 32 + V 32 + Q 2 x 32 + dO 2 x 32 + P 2 x 8 = 208 KB; Q 64 + dO 64 + K 2 x 32 + V 32 = 224 KB."""
+    """d = 256: K + V + 2 x (Q + dO + P) = 64 + 2 x 72 = 208 KB; 2 x (Q + dO + K) + V = 224 KB of 227."""
     visibility = problem.visibility()
     return WideBackwardConfig(
         BLOCK_M=64,

@@ -1,13 +1,14 @@
 """dQ for head sizes over 128: 128 queries stay, keys stream by; see `backward_wide`.
 
-    role            warps   does
-    load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
-    query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
+role            warps   does
+load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
+query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
 """
 
 from tilewise.hopper.arguments import Packing
-from tilewise.hopper.backward import exponents, pinned, scratch_tile
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_ranges import scratch_tile
+from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
 from tilewise.hopper.backward_wide import finish_work, product, store_rows
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -41,7 +42,7 @@ class Channels:
 
 @gluon.jit
 def locate_queries(index, sizes, packing, cfg: gl.constexpr):
-    """The Work of an index: `row` is the first of 2 x 64 queries. Causal: long tiles, the last ones, come first."""
+    """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
     heads = sizes.num_slots * sizes.group_size
     if cfg.IS_PACKED:
         rank = find_sequence(packing.first_tile, sizes.batch, index // heads)
@@ -56,14 +57,13 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
         return Work(
             (own_tiles - 1 - rest % own_tiles) * 128, rest // own_tiles, b, start_q, own_q, start_k, own_k
         )
-    else:
-        slot = index // sizes.num_tiles
-        heads = heads // sizes.batch
-        zero = 0 * slot
-        return Work(
-            (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
-            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
-        )  # fmt: skip
+    slot = index // sizes.num_tiles
+    heads = heads // sizes.batch
+    zero = 0 * slot
+    return Work(
+        (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
+        zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -112,18 +112,16 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         own_use = turn * 2 + W
         ch.q.wait(own_use)
         ch.do.wait(own_use)
-        q = ch.q.part(own_use, 0).reshape([64, cfg.BLOCK_D])
-        do = ch.do.part(own_use, 0).reshape([64, cfg.BLOCK_DV])
         dq = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
-        s = start_s(q, use, ch, cfg)
-        dp = start_dp(do, use, ch, cfg)
+        s = start_s(W, opaque_zero(turn), use, ch, cfg)
+        dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         ch.v.release(use)
         p, slope = weights(s, lse, tiles.begin, row, own, work, sizes, factors, cfg)
         ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
         for j in range(tiles.begin + 1, tiles.end):
-            s = start_s(q, use + 1, ch, cfg)
-            dp = start_dp(do, use + 1, ch, cfg)
+            s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
+            dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
             dq = start_dq(ds, dq, use, ch, cfg)
             s = warpgroup_mma_wait(2, deps=(s,))
             p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
@@ -156,16 +154,18 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_s(q, use, ch, cfg: gl.constexpr):
+def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start S = Q K^T [64, BLOCK_N] of a key tile, once it has arrived."""
+    q = ch.q.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.k.wait(use)
     k = ch.k.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     return product(q, k.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
 
 
 @gluon.jit
-def start_dp(do, use, ch, cfg: gl.constexpr):
+def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start dP = dO V^T [64, BLOCK_N]."""
+    do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     ch.v.wait(use)
     v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     return product(do, v.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
@@ -194,7 +194,7 @@ def attn_bwd_wide_queries_kernel(
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
     scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every tile of 128 queries; `num_tiles` counts those, the other integers are of `BackwardSizes`."""
+    """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
     )
