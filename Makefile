@@ -1,10 +1,14 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Needs git, make and Python >= 3.11.
+# The browser tests of the learn page also want Chromium and its driver; without them they are skipped.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint clean
+# The oldest Triton that the kernels are written for; the newest is in constraints/dev.txt.
+OLD_TRITON := $(VENV)/triton-3.6.0
+
+.PHONY: install demo test test-all lint clean
 
 install: $(STAMP)
 
@@ -20,10 +24,22 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
+test-all: $(STAMP) $(OLD_TRITON)
+	$(BIN)/python -m pytest -n 2 -m ''
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py
+
+$(OLD_TRITON): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the site is in build/site"
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

@@ -240,3 +240,27 @@ def test_gradients_come_in_the_dtype_of_their_input():
     out = tilewise.attention(q, k, v, bias=bias)
     grads = torch.autograd.grad(out.sum(), (q, k, v, bias))
     assert [g.dtype for g in grads] == [torch.bfloat16] * 3 + [torch.float32]
+
+
+@pytest.mark.parametrize("backend", [None, "llvm", "aten", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_nothing(backend, dtype):
+    """A kernel's own products keep their dtypes: forward, backward and twice, inside of autocast or after."""
+    leaves = [torch.randn(1, 70, 2, 32).to(dtype).requires_grad_() for _ in range(3)]
+    dout = torch.randn(1, 70, 2, 32).to(dtype)
+
+    def results(autocast_backward):
+        out, lse = tilewise.attention(*leaves, causal=True, backend=backend, return_lse=True)
+        with torch.autocast("cpu", enabled=autocast_backward):
+            first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+            second = torch.autograd.grad([g.float().square().sum() for g in first], leaves)
+        with torch.no_grad():
+            repeated = [tilewise.attention(*leaves, causal=True, backend=backend) for _ in range(2)]
+        return [out, lse, *first, *second, *repeated]
+
+    expected = results(False)
+    for autocast_backward in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = results(autocast_backward)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)

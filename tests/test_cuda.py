@@ -69,7 +69,7 @@ def test_bad_values_are_refused():
 
 
 def test_triton_serves_by_default():
-    x = draw(1, 128, 2, 64)
+    x = draw(1, 128, 2, 64, dtype=torch.float32)
     assert tilewise.explain(x, x, x, causal=True).backend == "triton"
 
 
@@ -120,6 +120,133 @@ def test_graph_capture_replays_with_new_values():
         t.copy_(draw(*t.shape))
     graph.replay()
     torch.testing.assert_close(out, tilewise.attention(q, k, v, causal=True))
+
+
+def test_the_same_bits_in_20_runs():
+    q, k, v = (draw(2, n, h, 64).requires_grad_() for n, h in ((300, 4), (333, 2), (333, 2)))
+    bias, sinks = (torch.randn(*shape, device="cuda").requires_grad_() for shape in ((1, 4, 1, 333), (4,)))
+    dout = draw(2, 300, 4, 64)
+
+    def run():
+        seed = torch.Generator("cuda").manual_seed(5)
+        out = tilewise.attention(
+            q, k, v, causal=True, bias=bias, sinks=sinks, dropout_p=0.1, generator=seed, deterministic=True
+        )
+        return [out, *torch.autograd.grad(out, (q, k, v, bias, sinks), dout)]
+
+    first = run()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+def test_a_plan_serves_other_tensors():
+    """The first call's tensors are one; those of the second have the same strides but differ."""
+    x = draw(1, 200, 2, 64)
+    check_attention(x, x, x, causal=True)
+    check_attention(*(draw(1, 200, 2, 64) for _ in range(3)), causal=True)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_repeated_calls(layout, dropout_p):
+    """The second call of a kind goes straight to its plan; dropout draws anew."""
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    outs = []
+    x = draw(2, 150, 2, 64).permute(order)
+    for _ in range(3):
+        outs.append(tilewise.attention(x, x, x, causal=True, layout=layout, dropout_p=dropout_p))
+    q, k, v = (draw(2, 150, 2, 64) for _ in range(3))
+    out, lse = tilewise.attention(*(t.permute(order) for t in (q, k, v)), layout=layout, return_lse=True)
+    exact, exact_lse = reference.attention(q, k, v)
+    torch.testing.assert_close(out.permute(order).double(), exact, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+    assert torch.equal(outs[1], outs[2]) == (dropout_p == 0)
+    gapped = draw(2, 150, 2, 128)[..., ::2].permute(order)
+    for _ in range(2):
+        tight = tilewise.attention(*[gapped.contiguous()] * 3, layout=layout)
+        assert torch.equal(tilewise.attention(gapped, gapped, gapped, layout=layout), tight)
+
+
+def test_strides_of_sharded_parameters():
+    """Slices of one flat buffer, at odd offsets: addresses are not aligned, rows are not contiguous."""
+    flat = draw(3 * 2 * 100 * 4 * 72 + 7)
+    for offset in (0, 1, 7):
+        views = flat[offset : offset + 2 * 100 * 3 * 4 * 72].view(2, 100, 3, 4, 72).unbind(2)
+        check_attention(*(t[..., :64] for t in views), causal=True)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_replays_dropout(is_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (draw(1, 130, 2, 64).requires_grad_() for _ in range(3))
+
+    def gradients(is_checkpointed):
+        def call(*qkv):
+            return tilewise.attention(*qkv, causal=True, dropout_p=0.3)
+
+        torch.manual_seed(3)
+        out = checkpoint(call, q, k, v, use_reentrant=is_reentrant) if is_checkpointed else call(q, k, v)
+        return (
+            torch.autograd.grad(out.float().square().sum(), (q, k, v)) if not is_reentrant else backward(out)
+        )
+
+    def backward(out):  # reentrant checkpointing knows .backward() only
+        for t in (q, k, v):
+            t.grad = None
+        out.float().square().sum().backward()
+        return [t.grad for t in (q, k, v)]
+
+    for a, b in zip(gradients(False), gradients(True)):
+        assert torch.equal(a, b)
+
+
+def test_func_grad_is_autograd():
+    q, k, v = (draw(1, 90, 2, 64) for _ in range(3))
+
+    def loss(q):
+        return tilewise.attention(q, k, v, causal=True).float().square().sum()
+
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
+
+
+def test_tf32_is_close_and_ieee_exact():
+    q, k, v = (draw(1, 257, 2, 128, dtype=torch.float32).requires_grad_() for _ in range(3))
+    exact, _ = reference.attention(q, k, v, causal=True)
+    errors = {}
+    for precision in ("ieee", "tf32"):
+        out = tilewise.attention(q, k, v, causal=True, precision=precision)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        wanted = reference.attention_backward(2 * out.detach(), q, k, v, causal=True)
+        pairs = [(out, exact), *zip(grads, wanted[:3])]
+        errors[precision] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    assert errors["ieee"] < 2e-6 < errors["tf32"] < 3e-3
+
+
+def test_nothing_compiles_after_a_warmup():
+    from tilewise.triton.backward import attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
+    from tilewise.triton.forward import attn_fwd_kernel
+
+    def variants():
+        kernels = (attn_fwd_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel)
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+    x = draw(1, 64, 6, 96)
+    tilewise.warmup(x, x, x, window=(40, 0), backend="triton")
+    before = variants()
+    for batch, seqlen in ((1, 100), (3, 1000)):
+        q = draw(batch, seqlen, 6, 96).requires_grad_()
+        tilewise.attention(q, q, q, window=(40, 0), backend="triton").sum().backward()
+    assert variants() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device():
+    q = draw(1, 512, 4, 64)
+    expected = tilewise.attention(q, q, q, causal=True)
+    for _ in range(2):  # through Triton, then by the plan
+        assert torch.equal(tilewise.attention(*[q.to("cuda:1")] * 3, causal=True).to(q.device), expected)
 
 
 def test_another_stream():

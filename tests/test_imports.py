@@ -15,15 +15,18 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device"],
     ["problem"],
-    ["plan", "launch_plan", "reference", "rotary"],
+    ["plan", "launch_plan", "reference", "rotary", "pages", "merge"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
-    ["ops", "repeat"],
+    ["repeat"],
+    ["ops"],
     ["autograd"],
     ["cache"],
+    ["paged_cache"],
+    ["cached_step"],
     ["api"],
-    ["explain", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
-    ["learn", "bench", "demo"],
+    ["explain", "warmup", "integrations", "flash_attn", "flash_attn_3", "nn", "testing"],
+    ["learn", "bench", "demo", "tune"],
     ["cli"],
 ]
 BACKENDS = {"cpu.aten", "cpu.tiled", "cpu.llvm", "triton", "hopper"}

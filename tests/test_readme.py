@@ -58,4 +58,5 @@ def test_wheel(tmp_path):
     (wheel,) = tmp_path.glob("tilewise-*-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "tilewise/py.typed" in names and "tilewise/cpu/tiled.py" in names
+    assert "tilewise/learn/page/page.html" in names and "tilewise/learn/page/main.js" in names
     assert not any(name.startswith(("tests", "benchmarks")) for name in names)

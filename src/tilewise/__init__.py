@@ -5,12 +5,15 @@ from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache import KVCache
 from tilewise.explain import Explanation, explain
 from tilewise.integrations.sdpa import scaled_dot_product_attention
+from tilewise.paged_cache import PagedKVCache
+from tilewise.warmup import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
     "KVCache",
+    "PagedKVCache",
     "attention",
     "attention_varlen",
     "attention_with_cache",
@@ -20,4 +23,5 @@ __all__ = [
     "nn",
     "reference",
     "scaled_dot_product_attention",
+    "warmup",
 ]

@@ -6,6 +6,7 @@ refused is decided in `tilewise.problem`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from tilewise import autograd, dispatch, repeat
 from tilewise.cache import KVCache
+from tilewise.cached_step import Rotary, cached_step
+from tilewise.paged_cache import PagedKVCache
+from tilewise.pages import PagedBatch
 from tilewise.problem import Inputs, Options, describe
 
 Window = tuple[int | None, int | None]
@@ -36,6 +40,7 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,6 +63,9 @@ def attention(
         layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
         deterministic: ask for gradients that are equal bit for bit from run to run.
+        precision: of the products of float32 inputs: "ieee", or "tf32", which lets a GPU's matrix units round
+            what they multiply to 10 bits of mantissa, for several times the speed. Other dtypes and CPUs
+            compute the same with both.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 
@@ -82,7 +90,7 @@ def attention(
     if mask is bias is alibi_slopes is sinks is generator is None:
         signature, run = repeat.find(
             query, key, value, causal, bounds, softcap, dropout_p, scale, layout, return_lse, deterministic,
-            backend,
+            precision, backend,
         )  # fmt: skip
         if run is not None:
             return run(query, key, value)
@@ -90,12 +98,12 @@ def attention(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
-    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic)
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
     out, lse = autograd.attention(inputs, options, backend)
     if layout == "bhsd":
         out = out.transpose(1, 2)
     if signature is not None:
-        repeat.keep(signature, inputs, options, backend, layout, return_lse)
+        repeat.keep(signature, (query, key, value), inputs, options, backend, layout, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -119,6 +127,7 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -154,8 +163,9 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    lengths = (max_seqlen_q, max_seqlen_k)
     options = Options(
-        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, max_seqlen_q, max_seqlen_k
+        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
     out, lse = autograd.attention(inputs, options, backend)
     return (out, lse) if return_lse else out
@@ -163,10 +173,14 @@ def attention_varlen(
 
 def attention_with_cache(
     query: Tensor,
-    cache: KVCache,
+    cache: KVCache | PagedKVCache,
     key: Tensor | None = None,
     value: Tensor | None = None,
     *,
+    batch: PagedBatch | Sequence[int] | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     causal: bool = True,
     window: Window | None = None,
     mask: Tensor | None = None,
@@ -175,30 +189,40 @@ def attention_with_cache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    precision: str = "ieee",
     layout: str = "bshd",
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, then attend to all that it holds.
 
-    Prefill, chunked prefill and decoding are this one call: each sequence's last query is aligned with
-    its last cached key.
+    Prefill, chunked prefill, decoding and mixtures of them are this one call: each sequence's last query is
+    aligned with its last cached key.
 
     Args:
-        query: (batch, new_tokens, num_heads, head_dim) in `layout`.
+        query: (batch, new_tokens, num_heads, head_dim) in `layout`; with a `PagedBatch` also packed (total
+            new tokens, num_heads, head_dim), each sequence having its own number of them.
         cache: keys and values so far; appended to in place if key and value are given.
-        key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or None to append nothing.
-        value: (batch, new_tokens, num_kv_heads, head_dim_v).
+        key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or packed; None appends nothing.
+        value: likewise with head_dim_v; None for a cache whose values lie in its keys (`value_in_key`).
+        batch: which sequences of a `PagedKVCache` these are. None: all that live; a list of sequences; or
+            what `cache.reserve` returned, which has counted the new tokens already.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), as of `tilewise.rotary.rotary_tables`: query and
+            key are turned by their positions in the sequence first.
+        rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
         mask, bias: broadcastable to (batch, num_heads, new_tokens, cache capacity).
 
     The other arguments are those of `attention`. Gradients reach query only.
 
     Returns:
-        As `attention`.
+        As `attention`; packed as `attention_varlen` for packed queries.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`, and when the cache would overflow or a
             new key or value requires grad. The cache is then unchanged.
+
+    Absorbed multi-head latent attention (DeepSeek-V2, 2024) is one key head of size 576 whose first 512
+    coordinates are the values: `PagedKVCache(..., 1, 576, head_dim_v=512, value_in_key=True)`.
 
     Example:
         >>> cache = KVCache(1, 8, 1, 4, dtype=torch.float32)
@@ -206,22 +230,29 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache")
-    new: dict[str, Any] = {"query": query}
-    if key is not None or value is not None:
-        new |= {"key": key, "value": value}
-    query, *appended = _to_bshd(layout, **new)
-    inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)._replace(
-        seqlens_k=cache.lengths
-    )
-    options = Options(causal, *window_bounds(window), softcap, scale=scale)
-    if appended:
+    if value is not None and key is None:
+        raise TypeError("key=NoneType must be a torch.Tensor when value is given")
+    given: dict[str, Any] = {"query": query, "key": key, "value": value}
+    views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
+    query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
+    rotary = None
+    if rotary_cos is not None or rotary_sin is not None:
+        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)  # type: ignore[arg-type]
+    step = cached_step(cache, batch, query, key, value)
+    try:
+        if rotary is not None:
+            step.check_rotary(rotary)
+        inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)
+        inputs = step.inputs(inputs)
+        options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
         if not torch.compiler.is_compiling():
             dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged
-        cache.append(*appended)
-    out, lse = autograd.attention(inputs, options, backend)
-    if layout == "bhsd":
+    except Exception:
+        step.undo()
+        raise
+    inputs = inputs._replace(query=step.store(query, key, value, rotary))
+    out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
+    if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 

@@ -11,17 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
-from tilewise.problem import Inputs, Options, describe
+from tilewise.problem import Inputs, Options, check_values, describe
 from tilewise.repeat import is_plain_eager
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 
 
-def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+def attention(
+    inputs: Inputs, options: Options, backend: str | None, are_values_known: bool = False
+) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable: the one entry that the public API calls.
+
+    `are_values_known`: lengths and pages come from a cache that has checked them itself.
 
     Raises:
         ValueError, TypeError: see `tilewise.problem.describe` and `check_values`.
@@ -32,7 +37,9 @@ def attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Te
     problem = describe(inputs, options)
     name = dispatch.choose(problem, backend)
     if not problem.needs_grad and is_plain_eager(inputs.query):
-        return ops.launch(problem, inputs, options, name)
+        if not are_values_known:
+            check_values(problem, inputs, options)
+        return ops.launch(problem, inputs, name)
     return Attention.apply(*inputs, *options, backend)
 
 
@@ -94,7 +101,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.tilewise.attention(*arguments)
+        return ops.call("attention", *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -103,7 +110,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return differentiate(AttentionBackward.apply, ctx, dout, dlse)
+        return differentiate(_eager_backward, ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -115,6 +122,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
         return _vmap(Attention.apply, 0, info, in_dims, arguments)
+
+
+def _eager_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients; differentiable themselves where that is asked for."""
+    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
+    if torch.is_grad_enabled() or is_batched or not is_plain_eager(dout):
+        return AttentionBackward.apply(dout, dlse, *arguments)
+    return ops.call("attention_backward", dout, dlse, *arguments)
 
 
 class AttentionBackward(torch.autograd.Function):

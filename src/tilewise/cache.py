@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilewise.problem import DTYPES
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless all are integers of at least 0, head sizes of at least 1."""
+    for name, size in sizes.items():
+        least = 1 if name.startswith("head_dim") else 0
+        if not isinstance(size, int) or size < least:
+            raise ValueError(f"{name}={size!r} must be an integer of at least {least}")
 
 
 class KVCache:
@@ -19,6 +29,8 @@ class KVCache:
         head_dim_v: head size of the values; None is head_dim.
         dtype: float64, float32, bfloat16 or float16.
         device: where it lives; None is torch's default device.
+        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
+            and are stored and read once.
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
@@ -44,76 +56,134 @@ class KVCache:
         head_dim_v: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        value_in_key: bool = False,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        sizes = {"batch": batch, "max_seqlen": max_seqlen, "num_kv_heads": num_kv_heads}
-        for name, size in (*sizes.items(), ("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            least = 1 if name.startswith("head_dim") else 0
-            if not isinstance(size, int) or size < least:
-                raise ValueError(f"{name}={size!r} must be an integer of at least {least}")
+        check_sizes(
+            batch=batch,
+            max_seqlen=max_seqlen,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
         if dtype not in DTYPES:
             raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16 or float16")
         self.key = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.value = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim_v, dtype=dtype, device=device)
+        self.value_in_key = value_in_key
+        if value_in_key:
+            check_value_in_key(head_dim, head_dim_v)
+            self.value = self.key[..., :head_dim_v]
+        else:
+            self.value = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim_v, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._held: list[int] | None = [0] * batch
+        self._version = self.lengths._version
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
+
+        While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last
+        rows overwritten, and `lengths` counts on.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
-            v: (batch, new_tokens, num_kv_heads, head_dim_v).
+            v: (batch, new_tokens, num_kv_heads, head_dim_v); None with `value_in_key`.
 
         Raises:
             ValueError, TypeError: k or v does not fit, requires grad (a cache keeps no history; call it
                 under torch.no_grad()), or a sequence would outgrow max_seqlen. Nothing is written then.
         """
-        self._check(k, v)
-        with torch.no_grad():
-            self._write(k, v)
+        self.check_new(k, v)
+        self.write(k, v)
 
-    def _write(self, k: Tensor, v: Tensor) -> None:
-        new_tokens = k.shape[1]
-        starts = self.lengths.long()
-        if starts.numel() and bool((starts == starts[0]).all()):
-            start = int(starts[0])
-            self.key[:, start : start + new_tokens] = k
-            self.value[:, start : start + new_tokens] = v
-        elif starts.numel():
-            row = torch.arange(len(starts), device=starts.device)[:, None]
-            position = starts[:, None] + torch.arange(new_tokens, device=starts.device)
-            self.key[row, position] = k
-            self.value[row, position] = v
+    @torch.no_grad()
+    def write(self, k: Tensor, v: Tensor | None) -> None:
+        """`append` without its checks."""
+        new_tokens, held = k.shape[1], self.held()
+        if held is not None and len(set(held)) == 1:
+            where: Any = (slice(None), slice(held[0], held[0] + new_tokens))
+        else:
+            row = torch.arange(len(k), device=k.device)[:, None]
+            first = (
+                self.lengths if held is not None else self.lengths.clamp(max=self.key.shape[1] - new_tokens)
+            )
+            where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
+        self.key[where] = k
+        if v is not None:
+            self.value[where] = v
+        self.advance(new_tokens)
+
+    def advance(self, new_tokens: int) -> None:
+        """Count tokens that were written."""
+        held = self.held()
         self.lengths += new_tokens
+        if held is not None and self._held is not None:
+            self._held, self._version = [n + new_tokens for n in held], self.lengths._version
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the host knows the lengths: nothing but this class has changed them."""
+        return self._held is not None and self._version == self.lengths._version
+
+    def held(self) -> list[int] | None:
+        """The lengths, without waiting for the device if nothing but this class changed them.
+
+        None while a CUDA graph is captured: its replays will not be seen, so lengths are read from then on.
+        """
+        if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._held = None
+            return None
+        return self._held if self.is_mirrored else self.lengths.tolist()
 
     def reset(self) -> None:
         """Forget every token; the memory stays."""
         self.lengths.zero_()
+        if self._held is not None:
+            self._held, self._version = [0] * len(self._held), self.lengths._version
 
     def memory_bytes(self) -> int:
         """Bytes of key and value storage, used or not."""
-        return self.key.nbytes + self.value.nbytes
+        return self.key.nbytes + (0 if self.value_in_key else self.value.nbytes)
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def check_new(self, k: Tensor, v: Tensor | None) -> None:
+        """Raise ValueError or TypeError unless k and v are new tokens for which there is room."""
+        check_new_tokens(self, k, v)
         for name, t, storage in (("key", k, self.key), ("value", v, self.value)):
-            if not isinstance(t, Tensor):
-                raise TypeError(
-                    f"{name}={type(t).__name__} must be a torch.Tensor when the other one is given"
-                )
+            if t is None:
+                continue
             right = (storage.shape[0], "new_tokens", *storage.shape[2:])
             if t.ndim != 4 or (t.shape[0], *t.shape[2:]) != (storage.shape[0], *storage.shape[2:]):
                 raise ValueError(f"{name}.shape={tuple(t.shape)} must be {right} for this cache")
-            if t.dtype != storage.dtype:
-                raise TypeError(f"{name}.dtype={t.dtype} must equal the cache's dtype={storage.dtype}")
-            if t.device != storage.device:
-                raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
-            if t.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
-        if k.shape[1] != v.shape[1]:
+        if v is not None and k.shape[1] != v.shape[1]:
             raise ValueError(f"value.shape[1]={v.shape[1]} (new tokens) must equal key.shape[1]={k.shape[1]}")
-        longest = int(self.lengths.max()) if self.lengths.numel() else 0
+        longest = max(self.held() or [0])
         if longest + k.shape[1] > self.key.shape[1]:
             raise ValueError(
                 f"key.shape[1]={k.shape[1]} new tokens do not fit: a sequence holds {longest} of "
                 f"max_seqlen={self.key.shape[1]}"
             )
+
+
+def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless k and v are tensors that a cache can take."""
+    if cache.value_in_key and v is not None:
+        raise ValueError("value must be None: this cache's values lie in its keys")
+    for name, t, storage in (("key", k, cache.key), ("value", v, cache.value)):
+        if name == "value" and cache.value_in_key:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor when the other one is given")
+        if t.dtype != storage.dtype and not (storage.dtype == torch.float8_e4m3fn and t.dtype in DTYPES):
+            raise TypeError(f"{name}.dtype={t.dtype} must equal the cache's dtype={storage.dtype}")
+        if t.device != storage.device:
+            raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
+
+
+def check_value_in_key(head_dim: int, head_dim_v: int) -> None:
+    """Raise ValueError unless values can be the first coordinates of keys."""
+    if head_dim_v > head_dim:
+        raise ValueError(
+            f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True"
+        )

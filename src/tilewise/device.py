@@ -51,12 +51,13 @@ def _measure(name: str, device: torch.device, dtype: torch.dtype) -> Device:
     size = 4096 if device.type == "cuda" else 768
     a = torch.rand(size, size, device=device).to(dtype)
     block = torch.rand((256 if device.type == "cuda" else 16) << 20, device=device)
-    matmul = _best_time(lambda: a @ a, device)
-    copy = _best_time(lambda: block.clone(), device)
+    matmul = best_time(lambda: a @ a, device)
+    copy = best_time(lambda: block.clone(), device)
     return Device(name, 2 * size**3 / matmul, 2 * block.nbytes / copy, "measured: matmul and copy")
 
 
-def _best_time(run: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
+def best_time(run: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
+    """Seconds of the fastest of several runs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -56,8 +56,13 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
 
 def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
     reason = load(name).supports(problem)
-    if reason is None and is_backward and problem.is_paged and name != "tiled":
-        return "has no gradient of keys in pages"
+    if reason is None and is_backward and name == "hopper":
+        reason = load(name).supports_backward(problem)
+    if reason is None and is_backward and name != "tiled":
+        if problem.is_paged:
+            return "has no gradient of keys in pages"
+        if problem.is_packed and problem.is_cached:
+            return "has no gradient of packed queries with a cache"
     return reason
 
 

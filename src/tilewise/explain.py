@@ -114,13 +114,15 @@ def _canonical(
     scale: float | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    precision: str = "ieee",
     return_lse: bool = False,
     backend: str | None = None,
     **tensors: Any,
 ) -> tuple[Inputs, Options, str | None]:
     inputs = canonical_inputs(query, key, value, dropout_p=dropout_p, **tensors)
     inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options = Options(causal, *window_bounds(window), softcap, dropout_p, scale, deterministic)
+    bounds = window_bounds(window)
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
     return inputs, options, backend
 
 

@@ -6,7 +6,6 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable
@@ -40,12 +39,14 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int | None = None
     maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
+    launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
 
     def options(self) -> dict[str, Any]:
         """Compiler options. Fused multiply-adds: the exponential's scale costs nothing."""
         if is_interpreted():
             return {}
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
+        options["launch_pdl"] = self.launch_pdl or None
         return {name: value for name, value in options.items() if value is not None} | {
             "enable_fp_fusion": True
         }
@@ -73,6 +74,12 @@ def run(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: 
             _plans.clear()
         _plans[key] = LaunchPlan(launch, compiled, aliases)
     return None
+
+
+def find(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any) -> LaunchPlan | None:
+    """The plan that `run` has for tensors like these. To be called with their device as the current one."""
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    return _plans.get((build, problem, device, choices, *map(_signature, tensors)))
 
 
 def start(launch: Launch) -> Any:
@@ -105,6 +112,17 @@ class LaunchPlan:
 _plans: dict[Any, LaunchPlan] = {}
 
 
+class Descriptor(NamedTuple):
+    """What a launcher reads of a TMA descriptor; made without the checks that its like has passed before."""
+
+    base: Tensor | None
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding: str
+
+
 def _signature(t: Tensor | None) -> Any:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT)
 
@@ -120,17 +138,12 @@ def _fill(argument: Any, places: dict[int, int]) -> Fill:
         place = places[id(argument)]
         return lambda _, addresses: addresses[place]
     if is_descriptor(argument):
-        place, argument.base = places[id(argument.base)], None
-        return lambda tensors, _: _based(argument, tensors[place])
+        place = places[id(argument.base)]
+        rest = (argument.shape, argument.strides, argument.block_shape, argument.layout, argument.padding)
+        argument.base = None
+        return lambda tensors, _: Descriptor(tensors[place], *rest)
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
         place, numbers = places[id(argument[0])], tuple(argument[1:])
         return lambda _, addresses: (addresses[place], *numbers)
     slots = [(places[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
     return lambda _, addresses: tuple(item if n is None else addresses[n] for n, item in slots)
-
-
-def _based(descriptor: Any, base: Tensor | None) -> Any:
-    """A copy of a descriptor on another tensor of the same shape, strides and alignment."""
-    other = copy.copy(descriptor)
-    other.base = base
-    return other

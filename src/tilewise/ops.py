@@ -11,6 +11,7 @@ inside; backends and plans are chosen there, out of sight of tracing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,15 +23,16 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.cpu import second_order
 from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, validate
+from tilewise.repeat import is_plain_eager
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? dropout_seed"
+    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
-    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? backend"
+    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, str? backend"
 )
 _N = len(Inputs._fields)
 
@@ -49,9 +51,8 @@ library.define(
 )
 
 
-def launch(problem: AttentionProblem, inputs: Inputs, options: Options, name: str) -> tuple[Tensor, Tensor]:
-    """Check what only values can tell, then run the named backend."""
-    check_values(problem, inputs, options)
+def launch(problem: AttentionProblem, inputs: Inputs, name: str) -> tuple[Tensor, Tensor]:
+    """Run the named backend."""
     with _own_dtypes(problem.device_type):
         return dispatch.load(name).forward(problem, inputs)
 
@@ -71,7 +72,8 @@ def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, str | None]:
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, options, backend = _rebuild(arguments)
     problem = describe(inputs, options)
-    return launch(problem, inputs, options, dispatch.choose(problem, backend))
+    check_values(problem, inputs, options)
+    return launch(problem, inputs, dispatch.choose(problem, backend))
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -89,12 +91,16 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs, options, backend = _rebuild(arguments[:-1])
-    problem = describe(inputs, options)
-    problem = replace(problem, bias_needs_grad=arguments[-1], lse_needs_grad=dlse is not None)
+    problem = _with_gradients(describe(inputs, options), arguments[-1], dlse is not None)
     name = dispatch.choose(problem, backend, is_backward=True)
     with _own_dtypes(problem.device_type):
         grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
     return _no_none(grads if problem.bias_needs_grad else grads._replace(bias=None), dout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_gradients(problem: AttentionProblem, of_bias: bool, of_lse: bool) -> AttentionProblem:
+    return replace(problem, bias_needs_grad=of_bias, lse_needs_grad=of_lse)
 
 
 def _attention_backward_fake(
@@ -170,6 +176,15 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention_double_backward": (_attention_double_backward, _attention_double_backward_fake),
     "attention_jvp": (_attention_jvp, _attention_jvp_fake),
 }
+
+
+def call(name: str, tensor: Tensor, *arguments: Any) -> Any:
+    """The operator `name`, without PyTorch's dispatcher where nothing has to see it."""
+    if is_plain_eager(tensor):
+        return _KERNELS[name][0](tensor, *arguments)
+    return getattr(torch.ops.tilewise, name)(tensor, *arguments)
+
+
 for _name, (_kernel, _fake) in _KERNELS.items():
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)

@@ -7,6 +7,7 @@ that says everything a backend needs to know to accept or refuse, and nothing ab
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tilewise.mask import Visibility
 
+PRECISIONS = ("ieee", "tf32")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 
@@ -28,6 +30,7 @@ class Inputs(NamedTuple):
     Dense and cached: query (batch, seqlen_q, num_heads, head_dim), key (batch, seqlen_k, num_kv_heads,
     head_dim), value (..., head_dim_v). Packed: (total, heads, dim) with `cu_seqlens_*` (batch + 1,).
     Paged: key and value are (num_pages, page_size, num_kv_heads, dim) with `page_table` (batch, pages).
+    Cached keys may have packed queries: `cu_seqlens_q` without `cu_seqlens_k`.
     """
 
     query: Tensor
@@ -43,6 +46,8 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
     sinks: Tensor | None = None  # (num_heads,) logits
     dropout_seed: Tensor | None = None  # () int64
+    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): what float8 keys in pages stand for
+    value_scale: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -57,6 +62,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    precision: str = "ieee"  # of float32 products on a GPU's matrix units
 
 
 class Gradients(NamedTuple):
@@ -89,6 +95,7 @@ class AttentionProblem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    precision: str = "ieee"
     mask_shape: tuple[int, ...] | None = None
     bias_shape: tuple[int, ...] | None = None
     has_alibi: bool = False
@@ -96,9 +103,17 @@ class AttentionProblem:
     is_packed: bool = False
     is_cached: bool = False  # each sequence has its own range of keys: seqlens_k, leftpad_k or both
     page_size: int | None = None
+    is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # every call asks for it
 
     @property
     def group_size(self) -> int:
@@ -109,6 +124,11 @@ class AttentionProblem:
     def compute_dtype(self) -> torch.dtype:
         """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_packed_keys(self) -> bool:
+        """Keys are packed as queries are, not held by a cache."""
+        return self.is_packed and not self.is_cached
 
     @property
     def is_paged(self) -> bool:
@@ -183,9 +203,11 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
     page_size = key.shape[1] if is_paged else None
     if is_packed:
         seqlen_q = query.shape[0] if options.max_seqlen_q is None else options.max_seqlen_q
-        seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
     else:
         seqlen_q = query.shape[1]
+    if signatures.cu_seqlens_k is not None:
+        seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
+    else:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
     _check_scalars(options, signatures.dropout_seed is not None)
@@ -207,6 +229,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         softcap=float(options.softcap),
         dropout_p=float(options.dropout_p),
         deterministic=options.deterministic,
+        precision=options.precision,
         mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
         bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
         has_alibi=signatures.alibi_slopes is not None,
@@ -214,6 +237,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         is_packed=is_packed,
         is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
         page_size=page_size,
+        is_quantized=signatures.key_scale is not None,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
     )
@@ -222,8 +246,10 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
 def _check_dtypes_and_devices(s: Any) -> None:
     if s.query.dtype not in DTYPES:
         raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
-    for name, t in (("key", s.key), ("value", s.value)):
-        if t.dtype != s.query.dtype:
+    for name, t, scale in (("key", s.key, s.key_scale), ("value", s.value, s.value_scale)):
+        if scale is not None and t.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{name}.dtype={t.dtype} must be float8_e4m3fn when {name}_scale is given")
+        if scale is None and t.dtype != s.query.dtype:
             raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}")
     for name, t in zip(Inputs._fields, s, strict=True):
         if t is not None and name != "dropout_seed" and t.device != s.query.device:
@@ -244,9 +270,10 @@ def _check_dtypes_and_devices(s: Any) -> None:
 
 def _check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
     """Check ranks, head sizes and heads; return the batch size."""
-    rank, shape = (3, "(total, heads, head_dim)") if is_packed else (4, "(batch, seqlen, heads, head_dim)")
-    for name in ("query", "key", "value"):
-        t = getattr(s, name)
+    ranks = {3: "(total, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+    rank_k = 3 if s.cu_seqlens_k is not None else 4
+    for name, rank in (("query", 3 if is_packed else 4), ("key", rank_k), ("value", rank_k)):
+        t, shape = getattr(s, name), ranks[rank]
         if t.ndim != rank:
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} has {t.ndim} dimensions, must have {rank}: {shape}"
@@ -262,9 +289,9 @@ def _check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
     heads, kv_heads = q[-2], k[-2]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}")
-    if is_packed:
+    if is_packed and (s.cu_seqlens_k is not None or s.seqlens_k is None):
         return _check_packed_shapes(s)
-    batch = q[0]
+    batch = s.cu_seqlens_q.shape[0] - 1 if is_packed else q[0]
     if not is_paged and k[0] != batch:
         raise ValueError(f"key.shape[0]={k[0]} (batch) must equal query.shape[0]={batch}")
     if is_paged and (s.page_table.ndim != 2 or s.page_table.shape[0] != batch or k[1] < 1):
@@ -274,6 +301,14 @@ def _check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
         )
     if is_paged and s.seqlens_k is None:
         raise ValueError("seqlens_k=None must give each sequence's length when page_table is given")
+    for name in ("key_scale", "value_scale"):
+        t = getattr(s, name)
+        if t is not None and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must be (pages, kv heads)=({k[0]}, {kv_heads}), with pages"
+            )
+    if (s.key_scale is None) != (s.value_scale is None):
+        raise ValueError("key_scale and value_scale must be given together, or neither")
     for name in ("seqlens_k", "leftpad_k"):
         t = getattr(s, name)
         if t is not None and tuple(t.shape) != (batch,):
@@ -287,6 +322,9 @@ def _check_packed_shapes(s: Any) -> int:
         if t is None or t.ndim != 1 or t.shape[0] < 1:
             found = None if t is None else tuple(t.shape)
             raise ValueError(f"{name}.shape={found} must be (batch + 1,): offsets of each sequence's start")
+    for name in ("seqlens_k", "leftpad_k", "page_table"):
+        if getattr(s, name) is not None:
+            raise ValueError(f"{name} must be None when keys are packed: it describes a cache")
     if s.cu_seqlens_q.shape != s.cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k.shape={tuple(s.cu_seqlens_k.shape)} must equal "
@@ -307,6 +345,8 @@ def _check_scalars(options: Options, has_seed: bool) -> None:
         raise ValueError(f"dropout_seed=None must be a () int64 tensor when dropout_p={options.dropout_p}")
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision={options.precision!r} must be 'ieee' or 'tf32'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:
@@ -359,44 +399,60 @@ def spans(problem: AttentionProblem, inputs: Inputs) -> list[Span]:
     Packed: rows of the packed tensors. Otherwise rows of that batch entry, `k0` being its left padding.
     """
     if problem.is_packed:
-        q, k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()  # type: ignore[union-attr]
-        return [Span(*row) for row in zip(q[:-1], q[1:], k[:-1], k[1:])]
+        q = inputs.cu_seqlens_q.tolist()  # type: ignore[union-attr]
+        rows_q = list(itertools.pairwise(q))
+    else:
+        rows_q = [(0, problem.seqlen_q)] * problem.batch
+    if problem.has_packed_keys:
+        k = inputs.cu_seqlens_k.tolist()  # type: ignore[union-attr]
+        return [Span(*row, *keys) for row, keys in zip(rows_q, itertools.pairwise(k))]
     ends = [problem.seqlen_k] * problem.batch if inputs.seqlens_k is None else inputs.seqlens_k.tolist()
     starts = [0] * problem.batch if inputs.leftpad_k is None else inputs.leftpad_k.tolist()
-    return [Span(0, problem.seqlen_q, k0, k1) for k0, k1 in zip(starts, ends)]
+    return [Span(*row, k0, k1) for row, k0, k1 in zip(rows_q, starts, ends)]
 
 
 def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) -> None:
     """Check what only values can tell: offsets, lengths and page indices. Reads length tensors only.
 
+    Those of a cache on a GPU are not read: that would wait for the GPU in every call. There, kernels cut
+    lengths to the capacity.
+
     Raises:
         ValueError: naming the tensor, the offending value and what is right.
     """
+    if problem.is_cached and problem.device_type != "cpu":
+        return
     if problem.is_packed:
         _check_cu_seqlens("q", inputs.cu_seqlens_q, inputs.query.shape[0], options.max_seqlen_q)
+    if problem.has_packed_keys:
         _check_cu_seqlens("k", inputs.cu_seqlens_k, inputs.key.shape[0], options.max_seqlen_k)
+    if problem.is_cached:
+        _check_cached(problem, inputs)
+    if problem.is_packed:
         longest_q = max((s.q1 - s.q0 for s in spans(problem, inputs)), default=0)
         longest_k = max((s.k1 - s.k0 for s in spans(problem, inputs)), default=0)
+        longest_k = problem.seqlen_k if problem.is_cached else longest_k
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None and (
                 (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k)
             ):
                 longest = (longest_q, longest_k)
                 raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
-        return
-    if inputs.seqlens_k is not None or inputs.leftpad_k is not None:
-        for i, span in enumerate(spans(problem, inputs)):
-            if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
+
+
+def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:
+    for i, span in enumerate(spans(problem, inputs)):
+        if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
+            raise ValueError(
+                f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
+                f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
+            )
+        if inputs.page_table is not None and problem.page_size:
+            used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
+            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
                 raise ValueError(
-                    f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
-                    f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
+                    f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
                 )
-            if inputs.page_table is not None and problem.page_size:
-                used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
-                if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
-                    raise ValueError(
-                        f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
-                    )
 
 
 def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest: int | None) -> None:

@@ -19,8 +19,21 @@ class KernelTile:
         return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
-# kernel -> rows of (largest padded head size of QK or V, tile), smallest first
-Rows = dict[str, list[tuple[int, KernelTile]]]
+@dataclass(frozen=True)
+class DecodeTile:
+    """Tile of the decoding kernel: at most block_m rows (queries times heads) by block_n keys."""
+
+    block_m: int
+    block_n: int
+    workers: int  # for each multiprocessor
+    num_warps: int
+    num_stages: int
+    is_transposed: bool = False
+
+
+# kernel -> rows of (largest padded head size of QK or V, tile), smallest first. A tile for "dk" and one for
+# "dv": each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
+Rows = dict[str, list[tuple[int, KernelTile | None]]]
 
 # Any GPU with 99 KB of shared memory a block or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
@@ -55,33 +68,36 @@ PORTABLE: Rows = {
     ],
 }
 
-# Measured: NVIDIA H200, 2026-11-21, torch 2.11.0+cu130, triton 3.6.0, `tilewise tune`.
-# Data-centre Blackwell takes them too; not timed there.
+# Timed by a sweep of 6 to 12 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
+# torch 2.11.0+cu130, triton 3.6.0. By spills alone: "dk", "dv" and "dkdv_causal" of 64. `tilewise tune`
+# repeats the sweep. Data-centre Blackwell takes these tiles too; not timed there.
 HOPPER: Rows = PORTABLE | {
     "forward": [
-        (64, KernelTile(128, 64, 4, 3)),
+        (64, KernelTile(128, 64, 8, 3)),
         (128, KernelTile(128, 128, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "forward_causal": [
         (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(64, 64, 4, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 128, 8, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dkdv_causal": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(32, 64, 4, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
+    "dk": [(128, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
+    "dv": [(128, None), (256, KernelTile(64, 128, 8, 2)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
@@ -129,29 +145,101 @@ FLOAT32: Rows = {
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
 }
 
+# float32 with products in tf32: matrix units, but twice the bytes of a 16-bit type.
+TF32: Rows = {
+    "forward": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 32, 4, 2)),
+        (256, KernelTile(32, 16, 4, 2)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
+    "forward_short": [(256, KernelTile(16, 32, 4, 2)), (1024, KernelTile(16, 16, 4, 1))],
+    "dkdv": [
+        (64, KernelTile(32, 64, 4, 2)),
+        (128, KernelTile(16, 64, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dq": [
+        (64, KernelTile(64, 32, 4, 2)),
+        (128, KernelTile(64, 16, 8, 2)),
+        (1024, KernelTile(16, 16, 8, 1)),
+    ],
+    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+}
+
 
 def kernel_tile(
     kernel: str,
     capability: tuple[int, int],
-    is_float32: bool,
+    float32_precision: str | None,
     padded_dim: int,
     has_extras: bool = False,
     is_causal: bool = False,
-) -> KernelTile:
+) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
+    For "dk" and "dv", None where "dkdv" serves both.
+
+    `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
 
     Example:
-        >>> kernel_tile("forward", (9, 0), is_float32=False, padded_dim=128)
+        >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
         KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
     """
-    if is_float32:
-        table = FLOAT32
+    if float32_precision is not None:
+        table = TF32 if float32_precision == "tf32" else FLOAT32
     elif has_extras:
         table = EXTRAS
     else:
         table = HOPPER if capability[0] in (9, 10) else PORTABLE
     causal = f"{kernel}_causal"
-    rows = table[causal if is_causal and causal in table else kernel]
+    rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
     return next(tile for largest, tile in rows if padded_dim <= largest)
+
+
+FEW_KEYS = 128 << 10  # of all sequences and key heads
+
+
+def decode_tile(
+    capability: tuple[int, int],
+    is_float32: bool,
+    head_dim: int,
+    rows: int,
+    keys: int,
+    is_paged: bool = False,
+    is_shared: bool = False,
+) -> DecodeTile:
+    """The tile of the decoding kernel.
+
+    Triton keeps (num_stages - 1) / 2 tiles of K and of V in flight, / 3 if their pages have to be looked up.
+    Measured: NVIDIA H200, 2026-11-21, torch 2.11.0+cu130, triton 3.6.0, bfloat16, head size 128; see
+    docs/kernel-notes-triton.md.
+
+    Args:
+        head_dim: the larger of QK's and V's.
+        rows: queries times the heads that share a key head.
+        keys: sequences times key heads times the longest sequence.
+        is_shared: the values lie in the keys, so that half the memory is enough.
+
+    Example:
+        >>> decode_tile((9, 0), False, 128, rows=4, keys=1 << 20)
+        DecodeTile(block_m=64, block_n=64, workers=4, num_warps=4, num_stages=4, is_transposed=False)
+    """
+    if is_float32:
+        return DecodeTile(16, 32, 2, 4, 2)
+    if capability[0] not in (9, 10):  # shared memory for two workers of 48 KB on any GPU
+        return DecodeTile(32, 32, 2, 4, 4) if head_dim <= 128 else DecodeTile(16, 16, 2, 4, 2)
+    if head_dim > 256:
+        return DecodeTile(64, 64 if is_shared else 32, 1, 8, 2)
+    if head_dim > 128:
+        return DecodeTile(64, 32, 2, 4, 7)
+    if rows > 16:
+        return DecodeTile(64, 64, 2, 4, 9 if is_paged else 6, is_transposed=not is_paged)
+    if is_paged:
+        return DecodeTile(64, 64, 2, 4, 8)
+    if head_dim <= 64:
+        return DecodeTile(64, 128, 2, 4, 7)
+    if keys <= FEW_KEYS:  # a piece for each multiprocessor: fewer to merge
+        return DecodeTile(64, 128, 1, 8, 3)
+    return DecodeTile(64, 64, 4, 4, 4)

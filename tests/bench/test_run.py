@@ -43,7 +43,7 @@ class OneCall(CpuStopwatch):
     def plan(self, seconds, quick):
         return 1, 1
 
-    def warm_up(self, call, is_warm=False):
+    def warm_up(self, call):
         call()
         return 0.001
 
@@ -207,3 +207,14 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_run(tiny, tmp_pat
         runner.plan(Settings("tiny", json=tmp_path / "missing" / "run.json"))
     with pytest.raises(BenchError, match="must be a file"):
         runner.plan(Settings("tiny", json=tmp_path))
+
+
+def test_a_peer_that_is_slow_to_set_up_runs_on_some_cases(monkeypatch, tmp_path):
+    cases = [dense("forward", "float32", 16, 1, 1, n) for n in (16, 32)]
+    suite = Suite(lambda quick, device: iter(cases), "cpu", ("sdpa-flash", "standard"), {"standard": "s32-"})
+    monkeypatch.setitem(SUITES, "limited", suite)
+    for peers, expected in (((), "refused"), (("standard",), "ok")):
+        found = runner.run(runner.plan(Settings("limited", peers=peers)))
+        first, second = (record["peers"]["standard"] for record in found["cases"])
+        assert first["status"] == expected and second["status"] == "ok"
+        assert peers or "--peers standard" in first["reason"]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tilewise.hopper import backward_launch, backward_wide_launch
 from tilewise.launch_plan import Launch
 from tilewise.problem import Inputs, Options, describe
 
+# P^T as a shared-memory operand of dV
+IN_SHARED = {"d64_shared": "d64_causal", "d128_shared": "d128"}
 # name: head sizes of QK and V, dtype, packed, options
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
@@ -55,7 +58,7 @@ class CompileOnlyDriver:
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    dim, dim_v, dtype, is_packed, options = CASES[name]
+    dim, dim_v, dtype, is_packed, options = CASES[IN_SHARED.get(name, name)]
     make = functools.partial(torch.empty, device="meta")
     lead = (1024,) if is_packed else (2, 512)
     cu_seqlens = make(3, dtype=torch.int32) if is_packed else None
@@ -74,7 +77,10 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         module.num_sms = lambda index: 132
         module.scheduler_counter = lambda device: make(2, dtype=torch.int32)
     problem = describe(inputs, Options(**options))
-    backward_launch.backward(problem, inputs, out, lse, out, lse)
+    config = None
+    if name in IN_SHARED:
+        config = replace(backward_launch.backward_config(problem), P_IN_SHARED=True)
+    backward_launch.backward(problem, inputs, out, lse, out, lse, config)
     return reports
 
 
@@ -98,7 +104,7 @@ def report(compiled: Any) -> dict[str, Any]:
 
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
-    for name in sys.argv[1:] or list(CASES):
+    for name in sys.argv[1:] or [*CASES, *IN_SHARED]:
         for row in compile_case(name):
             print(json.dumps(row), flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import emulator
 import torch
@@ -91,7 +92,7 @@ def check(name: str) -> float:
 
 
 def emulate(problem, inputs, dout):
-    cfg = backward_config(problem)
+    cfg = replace(backward_config(problem), P_IN_SHARED=problem.softcap > 0 or problem.deterministic)
     query, key, value = inputs[:3]
     out, lse = reference_of(problem, inputs)
     tiles_q, starts, stats = row_statistics(problem, inputs, cfg, out, lse, dout)

@@ -236,8 +236,11 @@ def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
 
 
-def _store(p: Pointer, value: Any) -> None:
-    p.base[p.offset] = value
+def _store(p: Pointer, value: Any, mask: Any = None) -> None:
+    if mask is None:
+        p.base[p.offset] = value
+    else:
+        p.base[p.offset[mask]] = value[mask]
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
@@ -321,6 +324,10 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
+    return Shared(smem.data.view(count, *desc.block_shape))
+
+
 class constexpr:
     def __new__(cls, value: Any) -> Any:
         return value
@@ -339,12 +346,14 @@ def install() -> None:
     shared_layout = types.SimpleNamespace(get_default_for=_layout)
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
-        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        int32=torch.int32, int64=torch.int64,
         where=_both(lambda c, a, b: torch.where(c, a, b)),
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=lambda x, axis: int(x.sum(axis)), convert_layout=lambda x, layout, **_: x,
+        sum=lambda x, axis: int(x.sum(axis)) if x.ndim == 1 else x.sum(axis), max=torch.amax, log=torch.log,
+        convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
@@ -354,7 +363,7 @@ def install() -> None:
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
-        TensorDescriptor=Descriptor, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        TensorDescriptor=Descriptor, as_blocks=_as_blocks, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),

@@ -79,6 +79,14 @@ def test_edges_of_tiles(seqlen_q: int, seqlen_k: int):
         check_attention(q, k, v, causal=True, backend="hopper", holds_mean=False)
 
 
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_work_through_many_tiles(dims: tuple[int, int], causal: bool):
+    """More tiles than a GPU has SMs, so that every ring goes round and round."""
+    q, k, v = (draw(1100, 16, d, batch=6) for d in (dims[0], *dims))
+    forward_reports(q, k, v, causal=causal)
+
+
 @pytest.mark.parametrize("group", [1, 2, 8, 3])
 @pytest.mark.parametrize("seqlen_q", [1, 5, 64, 300])
 def test_grouped_queries(group: int, seqlen_q: int):

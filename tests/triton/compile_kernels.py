@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise import launch_plan as plan
+from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
 from tilewise.triton import backward, call, forward, launch
 
@@ -56,6 +56,16 @@ CASES = {
     "d40": Case(40, 24),
     "float32_d64": Case(64, 64, torch.float32),
     "float32_d256": Case(256, 256, torch.float32),
+    "tf32_d64": Case(64, 64, torch.float32, {"causal": True, "precision": "tf32"}),
+    "tf32_d128": Case(128, 128, torch.float32, {"precision": "tf32"}),
+    "tf32_d256": Case(256, 256, torch.float32, {"causal": True, "precision": "tf32"}),
+    "tf32_everything": Case(
+        128,
+        128,
+        torch.float32,
+        {"causal": True, "softcap": 20.0, "dropout_p": 0.1, "precision": "tf32"},
+        ("mask", "bias", "alibi", "sinks"),
+    ),
     "everything": Case(
         64,
         64,
@@ -117,14 +127,14 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     case = CASES[name]
     reports: list[dict[str, Any]] = []
 
-    def compile_instead(started: plan.Launch) -> None:
+    def compile_instead(started: launch_plan.Launch) -> None:
         compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
         cfg = started.arguments[-1]
         tile = f"{cfg.BLOCK_M}x{cfg.BLOCK_N}, {started.num_warps} warps, {started.num_stages} stages"
         name_and_tile = {"case": name, "kernel": started.kernel.__name__, "tile": tile}
         reports.append(name_and_tile | report(compiled, capability))
 
-    plan.start = compile_instead
+    launch_plan.start = compile_instead
     call.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))

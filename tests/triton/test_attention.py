@@ -23,6 +23,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.triton import launch  # noqa: E402
+from tilewise.tuning_table import KernelTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 LONG, LONGER = (21, 37) if IS_INTERPRETED else (301, 458)
@@ -161,9 +162,22 @@ CASES: dict[str, Any] = {
     ),
 }
 
-if not IS_INTERPRETED:  # whose bfloat16 products are wrong in Triton 3.6
+if not IS_INTERPRETED:  # whose bfloat16 products are wrong in Triton 3.6 to 3.9
     CASES["bfloat16"] = lambda: (dense(dtype=torch.bfloat16, dim=64, dim_v=64), Options(causal=True))
     CASES["bfloat16_wide"] = lambda: (dense(dtype=torch.bfloat16, dim=256, dim_v=256), Options())
+
+
+# The interpreter takes about two seconds a case: these cover every option in a minute.
+QUICK = (
+    *("plain", "causal", "causal_more_queries_than_keys", "window_both", "window_causal", "softcap"),
+    *("negative_scale", "large_logits", "alibi_per_batch", "mask", "bias", "bias_of_keys", "sinks"),
+    *("dropout_high", "one_query", "no_queries", "no_keys", "odd_heads", "float16", "packed_everything"),
+    *("cache_padded", "everything"),
+)
+
+
+def slow_unless(is_quick: bool, *values: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.slow] if IS_INTERPRETED and not is_quick else [])
 
 
 def solve(inputs: Inputs, options: Options) -> AttentionProblem:
@@ -224,7 +238,7 @@ def assert_close(actual: Tensor, wanted: Tensor, tolerance: float, name: str, fl
     assert error <= tolerance * scale, f"{name}: {error / scale:.2e} > {tolerance:.0e}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow_unless(name in QUICK, name) for name in CASES])
 def test_matches_the_reference(name: str):
     inputs, options = CASES[name]()
     problem = solve(inputs, options)
@@ -249,6 +263,19 @@ def test_matches_the_reference(name: str):
             limit = max(tolerance, TOLERANCE[actual.dtype])
             is_long_sum = field == "bias" and actual.dtype == torch.float32  # of terms that may cancel
             assert_close(actual, target, limit, f"d{field}", 1.0 if is_long_sum else 1e-2)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed_everything"])
+def test_dk_and_dv_apart_are_as_together(name: str):
+    inputs, options = CASES[name]()
+    problem = solve(inputs, options)
+    with torch.no_grad():
+        out, lse = launch.forward(problem, inputs)
+        dout, tile = torch.randn_like(out), KernelTile(16, 32, 4, 1)
+        together = launch.backward(problem, inputs, out, lse, dout, None, {"dkdv": tile})
+        apart = launch.backward(problem, inputs, out, lse, dout, None, {"dk": tile, "dv": tile})
+    assert_close(apart.key, together.key.double(), 4e-6, "dkey")
+    assert_close(apart.value, together.value.double(), 4e-6, "dvalue")
 
 
 def test_dropout_is_the_library_s_mask_bit_for_bit():
@@ -300,7 +327,7 @@ def strided_inputs() -> dict[str, Inputs]:
     }
 
 
-@pytest.mark.parametrize("name", strided_inputs())
+@pytest.mark.parametrize("name", [slow_unless("last" in name, name) for name in strided_inputs()])
 def test_strides_are_taken_as_they_are(name: str):
     inputs = strided_inputs()[name]
     options = Options(causal=True)
@@ -331,7 +358,7 @@ def test_the_same_bits_every_time():
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [slow_unless(True, float("nan")), slow_unless(False, float("inf"))])
 @pytest.mark.parametrize("which", ["query", "key"])
 def test_nan_and_inf_spread_as_in_standard_attention(which: str, value: float):
     inputs = dense(LONG, LONG)

@@ -6,6 +6,7 @@ The interpreter has to be chosen before triton is imported, which other tests ma
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,22 @@ pytest.importorskip("triton")
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
 )
-def test_attention_under_the_interpreter():
-    tests = Path(__file__).with_name("test_attention.py")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("test_attention.py", "not slow"),
+        pytest.param("test_attention.py", "slow", marks=pytest.mark.slow),
+        ("test_decode.py", "not slow"),
+        pytest.param("test_decode.py", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_under_the_interpreter(name: str, kind: str):
+    tests = Path(__file__).with_name(name)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(tests)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout
+    assert re.search(r"[1-9]\d* passed", run.stdout)

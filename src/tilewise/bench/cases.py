@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,11 @@ class Case:
         )
 
     @property
+    def has_one_layout(self) -> bool:
+        """With one head, (batch, seqlen, heads, dim) and (batch, heads, seqlen, dim) are the same memory."""
+        return self.num_heads == self.num_kv_heads == 1
+
+    @property
     def mask_label(self) -> str:
         if self.window is not None:
             left, right = self.window
@@ -122,11 +128,15 @@ class Case:
 
 
 class Suite(NamedTuple):
-    """Named cases; `device` None means the GPU if there is one, `peers` those that run unless asked."""
+    """Named cases; `device` None means the GPU if there is one, `peers` those that run unless asked.
+
+    `limits`: of a peer that is slow to set up, the cases it runs on unless it is asked for by name.
+    """
 
     build: Callable[[bool, str], Iterator[Case]]  # (quick, device type) -> cases
     device: str | None
     peers: tuple[str, ...] | None = None
+    limits: Mapping[str, str] = MappingProxyType({})  # regular expressions that search case names
 
 
 def dense(
@@ -294,8 +304,8 @@ def _memory(quick: bool, device: str) -> Iterator[Case]:
 
 
 SUITES = {
-    # The other peers of the CPU (--peers all) are far slower there, or take seconds a case to compile.
-    "cpu": Suite(_cpu, "cpu", ("tilewise", "sdpa-flash")),
+    # The other peers of the CPU (--peers all) are far slower there.
+    "cpu": Suite(_cpu, "cpu", ("tilewise", "sdpa-flash", "flex"), {"flex": r"^fwd-f32-d64-h8-b1-s1024-"}),
     "headline": Suite(_headline, "cuda"),
     "gqa": Suite(_gqa, "cuda"),
     "window": Suite(_window, "cuda"),

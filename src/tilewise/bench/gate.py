@@ -77,7 +77,7 @@ def _sequences_to_check(case: Case, source: random.Random) -> list[int]:
         by_length = sorted(range(len(case.lengths)), key=lambda n: case.lengths[n])
         return [by_length[0], by_length[-1], source.randrange(len(case.lengths))]
     if case.direction == "forward":
-        return [case.batch - 1, source.randrange(case.batch)]
+        return sorted({case.batch - 1, source.randrange(case.batch)})
     return [source.randrange(case.batch)]
 
 

@@ -22,7 +22,8 @@ class Tilewise(Peer):
         self.name = "tilewise" if backend is None else f"tilewise:{backend}"
 
     def layouts(self, case: Case) -> tuple[str, ...]:
-        return ("bshd", "bhsd") if case.kind in ("dense", "memory") else ("bshd",)
+        has_two = case.kind in ("dense", "memory") and not case.has_one_layout
+        return ("bshd", "bhsd") if has_two else ("bshd",)
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.kind == "decode":

@@ -83,7 +83,8 @@ def _tick(case: Case) -> str:
     return short(case.seqlen_q)
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each peer, the same in every figure."""
     spare = iter(OTHER_COLOURS * 10)
     return {name: COLOURS.get(name) or next(spare) for name in names}
 
@@ -103,7 +104,7 @@ def _bars(found: Results, records: list[Record], path: Path) -> None:
     width, figure_width = 0.84 / max(1, len(measured)), min(24.0, max(7.0, 0.42 * bars + 2))
     size = min(8.0, max(4.5, 44 * figure_width * 0.8 / bars / 2.2))
     figure, axes = plt.subplots(figsize=(figure_width, 5))
-    for index, (name, colour) in enumerate(_colours(measured).items()):
+    for index, (name, colour) in enumerate(colours(measured).items()):
         offsets = [x + (index - (len(measured) - 1) / 2) * width for x in range(len(records))]
         heights = [v / scale for v in values[name]]
         axes.bar(offsets, heights, width * 0.94, label=name, color=colour)
@@ -125,7 +126,7 @@ def _memory_lines(found: Results, records: list[Record], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 5))
     names = peer_names(found)
-    for name, colour in _colours(names).items():
+    for name, colour in colours(names).items():
         points = [
             (r["case"]["seqlen_q"], max(results.median(e), 1024) / 2**20)
             for r in records

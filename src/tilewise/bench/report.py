@@ -42,16 +42,16 @@ def subject(found: Results) -> str | None:
 
 def best_peer(record: Record) -> str | None:
     """The fastest peer that is not tilewise."""
-    seconds = {name: _seconds(record, name) for name in record["peers"] if not is_ours(name)}
-    known = {name: value for name, value in seconds.items() if value is not None}
+    taken = {name: seconds(record, name) for name in record["peers"] if not is_ours(name)}
+    known = {name: value for name, value in taken.items() if value is not None}
     return min(known, key=lambda name: known[name], default=None)
 
 
-def _seconds(record: Record, name: str) -> float | None:
+def seconds(record: Record, name: str) -> float | None:
     """Measured, or what a recorded ratio makes of the measured peer that it is to."""
     entry = record["peers"].get(name)
     if entry is not None and entry["status"] == "recorded":
-        base = _seconds(record, entry["ratio_to"])
+        base = seconds(record, entry["ratio_to"])
         return None if base is None else base / entry["ratio"]
     return results.median(entry) if is_measured(entry) else None
 
@@ -63,8 +63,8 @@ def ratio_to(record: Record, name: str | None, other: str | None) -> float | Non
     one, two = (record["peers"].get(peer) for peer in (name, other))
     if is_measured(one) and is_measured(two):
         return results.ratio(two, one)
-    seconds, others = _seconds(record, name), _seconds(record, other)
-    return None if seconds is None or others is None else others / seconds
+    own, others = seconds(record, name), seconds(record, other)
+    return None if own is None or others is None else others / own
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:

@@ -9,9 +9,10 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Plan:
     cases: list[Case]
     peers: list[Peer]
     unavailable: dict[str, str]
+    limits: Mapping[str, str]  # peers that run only on cases that a regular expression finds
 
 
 def plan(settings: Settings) -> Plan:
@@ -77,7 +79,8 @@ def plan(settings: Settings) -> Plan:
         results.check_writable(settings.json)
     unavailable = {peer.name: reason for peer in peers if (reason := peer.unavailable(device)) is not None}
     available = [peer for peer in peers if peer.name not in unavailable]
-    return Plan(settings, device, cases, available, unavailable)
+    limits = {} if settings.peers else suite.limits
+    return Plan(settings, device, cases, available, unavailable, limits)
 
 
 Report = Callable[[int, dict[str, Any]], None]  # (cases done, the record of the last one)
@@ -87,7 +90,12 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
     """Run every case; after each, write the file (if any) and call `report`."""
     with warnings.catch_warnings():  # PyTorch's on refused calls: their reasons are in the results
         warnings.filterwarnings("ignore", module=r"tilewise\.bench\.torch_peers")
-        return _run(plan, report)
+        gc.collect()
+        gc.freeze()  # what is loaded by now need not be walked again before every case
+        try:
+            return _run(plan, report)
+        finally:
+            gc.unfreeze()
 
 
 def _run(plan: Plan, report: Report | None) -> results.Results:
@@ -117,8 +125,8 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
             found["not_run"].append(case.name)
             continue
         for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
-            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 2)
-        record = run_case(case, plan.peers, plan.device, clock, settings, seed)
+            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 1 if number else 3)
+        record = run_case(case, plan.peers, plan.device, clock, settings, seed, plan.limits)
         found["cases"].append(record)
         if settings.json is not None:
             results.save(found, settings.json)
@@ -132,7 +140,13 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
 
 
 def run_case(
-    case: Case, peers: Sequence[Peer], device: str, clock: Stopwatch, settings: Settings, seed: int
+    case: Case,
+    peers: Sequence[Peer],
+    device: str,
+    clock: Stopwatch,
+    settings: Settings,
+    seed: int,
+    limits: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The record of one case: what every peer did, or why it did not."""
     record: dict[str, Any] = {"name": case.name, "case": case.to_json()}
@@ -145,8 +159,12 @@ def run_case(
             entries[peer.name] = _attempt(partial(_measure_memory, case, peer, data))
     else:
         for peer in peers:
-            work = partial(_prepare, case, peer, data, clock, settings, ready)
-            entries[peer.name] = _attempt(work)
+            if re.search(limits.get(peer.name, ""), case.name):
+                work = partial(_prepare, case, peer, data, clock, settings, ready)
+                entries[peer.name] = _attempt(work)
+            else:
+                reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
+                entries[peer.name] = {"status": "refused", "reason": reason}
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
     del data, ready
@@ -185,9 +203,8 @@ def _prepare(
     ready: dict[str, tuple[Prepared, int, int]],
 ) -> results.Entry:
     """Set up, pick the better layout, warm up, check. Only what passes is put into `ready`."""
-    layout, prepared, seconds = _best_layout(case, peer, data, clock)
-    with prepared.context():
-        verdict = gate.check(case, data, prepared.results())
+    layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
+    verdict = gate.check(case, data, found)
     entry: results.Entry = {"layout": layout, "error": verdict.error, "limit": verdict.limit}
     if prepared.detail is not None:
         entry["detail"] = prepared.detail
@@ -198,15 +215,19 @@ def _prepare(
     return {"status": "ok", **entry, "inner": inner, "samples": []}
 
 
-def _best_layout(case: Case, peer: Peer, data: Data, clock: Stopwatch) -> tuple[str, Prepared, float]:
-    candidates: list[tuple[str, Prepared, float]] = []
+def _best_layout(
+    case: Case, peer: Peer, data: Data, clock: Stopwatch
+) -> tuple[str, Prepared, dict[str, torch.Tensor], float]:
+    """The layout with the fastest call, its results (of the call that also warmed it up), and that time."""
+    candidates: list[tuple[str, Prepared, dict[str, torch.Tensor], float]] = []
     refusal: Exception | None = None
     for layout in peer.layouts(case):
         try:
             prepared = peer.prepare(case, data, layout)
             with prepared.context():
-                seconds = clock.warm_up(prepared.call, is_warm=bool(candidates))
-            candidates.append((layout, prepared, seconds))
+                found = prepared.results()
+                seconds = clock.warm_up(prepared.call)
+            candidates.append((layout, prepared, found, seconds))
         except Exception as error:
             if len(peer.layouts(case)) == 1:
                 raise
@@ -214,7 +235,7 @@ def _best_layout(case: Case, peer: Peer, data: Data, clock: Stopwatch) -> tuple[
     if not candidates:
         assert refusal is not None
         raise refusal
-    return min(candidates, key=lambda candidate: candidate[2])
+    return min(candidates, key=lambda candidate: candidate[-1])
 
 
 def _measure_rounds(

@@ -42,13 +42,8 @@ class Stopwatch(ABC):
     def ceilings(self) -> list[Ceiling]:
         """A matrix product and a large read: what this device reaches at best."""
 
-    def warm_up(self, call: Call, is_warm: bool = False) -> float:
-        """Call until caches, allocators and clocks have settled; the time of one call afterwards.
-
-        `is_warm`: the same code has run before, on other memory.
-        """
-        if not is_warm:
-            self.sample(call, 1)
+    def warm_up(self, call: Call) -> float:
+        """Of a call made before: call until caches, allocators and clocks have settled; its time then."""
         seconds = self.sample(call, 1)[0]
         if seconds < 0.1:
             self.sample(call, min(20, math.ceil(0.02 / max(seconds, 1e-6))))
@@ -61,7 +56,7 @@ class CpuStopwatch(Stopwatch):
         "time.perf_counter_ns; calls shorter than 0.2 ms are timed several in a row; inputs stay in the "
         "CPU's caches where they fit"
     )
-    target, most = 0.05, 50
+    target, most = 0.03, 50
 
     def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
         times = []

@@ -62,7 +62,7 @@ class Sdpa(Peer):
         return None
 
     def layouts(self, case: Case) -> tuple[str, ...]:
-        is_indifferent = case.kind == "varlen" or self.backend is SDPBackend.MATH
+        is_indifferent = case.kind == "varlen" or case.has_one_layout or self.backend is SDPBackend.MATH
         return ("bshd",) if is_indifferent else ("bshd", "bhsd")
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:

@@ -73,7 +73,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def repeatable(
     problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """A function of query, key and value in the caller's layout, for calls that differ in their values only."""
+    """A function of query, key and value in the caller's layout, for calls that differ in nothing else."""
     if inputs.mask is not None or inputs.bias is not None:
         return None
     attend = torch._scaled_dot_product_flash_attention_for_cpu
@@ -83,7 +83,8 @@ def repeatable(
         if layout == "bshd":
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out, lse = attend(query, key, value, **options)
-        out = out.transpose(1, 2) if layout == "bshd" else out
+        out = out.transpose(1, 2).contiguous()
+        out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse.contiguous()) if return_lse else out
 
     return run

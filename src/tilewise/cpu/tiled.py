@@ -250,14 +250,14 @@ class Tiles:
 
     def rows(self, t: Tensor) -> Tensor:
         """This segment's part of a query-shaped tensor, as a view (batch, heads, seqlen_q, dim)."""
-        return self._slice(t, self.segment.rows_q)
+        return self._slice(t, self.segment.rows_q, self.problem.is_packed)
 
     def key_rows(self, t: Tensor) -> Tensor:
         """This segment's part of a key-shaped tensor, as a view (batch, kv heads, seqlen_k, dim)."""
-        return self._slice(t, self.segment.rows_k)
+        return self._slice(t, self.segment.rows_k, self.problem.has_packed_keys)
 
-    def _slice(self, t: Tensor, rows: slice) -> Tensor:
-        if self.problem.is_packed:
+    def _slice(self, t: Tensor, rows: slice, is_packed: bool) -> Tensor:
+        if is_packed:
             return t[rows].transpose(0, 1)[None]
         batch = self.segment.sequences
         return t[batch.start : batch.stop, rows].transpose(1, 2)
@@ -294,21 +294,26 @@ class Tiles:
         return self.fold(self.query_rows[:, :, i0:i1]) * self.problem.scale
 
     def key(self, j0: int, j1: int) -> Tensor:
-        return self._key_tile(self.inputs.key, self.key_view, j0, j1)  # [n, block_k, head_dim]
+        inputs = self.inputs
+        return self._key_tile(inputs.key, self.key_view, inputs.key_scale, j0, j1)  # [n, block_k, head_dim]
 
     def value(self, j0: int, j1: int) -> Tensor:
-        return self._key_tile(self.inputs.value, self.value_view, j0, j1)  # [n, block_k, head_dim_v]
+        inputs = self.inputs
+        return self._key_tile(inputs.value, self.value_view, inputs.value_scale, j0, j1)  # [..., head_dim_v]
 
-    def _key_tile(self, pages: Tensor, view: Tensor | None, j0: int, j1: int) -> Tensor:
-        tile = self._gather_pages(pages, j0, j1) if view is None else view[:, :, j0:j1]
+    def _key_tile(self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int) -> Tensor:
+        tile = self._gather_pages(pages, scale, j0, j1) if view is None else view[:, :, j0:j1]
         n = tile.shape[0] * tile.shape[1]
         return tile.to(self.problem.compute_dtype).reshape(n, tile.shape[2], tile.shape[3])
 
-    def _gather_pages(self, pages: Tensor, j0: int, j1: int) -> Tensor:
+    def _gather_pages(self, pages: Tensor, scale: Tensor | None, j0: int, j1: int) -> Tensor:
         size, start = self.problem.page_size or 1, self.segment.rows_k.start
         first, last = (j0 + start) // size, (j1 + start - 1) // size + 1
         table = self.inputs.page_table[self.segment.sequences.start, first:last]  # type: ignore[index]
-        tile = pages[table.long()].flatten(0, 1)  # [pages * page_size, kv heads, dim]
+        tile = pages[table.long()]
+        if scale is not None:
+            tile = tile.to(scale.dtype) * scale[table.long(), None, :, None]
+        tile = tile.flatten(0, 1)  # [pages * page_size, kv heads, dim]
         skip = j0 + start - first * size
         return tile[skip : skip + j1 - j0].transpose(0, 1)[None]
 
@@ -356,7 +361,7 @@ class Tiles:
 
     def score_rows(self, t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         """The tile's part of a mask or bias that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
-        start = self.segment.rows_k.start if not self.problem.is_packed else 0
+        start = self.segment.rows_k.start if not self.problem.has_packed_keys else 0
         if t.shape[0] > 1:
             t = t[self.segment.sequences.start : self.segment.sequences.stop]
         if t.shape[2] > 1:

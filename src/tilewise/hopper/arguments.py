@@ -27,7 +27,6 @@ class ForwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
-    EARLY: bool = False
 
     @property
     def BLOCK_M(self) -> int:
@@ -36,8 +35,13 @@ class ForwardConfig:
 
     @property
     def Q_PARTS(self) -> int:
-        """Parts of a query tile in shared memory, which also takes the tile of O."""
-        return max(self.PARTS, -(-self.BLOCK_DV // self.PART_WIDTH))
+        """Parts of a query tile in shared memory, which also takes the tile of O: a multiple of its width."""
+        return self.O_SHARE * self.BLOCK_DV // self.PART_WIDTH
+
+    @property
+    def O_SHARE(self) -> int:
+        """Tiles of O that would fit a query tile's shared memory; one is stored there."""
+        return -(-self.PARTS * self.PART_WIDTH // self.BLOCK_DV)
 
     @property
     def shared_bytes(self) -> int:

@@ -132,6 +132,8 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
 def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
     """Where a query tile of a query head lies in the scratch tensors."""
     if cfg.IS_PACKED:
-        return head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch + tile
-    heads = sizes.num_slots // sizes.batch * sizes.group_size
-    return (work.batch * heads + head) * sizes.tiles_q + tile
+        first = head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch
+    else:
+        heads = sizes.num_slots // sizes.batch * sizes.group_size
+        first = (work.batch * heads + head) * sizes.tiles_q
+    return first + tile

@@ -30,8 +30,10 @@ def exponents(s, lse, factors, cfg: gl.constexpr):
     """(log2 of the weights, derivative of the softcap) of finished products; lse broadcasts to them."""
     if cfg.HAS_SOFTCAP:
         t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
-        return t * factors.softcap_log2e - lse, 1.0 - t * t
-    return s * factors.scale_log2e - lse, 1.0
+        x, slope = t * factors.softcap_log2e - lse, 1.0 - t * t
+    else:
+        x, slope = s * factors.scale_log2e - lse, 1.0
+    return x, slope
 
 
 @gluon.jit
@@ -42,14 +44,19 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     p = exp2(x)
-    p_16bit = pinned(p.to(dtype))
+    p_16bit = p.to(dtype)
+    if cfg.PINS_WEIGHTS:
+        p_16bit = pinned(p_16bit)
+    weight = p_16bit
     if cfg.HAS_SOFTCAP:
-        return p_16bit, pinned((p * slope).to(dtype))
-    return p_16bit, p_16bit
+        weight = (p * slope).to(dtype)
+    return p_16bit, weight
 
 
 @gluon.jit
 def score_gradient(weight, dp, stats, cfg: gl.constexpr):
     """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    return (pinned(weight).to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
+    if cfg.PINS_WEIGHTS:
+        weight = pinned(weight)
+    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)

@@ -54,16 +54,18 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
         own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
         own_tiles = gl.load(packing.first_tile + rank + 1) - first
         rest = index - first * heads
-        return Work(
+        work = Work(
             (own_tiles - 1 - rest % own_tiles) * 128, rest // own_tiles, b, start_q, own_q, start_k, own_k
         )
-    slot = index // sizes.num_tiles
-    heads = heads // sizes.batch
-    zero = 0 * slot
-    return Work(
-        (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
-        zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
-    )  # fmt: skip
+    else:
+        slot = index // sizes.num_tiles
+        heads = heads // sizes.batch
+        zero = 0 * slot
+        work = Work(
+            (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
+            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+        )  # fmt: skip
+    return work
 
 
 @gluon.jit

@@ -19,6 +19,19 @@ aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+else:
+
+    @gluon.jit
+    def as_blocks(smem, COUNT: gl.constexpr, desc):
+        """Shared memory as COUNT blocks of a TMA descriptor."""
+        return smem._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
 
 
 @_builtin
@@ -43,6 +56,7 @@ __all__ = [
     "TensorDescriptor",
     "add_tile",
     "aggregate",
+    "as_blocks",
     "fence_async_shared",
     "gl",
     "gluon",

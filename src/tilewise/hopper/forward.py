@@ -19,6 +19,7 @@ from tilewise.hopper.arguments import Packing, Sizes
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
+    as_blocks,
     fence_async_shared,
     gl,
     gluon,
@@ -49,7 +50,7 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
     if IS_PACKED:
         place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
     else:
-        place = (batch, row, head, 0)
+        place = (batch, row, head, 0)  # type: ignore[assignment]
     return place
 
 
@@ -61,13 +62,15 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
+    smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, work):
+    def __init__(self, q, k, v, work, smem_o):
         self.q = q
         self.k = k
         self.v = v
         self.work = work
+        self.smem_o = smem_o
 
 
 @gluon.jit
@@ -89,11 +92,11 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
         j = tiles.end - 1
         k_coords = key_coords(work, j, head_k, cfg)
         rings.k.load(use, k_desc, k_coords, cfg.PARTS)
+        send(rings.work, turn, work)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
             rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
-        send(rings.work, turn, work)
         while j > tiles.begin:
             v_coords = k_coords
             j -= 1
@@ -182,6 +185,7 @@ def mma_role(
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
+    HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
     use = 0  # of the K and V rings
     turn = 0
@@ -197,7 +201,7 @@ def mma_role(
         j = tiles.end - 1
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
-        if not cfg.EARLY and turn > 0:
+        if HAS_SPARE_SLOT and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
@@ -219,8 +223,9 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
-        store_rows(acc, m, l, rings.q.part(q_use, 0), row, work, o_desc, lse_ptr, sinks, sizes, cfg)
-        if cfg.EARLY:
+        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
         turn += 1
@@ -229,7 +234,7 @@ def mma_role(
 
 
 @gluon.jit
-def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -253,7 +258,6 @@ def store_rows(acc, m, l, smem_q, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     acc = rescaled(
         acc, gl.where(l == 0.0, 0.0, factor / l), cfg
     )  # [64, BLOCK_DV]; rows that see no key are 0
-    smem_o = smem_q._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
@@ -275,7 +279,8 @@ def attn_fwd_kernel(
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
-    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N))
+    smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
     if N == 2:
         gl.warp_specialize(
             [

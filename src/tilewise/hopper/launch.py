@@ -21,7 +21,7 @@ from tilewise.problem import AttentionProblem, Gradients, Inputs
 LOG2_E = math.log2(math.e)
 
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
-SECTION_BYTES = 24 << 20
+SECTION_BYTES = 16 << 20
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
@@ -68,6 +68,13 @@ def supports(problem: AttentionProblem) -> str | None:
         if is_present:
             return f"does not take {feature}"
     return None
+
+
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """None if the Hopper backward kernels serve a problem that the forward serves, else why not."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.supports(problem)
 
 
 def backward(
@@ -131,7 +138,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=_section(num_slots, slots_a_key * max(1, SECTION_BYTES // key_bytes)),
+        section=slots_a_key * _section(num_slots // slots_a_key, max(1, SECTION_BYTES // key_bytes)),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
     )
@@ -157,10 +164,11 @@ def _factors(problem: AttentionProblem) -> tuple[float, float, float]:
     return problem.scale * LOG2_E, 0.0, 0.0
 
 
-def _section(num_slots: int, largest: int) -> int:
-    """Slots of a section: even sections, so that the last one is not too small to fill the GPU."""
-    num_sections = -(-num_slots // largest)
-    return -(-num_slots // num_sections)
+def _section(num_keys: int, fitting: int) -> int:
+    """Key heads of a section: as many as fit, but equal sections; a small last one would leave SMs idle."""
+    largest_divisor = max(n for n in range(1, min(fitting, num_keys) + 1) if num_keys % n == 0)
+    num_sections = -(-num_keys // fitting)
+    return largest_divisor if 2 * largest_divisor > fitting else -(-num_keys // num_sections)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,8 +183,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
     elif block_dv == 64 or block_dv == 128:
         tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
-    else:  # 3 x 32 KB of Q, 2 x 64 KB of K and V: 224 KB
-        tile = (64, 2, 3, 240)
+    else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
+        tile = (64, 2, 2, 240)
     return ForwardConfig(
         BLOCK_N=tile[0],
         WARPGROUPS=tile[1],
@@ -205,9 +213,14 @@ def _pack(problem: AttentionProblem) -> int:
 
 def tma_ready(t: Tensor) -> Tensor:
     """t, or a copy if TMA can't address it: rows contiguous, 16-byte aligned, no broadcast dimensions."""
-    strides = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
-    is_ready = t.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in strides) and t.data_ptr() % 16 == 0
+    is_ready = t.data_ptr() % 16 == 0 and _is_addressable(t.shape, t.stride())
     return t if is_ready else t.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_addressable(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    used = [stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
+    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in used)
 
 
 def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -> Any:

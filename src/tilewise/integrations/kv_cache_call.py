@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import autograd
 from tilewise.api import canonical_inputs
+from tilewise.cached_step import has_triton
 from tilewise.problem import Inputs, Options, check_values, describe
 from tilewise.rotary import apply_rotary
 
@@ -57,16 +59,38 @@ class Tokens:
         start = torch.tensor(self.starts, dtype=torch.int64, device=self.sequence.device)
         return start[self.sequence] + self.offset
 
-    def place(self, table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
-        """The page and the row in it of every token; without a table, a sequence's page is its own number."""
-        if table is None:
-            return self.sequence, self.position
+    def place(self, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+        """The page and the row in it of every token."""
         return table[self.sequence, self.position // page_size].long(), self.position % page_size
+
+
+class Layout(NamedTuple):
+    """How the tokens of q, or of k, lie: (batch, count, ...), or packed with offsets."""
+
+    batch: int
+    total: int
+    cu_seqlens: Tensor | None
+
+    def counts(self) -> Tensor | int:
+        """Tokens of each sequence."""
+        return self.total // max(1, self.batch) if self.cu_seqlens is None else self.cu_seqlens.diff()
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Every token's sequence and place in it; waits for no device."""
+        token = torch.arange(self.total, device=device)
+        if self.cu_seqlens is None:
+            count = max(1, self.total // max(1, self.batch))
+            return token // count, token % count
+        sequence = torch.searchsorted(self.cu_seqlens[1:], token, right=True)
+        return sequence, token - self.cu_seqlens[sequence]
 
 
 @torch.no_grad()
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
+
+    Values of lengths and indices are checked on the CPU. On a GPU they are not read, so that nothing waits
+    for it and a CUDA graph can hold the call.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -75,72 +99,94 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         ValueError, TypeError: an argument does not fit; nothing has been written then.
     """
     _check_tensors(call)
-    query_counts = _query_counts(call)
-    batch, device = len(query_counts), call.q.device
+    queries = _query_layout(call)
+    batch, device = queries.batch, call.q.device
     table = _page_table(call, batch)
     capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    new = _new_layout(call, batch)
     held = _held_lengths(call, batch, capacity)
-    added = _new_counts(call, batch)
-    lengths = [h + a for h, a in zip(held, added)]
-    leftpad = _integers("cache_leftpad", call.cache_leftpad, batch)
-    _check_lengths(call, held, added, leftpad, capacity, table)
-
-    starts = held
-    if call.rotary_seqlens is not None:
-        starts = _integers("rotary_seqlens", call.rotary_seqlens, batch) or []
-    q = _rotate_query(call, options, query_counts, starts)
-    new_keys = _rotate_new_keys(call, added, starts)
-    kept = None  # the cached rows that count, where they have to be copied together
-    if call.cu_seqlens_q is not None and len(set(query_counts)) > 1:
-        first = leftpad or [0] * batch
-        kept = Tokens([n - f for n, f in zip(lengths, first)], first, device)
-        inputs = _ragged_inputs(call, q, kept)
-    else:
-        q = q.reshape(batch, query_counts[0] if batch else 0, *q.shape[-2:])  # a view: only rows are split
-        inputs = _even_inputs(call, q, table, lengths, leftpad)
+    lengths = held if new is None else held + new.counts()
+    if device.type == "cpu":
+        _check_values(call, queries, new, held, capacity, table)
+    rotary = _rotary(call, options, held)
+    inputs = _inputs(call, table, lengths)
     check_values(describe(inputs, options), inputs, options)  # the rest, also before the first write
 
-    if new_keys is not None and call.v is not None:
-        page, row = Tokens(added, held, device).place(table, call.k_cache.shape[1])
-        call.k_cache[page, row] = new_keys  # [new tokens, kv heads, head_dim]
-        call.v_cache[page, row] = call.v.flatten(0, -3)
-    if kept is not None:
-        key, value = (gather_tokens(cache, table, kept) for cache in (call.k_cache, call.v_cache))
-        inputs = inputs._replace(key=key, value=value)
-    out, lse = autograd.attention(inputs, options, None)
-    if call.cu_seqlens_q is not None and kept is None:
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-    return out, lse
+    if new is not None:
+        inputs = inputs._replace(query=_append(call, options, queries, new, held, table, rotary))
+    return autograd.attention(inputs, options, None)
 
 
-def _even_inputs(
-    call: KVCacheCall, q: Tensor, table: Tensor | None, lengths: list[int], leftpad: list[int] | None
-) -> Inputs:
-    """Queries (batch, seqlen_q, heads, head_dim) against the caches where they lie."""
+def _append(
+    call: KVCacheCall,
+    options: Options,
+    queries: Layout,
+    new: Layout,
+    held: Tensor,
+    table: Tensor | None,
+    rotary: Rotary | None,
+) -> Tensor:
+    """Turn q and k by their positions, and write k and v; q as it is to be used."""
+    assert call.k is not None and call.v is not None
+    is_local = options.causal or options.window_left is not None or options.window_right is not None
+    is_alike = rotary is None or (is_local and queries.total == new.total and rotary.starts is held)
+    if _is_fusible(call, queries, new) and is_alike:
+        from tilewise.triton.append import Tokens as Places
+        from tilewise.triton.append import append
+
+        storage = call.k_cache, call.v_cache
+        tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
+        return append(call.q, call.k, call.v, *storage, Places(None, None, held, table), tables)
+    q, k, device = call.q, call.k, call.q.device
+    sequence, offset = new.offsets(device)
+    if rotary is not None:
+        k = _turn(call, k, rotary, sequence, offset)
+        at = queries.offsets(device)
+        q = _turn(call, q, rotary, at[0], at[1] if is_local else at[1] * 0)
+    position = held[sequence] + offset
+    entry, row = sequence, position
+    if table is not None:
+        entry, row = (
+            table[sequence, position // call.k_cache.shape[1]].long(),
+            position % call.k_cache.shape[1],
+        )
+    call.k_cache[entry, row.long()] = k.flatten(0, -3)
+    call.v_cache[entry, row.long()] = call.v.flatten(0, -3)
+    return q
+
+
+class Rotary(NamedTuple):
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor  # (batch,) position of each sequence's first new token
+
+
+def _turn(call: KVCacheCall, x: Tensor, rotary: Rotary, sequence: Tensor, offset: Tensor) -> Tensor:
+    position = (rotary.starts[sequence] + offset).view(x.shape[:-2]).long()
+    return apply_rotary(x, rotary.cos[position], rotary.sin[position], interleaved=call.rotary_interleaved)
+
+
+def _is_fusible(call: KVCacheCall, queries: Layout, new: Layout) -> bool:
+    """Whether one Triton kernel can turn and write everything."""
+    assert call.k is not None and call.v is not None
+    tensors = (call.q, call.k, call.v)
+    is_even = queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype != torch.float64
+    rows_dense = all(t.stride(-1) == 1 for t in tensors)
+    whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous()
+    return is_even and rows_dense and whole and call.q.is_cuda and has_triton()
+
+
+def _inputs(call: KVCacheCall, table: Tensor | None, lengths: Tensor) -> Inputs:
+    """The queries against the caches where they lie."""
     k_cache, v_cache = call.k_cache, call.v_cache
     if table is None:
-        k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
-    return canonical_inputs(q, k_cache, v_cache, alibi_slopes=call.alibi_slopes)._replace(
-        seqlens_k=torch.tensor(lengths, dtype=torch.int32, device=q.device),
-        leftpad_k=None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32, device=q.device),
+        k_cache, v_cache = k_cache[: len(lengths)], v_cache[: len(lengths)]
+    return canonical_inputs(call.q, k_cache, v_cache, alibi_slopes=call.alibi_slopes)._replace(
+        cu_seqlens_q=call.cu_seqlens_q,
+        seqlens_k=lengths,
+        leftpad_k=call.cache_leftpad,
         page_table=table,
     )
-
-
-def _ragged_inputs(call: KVCacheCall, q: Tensor, kept: Tokens) -> Inputs:
-    """Packed queries; key and value stand for the rows gathered later: one row of memory, repeated."""
-    total = sum(kept.counts)
-    key, value = (
-        cache.new_empty(cache.shape[-1]).expand(total, *cache.shape[2:])
-        for cache in (call.k_cache, call.v_cache)
-    )
-    inputs = canonical_inputs(q, key, value, alibi_slopes=call.alibi_slopes)
-    return inputs._replace(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=kept.cu_seqlens)
-
-
-def gather_tokens(cache: Tensor, table: Tensor | None, tokens: Tokens) -> Tensor:
-    """The cached rows of these tokens, packed: (total, kv heads, dim). Differentiable."""
-    return cache[tokens.place(table, cache.shape[1])]
 
 
 def gather_pages(
@@ -163,8 +209,8 @@ def gather_pages(
             f"{table_name}.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}"
         )
     _check_pages(table_name, table, counts, cache_k)
-    tokens = Tokens(counts, [0] * len(counts), table.device)
-    return gather_tokens(cache_k, table, tokens), gather_tokens(cache_v, table, tokens)
+    place = Tokens(counts, [0] * len(counts), table.device).place(table, cache_k.shape[1])
+    return cache_k[place], cache_v[place]
 
 
 def counts_of(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
@@ -183,26 +229,34 @@ def counts_of(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     return counts
 
 
-def _query_counts(call: KVCacheCall) -> list[int]:
+def _query_layout(call: KVCacheCall) -> Layout:
     rank, shape = (4, "(batch, seqlen_q, heads, head_dim)")
     if call.cu_seqlens_q is not None:
         rank, shape = 3, "(total_q, heads, head_dim) with cu_seqlens_q"
     if call.q.ndim != rank:
         raise ValueError(f"q.shape={tuple(call.q.shape)} must be {shape}")
-    if call.cu_seqlens_q is not None:
-        return counts_of("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
-    return [call.q.shape[1]] * call.q.shape[0]
+    return _layout("cu_seqlens_q", call.cu_seqlens_q, call.q)
 
 
-def _new_counts(call: KVCacheCall, batch: int) -> list[int]:
-    """New tokens of every sequence, after checking that k and v fit the caches."""
+def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
+    if cu_seqlens is None:
+        return Layout(len(x), x.shape[0] * x.shape[1], None)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"{name}.shape={tuple(cu_seqlens.shape)} must be (batch + 1,)")
+    if cu_seqlens.device.type == "cpu":
+        counts_of(name, cu_seqlens, len(x))
+    return Layout(len(cu_seqlens) - 1, len(x), cu_seqlens)
+
+
+def _new_layout(call: KVCacheCall, batch: int) -> Layout | None:
+    """The new tokens, after checking that k and v fit the caches."""
     if call.k is None or call.v is None:
         if (call.k is None) != (call.v is None):
             raise ValueError("k and v must be given together, or neither")
         for name in ("rotary_cos", "rotary_sin", "rotary_seqlens", "cu_seqlens_k_new"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} must be None when no new k and v are given")
-        return [0] * batch
+        return None
     if call.cache_seqlens is None:
         raise ValueError("cache_seqlens=None must say where k and v are written")
     rank = 3 if call.cu_seqlens_k_new is not None else 4
@@ -222,21 +276,18 @@ def _new_counts(call: KVCacheCall, batch: int) -> list[int]:
         raise ValueError(
             f"v.shape={tuple(call.v.shape)} must have as many tokens as k: {tuple(call.k.shape)}"
         )
-    if call.cu_seqlens_k_new is None:
-        return [call.k.shape[1]] * batch
-    counts = counts_of("cu_seqlens_k_new", call.cu_seqlens_k_new, call.k.shape[0])
-    if len(counts) != batch:
-        raise ValueError(f"cu_seqlens_k_new has {len(counts)} sequences, must have {batch} as q")
-    return counts
+    layout = _layout("cu_seqlens_k_new", call.cu_seqlens_k_new, call.k)
+    if layout.batch != batch:
+        raise ValueError(f"cu_seqlens_k_new has {layout.batch} sequences, must have {batch} as q")
+    return layout
 
 
-def _held_lengths(call: KVCacheCall, batch: int, capacity: int) -> list[int]:
+def _held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
     seqlens = call.cache_seqlens
-    if seqlens is None:
-        return [capacity] * batch
-    if isinstance(seqlens, int):
-        return [seqlens] * batch
-    return _integers("cache_seqlens", seqlens, batch) or []
+    if isinstance(seqlens, Tensor):
+        return _per_sequence("cache_seqlens", seqlens, batch)
+    length = capacity if seqlens is None else seqlens
+    return torch.full((batch,), length, dtype=torch.int32, device=call.q.device)
 
 
 def _page_table(call: KVCacheCall, batch: int) -> Tensor | None:
@@ -255,9 +306,9 @@ def _page_table(call: KVCacheCall, batch: int) -> Tensor | None:
         if rows < batch:
             raise ValueError(f"k_cache.shape[0]={rows} must be at least the batch size {batch}")
         return None
-    index = _integers("cache_batch_idx", call.cache_batch_idx, batch) or []
-    if not all(0 <= i < rows for i in index):
-        raise ValueError(f"cache_batch_idx={index} must index the cache's {rows} sequences")
+    index = _per_sequence("cache_batch_idx", call.cache_batch_idx, batch)
+    if not index.is_cuda and not all(0 <= i < rows for i in index.tolist()):
+        raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
     return call.cache_batch_idx[:, None]
@@ -303,33 +354,38 @@ def _check_integer_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name} of {found} must be an int32 or int64 tensor")
 
 
-def _integers(name: str, t: Tensor | None, batch: int) -> list[int] | None:
-    if t is None:
-        return None
+def _per_sequence(name: str, t: Tensor, batch: int) -> Tensor:
     if tuple(t.shape) != (batch,):
         raise ValueError(f"{name}.shape={tuple(t.shape)} must be (batch,)=({batch},)")
-    return t.tolist()
+    return t
 
 
-def _check_lengths(
-    call: KVCacheCall,
-    held: list[int],
-    added: list[int],
-    leftpad: list[int] | None,
-    capacity: int,
-    table: Tensor | None,
+def _check_values(
+    call: KVCacheCall, queries: Layout, new: Layout | None, held: Tensor, capacity: int, table: Tensor | None
 ) -> None:
-    for i, (h, a) in enumerate(zip(held, added)):
+    """What only the values of lengths and pages can tell."""
+    added = held * 0 if new is None else held * 0 + new.counts()
+    pads = [0] * len(held)
+    if call.cache_leftpad is not None:
+        pads = _per_sequence("cache_leftpad", call.cache_leftpad, len(held)).tolist()
+    for i, (h, a, pad) in enumerate(zip(held.tolist(), added.tolist(), pads)):
         if not 0 <= h <= capacity:
             raise ValueError(f"cache_seqlens[{i}]={h} must be between 0 and the capacity {capacity}")
         if h + a > capacity:
             raise ValueError(
                 f"{a} new tokens do not fit: cache_seqlens[{i}]={h} of capacity {capacity} are taken"
             )
-        if leftpad is not None and not 0 <= leftpad[i] <= h + a:
-            raise ValueError(f"cache_leftpad[{i}]={leftpad[i]} must be between 0 and the length {h + a}")
+        if not 0 <= pad <= h + a:
+            raise ValueError(f"cache_leftpad[{i}]={pad} must be between 0 and the length {h + a}")
     if call.page_table is not None and table is not None:
-        _check_pages(call.table_name, table, [h + a for h, a in zip(held, added)], call.k_cache)
+        _check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
+    if call.rotary_cos is not None and new is not None:
+        starts = held if call.rotary_seqlens is None else call.rotary_seqlens
+        counts = [layout.counts() for layout in (queries, new)]
+        last = max((int((starts + count).max()) for count in counts if len(starts)), default=0) - 1
+        first = int(starts.min()) if len(starts) else 0
+        if first < 0 or last >= len(call.rotary_cos):
+            raise ValueError(f"rotary_cos.shape[0]={len(call.rotary_cos)} must exceed position {last}")
 
 
 def _check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
@@ -342,35 +398,18 @@ def _check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) ->
             raise ValueError(f"{name}[{i}]={used} must index pages in [0, {len(cache)})")
 
 
-def _rotate_query(call: KVCacheCall, options: Options, counts: list[int], starts: list[int]) -> Tensor:
-    """q turned by its tokens' positions; all of them that of the first new key unless causal or windowed."""
-    if call.rotary_cos is None or call.rotary_sin is None:
-        if call.rotary_cos is not call.rotary_sin:
+def _rotary(call: KVCacheCall, options: Options, held: Tensor) -> Rotary | None:
+    cos, sin, starts = call.rotary_cos, call.rotary_sin, held
+    if call.rotary_seqlens is not None:
+        starts = _per_sequence("rotary_seqlens", call.rotary_seqlens, len(held))
+    if cos is None or sin is None:
+        if cos is not sin:
             raise ValueError("rotary_cos and rotary_sin must be given together, or neither")
-        return call.q
-    tokens = Tokens(counts, starts, call.q.device)
-    is_local = options.causal or options.window_left is not None or options.window_right is not None
-    positions = tokens.position if is_local else tokens.position - tokens.offset
-    return _rotate(call, call.q, positions)
-
-
-def _rotate_new_keys(call: KVCacheCall, counts: list[int], starts: list[int]) -> Tensor | None:
-    """The new keys, packed, turned by the positions that they take in the cache."""
-    if call.k is None or call.rotary_cos is None:
-        return None if call.k is None else call.k.flatten(0, -3)
-    return _rotate(call, call.k, Tokens(counts, starts, call.k.device).position).flatten(0, -3)
-
-
-def _rotate(call: KVCacheCall, x: Tensor, positions: Tensor) -> Tensor:
-    assert call.rotary_cos is not None and call.rotary_sin is not None
-    shape = tuple(call.rotary_cos.shape)
-    if len(shape) != 2 or tuple(call.rotary_sin.shape) != shape or not 2 <= 2 * shape[1] <= x.shape[-1]:
+        return None
+    shape, most = tuple(cos.shape), min(call.q.shape[-1], call.k_cache.shape[-1])
+    if len(shape) != 2 or tuple(sin.shape) != shape or not 2 <= 2 * shape[1] <= most:
         raise ValueError(
-            f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(call.rotary_sin.shape)} must both be "
-            f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {x.shape[-1]}"
+            f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(sin.shape)} must both be "
+            f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {most}"
         )
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < shape[0]:
-        raise ValueError(f"rotary_cos.shape[0]={shape[0]} must exceed position {int(positions.max())}")
-    positions = positions.view(x.shape[:-2])
-    cos, sin = call.rotary_cos[positions], call.rotary_sin[positions]
-    return apply_rotary(x, cos, sin, interleaved=call.rotary_interleaved)
+    return Rotary(cos, sin, starts)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilewise.api import attention, attention_varlen
 from tilewise.integrations.transformers_mask import Pattern, PatternMask, visibility_mask
+from tilewise.integrations.transformers_paged import paged_attention_forward
 
 # transformers gives names that contain these a meaning of their own.
 RESERVED = ("eager", "flash", "flex", "paged", "sdpa")
@@ -29,6 +30,7 @@ def register(name: str = "tilewise") -> None:
     It serves every model that goes through transformers' attention interface: grouped-query and cross
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
+    Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs.
     Attention weights are never formed, so `output_attentions` gives None. A padded query that sees no key
     gets 0, where the eager implementation gives the mean of the values.
 
@@ -63,6 +65,7 @@ def register(name: str = "tilewise") -> None:
     if not {"q_length", "q_offset"} <= inspect.signature(sdpa_mask).parameters.keys():
         raise ImportError(f"transformers {__version__} is too old: {extra}")
     AttentionInterface.register(name, attention_forward)
+    AttentionInterface.register(f"paged|{name}", paged_attention_forward)
     AttentionMaskInterface.register(name, visibility_mask)
 
 

@@ -1,8 +1,10 @@
-"""`tilewise trace`: print a worked example, or random inputs, tile by tile."""
+"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise learn`: write the page."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -68,6 +70,54 @@ def trace(
     console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
     for line in as_rich(sections, chosen.digits if digits is None else digits):
         console.print(line, soft_wrap=True)  # a row of a matrix stays on one line
+
+
+def learn(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("tilewise-learn.html"),
+    is_opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write one HTML page, for any browser and without network, that shows tiles and memory at work."""
+    from tilewise.learn.page import build
+
+    try:
+        out.write_text(build(), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out}: {error.strerror or error}") from None
+    typer.echo(f"wrote {out}: open {out.resolve().as_uri()}")
+    if is_opened:
+        typer.launch(str(out))
+
+
+def pipeline(
+    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
+    block_n: Annotated[int | None, typer.Option(help="Keys in a tile; default: the kernel's.")] = None,
+    warpgroups: Annotated[int | None, typer.Option(help="Of 64 queries; default: the kernel's.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Depth of the rings; default: the kernel's.")] = None,
+    overlap: Annotated[bool, typer.Option(help="Start the next scores before P V.")] = True,
+    ping_pong: Annotated[
+        bool, typer.Option("--ping-pong", help="Barriers that make products alternate.")
+    ] = False,
+    key_tiles: Annotated[int, typer.Option(help="Key tiles that each query tile visits.")] = 8,
+    spans: Annotated[bool, typer.Option("--spans", help="Every piece of work and of waiting.")] = False,
+) -> None:
+    """Lay out the Hopper forward kernel's schedule as a timeline of cycles, from datasheet rates."""
+    from tilewise.learn.pipeline import Pipeline
+
+    try:
+        kernel = Pipeline.of_kernel(head_dim, key_tiles)
+        given = {"block_n": block_n, "warpgroups": warpgroups, "stages": stages}
+        changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        timeline = replace(kernel, overlap=overlap, ping_pong=ping_pong, **changed).run()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    p = timeline.pipeline
+    typer.echo(
+        f"{p.key_tiles} key tiles of {p.block_n}, {p.warpgroups} warpgroups, rings of {p.stages}, "
+        f"{'' if p.overlap else 'no '}overlap, {'' if p.ping_pong else 'no '}ping-pong: "
+        f"{timeline.cycles:.0f} cycles, tensor cores busy {timeline.tensor_core_use:.0%}"
+    )
+    for span in timeline.spans if spans else ():
+        typer.echo(f"  {span.start:8.0f} {span.end:8.0f}  {span.lane:<12} {span.kind:<8} tile {span.tile}")
 
 
 def _chosen(example: str | None, seqlen: int | None, only_random: dict[str, int | None]) -> Example:

@@ -103,7 +103,7 @@ class KernelConfig:
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
     IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
-    PRECISION: str  # of a float32 product: "ieee", "tf32" or "tf32x3"
+    PRECISION: str  # of a float32 product: "ieee" or "tf32"
 
 
 class BiasSizes(NamedTuple):
@@ -120,6 +120,45 @@ class BiasSizes(NamedTuple):
     tiles_m: int  # bias tiles
     tiles_n: int
     per_part: int  # iterations of one program; the parts are summed afterwards
+
+
+class DecodeSizes(NamedTuple):
+    """Integers of a decoding call; see `tilewise.triton.decode`. None: absent from the compiled kernel."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    stride_page_table: int
+    window_left: int | None
+    window_right: int | None
+    row_tiles: int  # tiles of rows that one key head has
+    segments: int  # of each sequence: key heads times row tiles
+    workers: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Compile-time choices of the decoding kernels."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    ROWS: int  # rows of a tile that are stored, at most BLOCK_M
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # columns of the keys' first part
+    BLOCK_REST: int  # and of what is left, 0 if nothing: 576 = 512 + 64
+    BLOCK_DV: int
+    BLOCK_B: int  # batch, padded to 32 or a larger power of two
+    GROUP_SIZE: int
+    PAGE_SIZE: int  # 0: keys are not paged
+    HAS_SOFTCAP: bool
+    IS_FOLDED: bool
+    IS_SHARED: bool  # the values are the first columns of the keys, as in absorbed MLA
+    IS_TRANSPOSED: bool  # keys along the rows of the score tile
+    HAS_PDL: bool  # programmatic dependent launch
+    PRECISION: str
 
 
 class Place(NamedTuple):

@@ -13,8 +13,6 @@ from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import Extras, Factors, KernelConfig, Ragged, Rows, ScoreTensor, Sizes, Slopes
 from tilewise.tuning_table import KernelTile, kernel_tile
 
-FLOAT32_PRECISION = "ieee"  # or "tf32": ten bits of mantissa at the speed of the matrix units
-
 # Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
 SECTION_BYTES = 24 << 20
 
@@ -70,7 +68,7 @@ class Call:
         self.results = Results(*tensors[_N:])
         self.is_packed = problem.is_packed
         self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
-        self.seqlen_k = inputs.key.shape[0] if self.is_packed else problem.seqlen_k
+        self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
         self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
         self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
 
@@ -90,7 +88,7 @@ class Call:
         if t is None:
             return None
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
-        return Rows(t, 0, strides[0], strides[1]) if self.is_packed else Rows(t, *strides[:3])
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
     def ragged(self) -> Any:
         i = self.inputs
@@ -129,14 +127,9 @@ class Call:
 
     def tile(self, kernel: str) -> KernelTile:
         """The tuning table's row for this call on this GPU."""
-        if is_interpreted():
-            return KernelTile(16, 16, 4, 1)
-        p = self.problem
-        padded = max(_padded(p.head_dim), _padded(p.head_dim_v))
-        has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
-        has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
-        capability = gpu_capability(self.inputs.query.device)
-        return kernel_tile(kernel, capability, p.dtype == torch.float32, padded, has_extras, p.causal)
+        tile = table_tile(kernel, self.problem, self.inputs.query.device)
+        assert tile is not None
+        return tile
 
     def launch(self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...]) -> Launch:
         """`kernel` on arguments and this call's compile-time choices."""
@@ -156,8 +149,22 @@ class Call:
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
             IS_FOLDED=p.scale > 0 and not adds_to_scores,
-            PRECISION=FLOAT32_PRECISION,
+            PRECISION=p.precision,
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile | None:
+    """The tuning table's row for a kernel on a device."""
+    if is_interpreted():
+        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1)
+    p = problem
+    padded = max(_padded(p.head_dim), _padded(p.head_dim_v))
+    has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
+    has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
+    float32_precision = p.precision if p.dtype == torch.float32 else None
+    is_causal = p.causal or p.has_window  # a window's ranges are short and have edges, too
+    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, is_causal)
 
 
 @functools.cache

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
+from tilewise.launch_plan import ALIGNMENT, Launch, Tensors, find, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
-from tilewise.triton.call import Call, Results, launchable, with_dense_rows
+from tilewise.triton.call import Call, Results, launchable, table_tile, with_dense_rows
 from tilewise.tuning_table import KernelTile
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
@@ -23,6 +27,8 @@ PARTIAL_BIAS_BYTES = 64 << 20
 ENOUGH_PROGRAMS = 1024
 
 SHORT_QUERY = 16
+
+_NO_OTHERS = (None,) * (len(Inputs._fields) - 3)
 
 Tiles = dict[str, KernelTile]
 
@@ -47,13 +53,65 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if tile is None and launch_decode.serves(problem):
+        return launch_decode.forward(problem, inputs)
+    if problem.is_quantized:
+        problem, inputs = _dequantized(problem, inputs)
     inputs = launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
     out = query.new_empty((*batch, seqlen, heads, problem.head_dim_v))
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
-    run(_forward_launch, problem, (*inputs, *Results(out, lse)), tile)
+    run(_forward_launch, problem, (*inputs, out, lse), tile)
     return out, lse
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in values only."""
+    if (
+        problem.dropout_p > 0
+        or is_interpreted()
+        or any(a is not b for a, b in zip(launchable(inputs), inputs))
+    ):
+        return None
+    # one element each, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
+    one = inputs.query.new_empty(())
+    blank_out = one.expand(*inputs.query.shape[:-1], problem.head_dim_v)
+    blank_lse = one.float().expand(problem.batch, problem.num_heads, problem.seqlen_q)
+    device, plan = inputs.query.get_device(), None
+
+    def repeat(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        nonlocal plan
+        if layout == "bhsd":
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0
+        if plan is None or not is_aligned or torch.cuda.current_device() != device:
+            out, lse = forward(problem, Inputs(query, key, value))
+            if is_aligned:
+                plan = find(_forward_launch, problem, (*Inputs(query, key, value), out, lse), None)
+        else:
+            out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
+            plan((query, key, value, *_NO_OTHERS, out, lse))
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        return (out, lse) if return_lse else out
+
+    return repeat
+
+
+def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
+    assert inputs.page_table is not None
+    table, dense = inputs.page_table.long(), []
+    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
+        assert scale is not None
+        tokens = pages[table].to(scale.dtype) * scale[table][:, :, None, :, None]
+        dense.append(tokens.flatten(1, 2).to(problem.dtype))
+    problem = replace(problem, is_quantized=False, page_size=None)
+    return problem, inputs._replace(
+        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
+    )
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
@@ -100,9 +158,14 @@ def backward(
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    tensors = (*inputs, *results._replace(dq=dq, dk=dk, dv=dv))
-    run(_dkdv_launch, problem, tensors, tiles.get("dkdv"))
-    run(_dq_launch, problem, tensors, tiles.get("dq"))
+    results = results._replace(dq=dq, dk=dk, dv=dv)
+    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, query.device) for n in ("dk", "dv"))
+    if dk_tile is None or dv_tile is None or "dkdv" in tiles:
+        run(_dkdv_launch, problem, (*inputs, *results), tiles.get("dkdv"))
+    else:
+        run(_dkdv_launch, problem, (*inputs, *results._replace(dv=None)), dk_tile)
+        run(_dkdv_launch, problem, (*inputs, *results._replace(dk=None)), dv_tile)
+    run(_dq_launch, problem, (*inputs, *results), tiles.get("dq"))
     dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
     dsinks = results.dsinks
     if dsinks is not None:

@@ -65,16 +65,17 @@ def sequence_rows(b, sizes, ragged):
     seqlen_k = sizes.seqlen_k
     if ragged.cu_seqlens_q is not None:
         q_start = tl.load(ragged.cu_seqlens_q + b).to(tl.int64)
-        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
         seqlen_q = (tl.load(ragged.cu_seqlens_q + b + 1) - q_start).to(tl.int32)
+    if ragged.cu_seqlens_k is not None:
+        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
         seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
-    if ragged.seqlens_k is not None:
-        seqlen_k = tl.load(ragged.seqlens_k + b).to(tl.int32)
+    if ragged.seqlens_k is not None:  # a wrong length must not lead outside of the cache
+        seqlen_k = tl.minimum(tl.maximum(tl.load(ragged.seqlens_k + b).to(tl.int32), 0), seqlen_k)
     if ragged.leftpad_k is not None:
         k_start = tl.load(ragged.leftpad_k + b).to(tl.int64)
-        seqlen_k = (seqlen_k - k_start).to(tl.int32)
+        seqlen_k = tl.maximum(seqlen_k - k_start, 0).to(tl.int32)
     first_col = k_start
-    if ragged.cu_seqlens_q is not None:  # each packed sequence has its columns from 0 on
+    if ragged.cu_seqlens_k is not None:  # each packed sequence has its columns from 0 on
         first_col = k_start * 0
     return q_start, seqlen_q, k_start, seqlen_k, first_col
 

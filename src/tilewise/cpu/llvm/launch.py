@@ -30,6 +30,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return "runs on the CPU only"
     if problem.dropout_p > 0:
         return "has no dropout"
+    if problem.is_quantized:
+        return "has no quantized caches"
     if problem.bias_needs_grad and not _bias_is_full(problem):
         return "has no gradient of a bias that is broadcast"
     return unavailable()

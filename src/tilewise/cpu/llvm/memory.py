@@ -92,7 +92,7 @@ class Ptr:
     def load_acquire(self) -> Value:
         return Value(builder().load_atomic(self.address, "acquire", BYTES[self.kind], typ=STORED[self.kind]))
 
-    def store_release(self, value: Operand) -> None:
+    def store_release(self, value: Operand | int) -> None:
         builder().atomic_rmw("xchg", self.address, as_int(value).raw, "release")
 
 

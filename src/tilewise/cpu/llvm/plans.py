@@ -42,7 +42,7 @@ class Local(threading.local):
         self.release()
 
     def release(self) -> None:
-        self.scratch, self.size, self.address = None, -1, 0
+        self.scratch, self.size, self.address = torch.empty(0), -1, 0
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
@@ -58,6 +58,11 @@ local = Local()
 
 class Plan:
     """What forward and backward plans share: the argument block and how a call fills it."""
+
+    kernel: Kernel
+    items: int  # of work
+    threads: int
+    thread_bytes: int  # of scratch
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
         self.problem = problem
@@ -81,7 +86,7 @@ class Plan:
             softcap=softcap,
             lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
             lse_h=inputs.query.shape[0] if problem.is_packed else problem.seqlen_q,
-            score_k0=int(not problem.is_packed),
+            score_k0=int(not problem.has_packed_keys),
             page_size=problem.page_size or 1,
         )
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
@@ -89,7 +94,7 @@ class Plan:
 
     def set_strides(self, name: str, t: Tensor) -> None:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
-        strides = (0, *t.stride()) if self.problem.is_packed else t.stride()
+        strides = (0, *t.stride()) if t.ndim == 3 else t.stride()
         self.block.update(**{f"{name}_{axis}": stride for axis, stride in zip("bnh", strides)})
 
     def bind(self, inputs: Inputs) -> list[Any]:
@@ -134,10 +139,6 @@ class OutputPlan(Plan):
     The scratch of a call: each thread's own, the partial results of splits, lse if it is not wanted.
     """
 
-    kernel: Kernel
-    threads: int
-    items: int
-    thread_bytes: int
     partial_bytes = 0
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
@@ -242,6 +243,9 @@ class BackwardPlan(Plan):
         config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
+        for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
+            self.set_strides(name, torch.empty(t.shape, device="meta"))
+        self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
         self.cut(problem.seqlen_q, problem.seqlen_k)
 
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
@@ -277,11 +281,14 @@ class BackwardPlan(Plan):
         dbias = None if bias is None else torch.zeros(bias.shape, dtype=bias.dtype)
         delta = -dlse if problem.has_sinks else None
         tensors = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": dlse}
-        tensors |= {"out": rows_dense(out), "do": rows_dense(dout)}
+        out, dout = rows_dense(out), rows_dense(dout)
+        tensors |= {"out": out, "do": dout}
+        if self.strides != (strides := (out.stride(), dout.stride())):
+            self.strides = strides
+            self.set_strides("out", out)
+            self.set_strides("do", dout)
         tensors["turn"] = torch.zeros(self.turns, dtype=torch.int64)
         tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
-        for name in ("dq", "dk", "dv", "out", "do"):
-            self.set_strides(name, tensors[name])
         if dbias is not None:
             tensors["dbias"] = dbias
             self.block.update(**_named("dbias", "bhi", dbias.stride()))
@@ -373,12 +380,14 @@ def _named(name: str, axes: str, strides: Any) -> dict[str, int]:
 def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     """int64 (batch, 4): each sequence's first query row, queries, first key row and keys."""
     spans = torch.zeros((problem.batch, 4), dtype=torch.int64)
-    if problem.is_packed:
-        cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        assert cu_q is not None and cu_k is not None
-        spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = cu_q[:-1], cu_q.diff(), cu_k[:-1], cu_k.diff()
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_q is None:
+        spans[:, 1] = problem.seqlen_q
+    else:
+        spans[:, 0], spans[:, 1] = cu_q[:-1], cu_q.diff()
+    if cu_k is not None:
+        spans[:, 2], spans[:, 3] = cu_k[:-1], cu_k.diff()
         return spans
-    spans[:, 1] = problem.seqlen_q
     spans[:, 3] = problem.seqlen_k if inputs.seqlens_k is None else inputs.seqlens_k
     if inputs.leftpad_k is not None:
         spans[:, 2] = inputs.leftpad_k

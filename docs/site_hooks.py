@@ -1,0 +1,125 @@
+"""What the site shows by reference: source code, sections of the README, results, the learn page.
+
+<!-- source: tilewise.cpu.tiled.online_softmax_step -->   a function or method, as it is in the tree
+<!-- readme: What it does not do -->                      a section of README.md
+<!-- results -->                                          every file of benchmarks/results/, as tables
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NOTES = "kernel-notes*.md"
+
+
+def on_config(config: Any) -> Any:
+    """Kernel notes are added to the navigation as they appear."""
+    notes = sorted(path.name for path in (ROOT / "docs").glob(NOTES))
+    config.nav.append({"Kernel notes": [{_title(name): name} for name in notes]})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Pages and figures that are made, not written."""
+    from mkdocs.structure.files import File
+
+    from tilewise.learn import page
+
+    files.append(File.generated(config, "learn-page.html", content=page.build()))
+    with tempfile.TemporaryDirectory() as folder:
+        for figure in draw(Path(folder)):
+            files.append(File.generated(config, f"images/{figure.name}", content=figure.read_bytes()))
+    return files
+
+
+def draw(folder: Path) -> list[Path]:
+    """Predicted against measured, and the roofline of an H200."""
+    from tilewise.learn import measured, plot
+    from tilewise.learn.cost_commands import costs
+    from tilewise.learn.io_model import BLOCKS, Shape
+    from tilewise.learn.machines import MACHINES
+
+    compared, roof = folder / "predicted-against-measured.svg", folder / "roofline.svg"
+    plot.measured_over_predicted(measured.load_points(_gpu_results()), compared)
+    shape = Shape(4096, 4096, 128, num_heads=16, batch=4)
+    plot.under_the_roof(costs(shape, 96 * 1024, BLOCKS, splits=1), MACHINES["H200"], roof)
+    return [compared, roof]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    markdown = re.sub(r"<!-- source: (\S+) -->", lambda found: source(found[1]), markdown)
+    markdown = re.sub(r"<!-- readme: (.+?) -->", lambda found: readme_section(found[1]), markdown)
+    return markdown.replace("<!-- results -->", tables()) if "<!-- results -->" in markdown else markdown
+
+
+def source(name: str) -> str:
+    """A fenced block with the source of `package.module.function` or `package.module.Class.method`.
+
+    Raises:
+        LookupError: there is no such thing: the build fails.
+    """
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        path = ROOT / "src" / Path(*parts[:split]).with_suffix(".py")
+        if path.is_file():
+            text = path.read_text()
+            node = _find(ast.parse(text), parts[split:], name)
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            code = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+            where = f"{path.relative_to(ROOT).as_posix()}, line {first}"
+            return f'```python title="{where}"\n{_dedent(code)}\n```'
+    raise LookupError(f"{name}: no such module below src")
+
+
+def _find(tree: Any, names: list[str], full: str) -> Any:
+    for name in names:
+        nodes = [n for n in tree.body if getattr(n, "name", None) == name]
+        if not nodes:
+            raise LookupError(f"{full}: {name} is not there")
+        tree = nodes[0]
+    return tree
+
+
+def _dedent(code: str) -> str:
+    import textwrap
+
+    return textwrap.dedent(code)
+
+
+def readme_section(title: str) -> str:
+    """The text under a heading of README.md, up to the next one; its links lead to the repository's files."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise LookupError(f"README.md has no section {title!r}")
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", found[1]).strip()
+
+
+def tables() -> str:
+    """Every result file as tables, the newest first."""
+    from tilewise.bench import report, results
+
+    def made(path: Path) -> str:
+        name = path.relative_to(RESULTS).as_posix()
+        return f"`{name}`\n\n" + report.tables(results.load(path))
+
+    return "\n\n".join(made(path) for path in sorted(RESULTS.rglob("*.json"), reverse=True))
+
+
+def _gpu_results() -> list[Path]:
+    from tilewise.bench import results
+
+    found = sorted(RESULTS.rglob("*.json"))
+    return [path for path in found if results.load(path)["device"]["type"] == "cuda"]
+
+
+def _title(name: str) -> str:
+    kernels = {"": "CPU", "triton": "Triton"}
+    rest = name.removeprefix("kernel-notes").removesuffix(".md").strip("-")
+    return kernels.get(rest, rest.replace("-", " ").capitalize())

@@ -1,0 +1,57 @@
+"""Attention over parts of the keys, put together: the rule behind split keys, rings and cascades.
+
+Each part's softmax is normalized over its own keys, and its log-sum-exp says how much it weighs:
+
+    lse = log(sum_p exp(lse_p)),   out = sum_p exp(lse_p - lse) out_p
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One (out, lse) from those of disjoint sets of keys, for the same queries. Differentiable.
+
+    Computed in lse's dtype and rounded once. A sink must be in one of the parts only.
+
+    Args:
+        parts: at least one (out, lse): out (batch, seqlen_q, num_heads, head_dim_v) with lse (batch,
+            num_heads, seqlen_q), or packed (total_q, num_heads, head_dim_v) with lse (num_heads, total_q), as
+            `tilewise.attention(..., return_lse=True)` and `attention_varlen` return them.
+
+    Returns:
+        out and lse, as if all keys had been one call's. A query that saw no key in any part: out 0, lse -inf.
+
+    Raises:
+        ValueError: there is no part, or shapes do not fit each other.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al.,
+    FlashAttention (2022), section 3.1.
+
+    Example:
+        >>> import tilewise
+        >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 6, 1, 8)
+        >>> parts = [tilewise.attention(q, half, half, return_lse=True) for half in k.split([4, 2], 1)]
+        >>> out, lse = merge(parts)
+        >>> torch.allclose(out, tilewise.attention(q, k, k), atol=1e-6)
+        True
+    """
+    if not parts:
+        raise ValueError("parts=[] must hold at least one (out, lse)")
+    for n, (out, lse) in enumerate(parts):
+        right = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.ndim in (3, 4) else None
+        if tuple(lse.shape) != right or out.shape != parts[0][0].shape:
+            raise ValueError(
+                f"parts[{n}] has out.shape={tuple(out.shape)} and lse.shape={tuple(lse.shape)}, must have "
+                f"(..., seqlen, heads, dim) and (..., heads, seqlen), equal in all parts"
+            )
+    lses = torch.stack([lse for _, lse in parts])
+    lse = torch.logsumexp(lses, 0)
+    finite = lse.masked_fill(lse == float("-inf"), 0.0)  # -inf - -inf would be NaN
+    weights = torch.exp(lses - finite).transpose(-1, -2)[..., None]
+    outs = torch.stack([out.to(lse.dtype) for out, _ in parts])
+    return (weights * outs).sum(0).to(parts[0][0].dtype), lse

@@ -1,0 +1,228 @@
+"""Which pages hold which sequence: the bookkeeping of paged caches, without their contents.
+
+The host knows every length and page, so a wrong call is refused at once and nothing waits for the device.
+What a kernel needs of it travels to the device as one block of integers for each batch: a `PagedBatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # stands for a sequence where a batch has none
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Some sequences of a cache with room for new tokens; all tensors int32 on the cache's device.
+
+    New tokens are packed sequence after sequence; those of padding are written nowhere.
+    """
+
+    sequences: tuple[int, ...]  # `PADDING` for a row without one
+    new_tokens: tuple[int, ...]  # of each
+    lengths: Tensor  # (batch,) with the new tokens; 0 for padding
+    cu_seqlens: Tensor  # (batch + 1,) each sequence's first new token, and the total
+    page_table: Tensor  # (batch, pages)
+    positions: Tensor  # (total new tokens,) each new token's place in its sequence
+    slots: Tensor  # (total new tokens,) and in the storage: page * page_size + row; -1 for padding
+    written: Tensor  # (written pages,) the pages that new tokens go to
+    kept: Tensor  # (written pages,) rows of them that hold earlier tokens
+    block: Tensor  # the memory of all these
+
+    @property
+    def total(self) -> int:
+        return sum(self.new_tokens)
+
+    @property
+    def has_padding(self) -> bool:
+        return PADDING in self.sequences
+
+
+class PageTable:
+    """Pages of sequences, with sharing: a page is copied when a sequence that shares it writes to it."""
+
+    def __init__(self, num_pages: int, page_size: int, max_seqlen: int | None) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.max_seqlen = max_seqlen
+        self._next = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.references = [0] * self.num_pages
+        self.free_pages = list(range(self.num_pages - 1, -1, -1))
+
+    def allocate(self) -> int:
+        sequence, self._next = self._next, self._next + 1
+        self.pages[sequence], self.lengths[sequence] = [], 0
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        self.check(sequence)
+        other = self.allocate()
+        self.pages[other], self.lengths[other] = list(self.pages[sequence]), self.lengths[sequence]
+        for page in self.pages[other]:
+            self.references[page] += 1
+        return other
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.check(sequence)
+        if not 0 <= length <= self.lengths[sequence]:
+            raise ValueError(
+                f"length={length} must be between 0 and the {self.lengths[sequence]} tokens of {sequence=}"
+            )
+        pages, keep = self.pages[sequence], -(-length // self.page_size)
+        for page in reversed(pages[keep:]):
+            self._release(page)
+        del pages[keep:]
+        self.lengths[sequence] = length
+
+    def free(self, sequence: int) -> None:
+        self.truncate(sequence, 0)
+        del self.pages[sequence], self.lengths[sequence]
+
+    def check(self, sequence: int) -> None:
+        """Raises ValueError unless the sequence lives."""
+        if sequence not in self.pages:
+            raise ValueError(
+                f"sequence={sequence!r} is not in the cache: it was freed, or is none that allocate() or "
+                "fork() returned"
+            )
+
+    def reserve(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Lengthen the sequences; the (source, copy) pages that must be copied before tokens are written.
+
+        Raises:
+            ValueError: a sequence does not live or occurs twice, a count is negative, max_seqlen or the free
+                pages do not suffice. Nothing has changed then.
+        """
+        self._check_room(sequences, new_tokens)
+        copies = []
+        for sequence, count in zip(sequences, new_tokens):
+            if sequence == PADDING or count == 0:
+                continue
+            pages, length = self.pages[sequence], self.lengths[sequence]
+            if length % self.page_size and self.references[pages[-1]] > 1:
+                copies.append((pages[-1], self._take()))
+                self.references[pages[-1]] -= 1
+                pages[-1] = copies[-1][1]
+            while len(pages) * self.page_size < length + count:
+                pages.append(self._take())
+            self.lengths[sequence] = length + count
+        return copies
+
+    def _check_room(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> None:
+        living = [sequence for sequence in sequences if sequence != PADDING]
+        for sequence in living:
+            self.check(sequence)
+        if len(set(living)) < len(living):
+            raise ValueError(f"sequences={list(sequences)} must not name a sequence twice")
+        needed = 0
+        sharers: dict[int, int] = {}  # sequences that still share a page, as the copies are made
+        for sequence, count in zip(sequences, new_tokens):
+            if count < 0:
+                raise ValueError(f"new_tokens={list(new_tokens)} must be at least 0")
+            if sequence == PADDING or count == 0:
+                continue
+            pages, length = self.pages[sequence], self.lengths[sequence]
+            if self.max_seqlen is not None and length + count > self.max_seqlen:
+                raise ValueError(
+                    f"{count} new tokens do not fit: {sequence=} has {length} of max_seqlen={self.max_seqlen}"
+                )
+            needed += -(-(length + count) // self.page_size) - len(pages)
+            if length % self.page_size:  # the last of those that share a page keeps it
+                left = sharers.get(pages[-1], self.references[pages[-1]])
+                needed, sharers[pages[-1]] = needed + (left > 1), left - 1
+        if needed > len(self.free_pages):
+            raise ValueError(
+                f"new_tokens={list(new_tokens)} need {needed} pages, {len(self.free_pages)} of "
+                f"num_pages={self.num_pages} are free: free a sequence first"
+            )
+
+    def _take(self) -> int:
+        page = self.free_pages.pop()
+        self.references[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self.free_pages.append(page)
+
+    def batch(
+        self,
+        sequences: Sequence[int],
+        new_tokens: Sequence[int],
+        device: torch.device,
+        into: PagedBatch | None,
+    ) -> PagedBatch:
+        """The sequences after `reserve`, on the device; `into`: in the memory of an earlier batch.
+
+        Raises:
+            ValueError: the earlier batch has other sizes.
+        """
+        fields = self._fields(sequences, new_tokens, None if into is None else into.page_table.shape[1])
+        on_host = torch.cat([t.flatten() for t in fields.values()]).to(torch.int32)
+        if into is None:
+            # Pinned, so that the copy does not wait for the device.
+            pinned = on_host.pin_memory() if device.type == "cuda" else on_host
+            block = pinned.to(device, non_blocking=True)
+        else:
+            for name, t in fields.items():
+                if t.shape != getattr(into, name).shape:
+                    shapes = tuple(t.shape), tuple(getattr(into, name).shape)
+                    raise ValueError(
+                        f"into.{name} has shape {shapes[1]}, must have {shapes[0]} for this batch"
+                    )
+            block = into.block
+            block.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
+        parts = block.split([t.numel() for t in fields.values()])
+        views = {name: part.view(t.shape) for (name, t), part in zip(fields.items(), parts)}
+        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block)
+
+    def _fields(
+        self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None
+    ) -> dict[str, Tensor]:
+        size = self.page_size
+        lengths = [0 if s == PADDING else self.lengths[s] for s in sequences]
+        rows = [[] if s == PADDING else self.pages[s] for s in sequences]
+        longest = max(map(len, rows), default=0)
+        if width is None or width < longest:
+            # As wide as a sequence can become, or a power of two: few shapes.
+            most = None if self.max_seqlen is None else -(-self.max_seqlen // size)
+            width = min(1 << max(0, longest - 1).bit_length(), self.num_pages) if most is None else most
+        table = torch.tensor([pages + [0] * (width - len(pages)) for pages in rows], dtype=torch.int32)
+        counts = torch.tensor(new_tokens, dtype=torch.int64)
+        row = torch.repeat_interleave(torch.arange(len(rows)), counts)  # of each new token
+        first = torch.tensor([max(0, n - c) for n, c in zip(lengths, new_tokens)], dtype=torch.int64)
+        ends = counts.cumsum(0)
+        positions = first[row] + torch.arange(int(counts.sum())) - (ends - counts)[row]
+        is_real = torch.tensor([s != PADDING for s in sequences], dtype=torch.bool)[row]
+        table = table.view(len(rows), width)
+        page = table[row, (positions // size).clamp(max=max(0, width - 1))] if width else row
+        written, kept = self._written(sequences, new_tokens)
+        return {
+            "lengths": torch.tensor(lengths, dtype=torch.int32),
+            "cu_seqlens": torch.cat((counts.new_zeros(1), ends)),
+            "page_table": table,
+            "positions": positions,
+            "slots": torch.where(is_real, page * size + positions % size, -1),
+            "written": written,
+            "kept": kept,
+        }
+
+    def _written(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        pages, kept = [], []
+        for sequence, count in zip(sequences, new_tokens):
+            if sequence != PADDING and count > 0:
+                start = self.lengths[sequence] - count
+                first = start // self.page_size
+                own = self.pages[sequence][first:]
+                pages += own
+                kept += [start - first * self.page_size] + [0] * (len(own) - 1)
+        return torch.tensor(pages, dtype=torch.int32), torch.tensor(kept, dtype=torch.int32)

@@ -1,0 +1,187 @@
+"""New tokens into a cache, turned by their positions on the way, in one launch for query, key and value.
+
+A program handles one token and BLOCK_H heads of one of the three tensors. Pair (a, b) of a head becomes
+(a cos - b sin, a sin + b cos): each coordinate is x cos + partner sin, with a minus for the first of a pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.launch_plan import Launch, Tensors, run
+
+BLOCK_H = tl.constexpr(16)
+
+
+class Tokens(NamedTuple):
+    """Where new tokens go: slots and positions, or what each sequence holds, in its entry or by its pages."""
+
+    slots: Tensor | None  # (tokens,) rows of the storage, -1 for none
+    positions: Tensor | None  # (tokens,)
+    lengths: Tensor | None  # (batch,) before these tokens
+    page_table: Tensor | None = None  # (batch, pages)
+
+
+def append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_storage: Tensor,
+    value_storage: Tensor | None,
+    tokens: Tokens,
+    rotary: tuple[Tensor, Tensor, bool] | None,
+) -> Tensor:
+    """Write key and value, and return query turned like key (query itself without rotary).
+
+    Args:
+        query, key, value: (batch, new_tokens, heads, dim) or (tokens, heads, dim), last dimension contiguous.
+        key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
+        rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2).
+    """
+    turned = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
+    cos, sin, is_interleaved = rotary or (None, None, False)
+    tokens = Tokens(*(None if t is None else t.contiguous() for t in tokens))
+    tensors = (key, value, query if rotary else None, turned, key_storage, value_storage, *tokens, cos, sin)
+    run(_launch, is_interleaved, tensors)
+    return query if turned is None else turned
+
+
+def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
+    key, value, query, turned, key_storage, value_storage, *places, table, cos, sin = tensors
+    assert key is not None and key_storage is not None
+    new_tokens = key.shape[1] if key.ndim == 4 else 1
+    blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
+    arguments = (
+        *(_heads(t) for t in (query, key, value, turned)),
+        *(_flat(t) for t in (key_storage, value_storage)),
+        *(*places, table, cos, sin),
+        *(
+            new_tokens,
+            key_storage.shape[1],
+            0 if cos is None else len(cos),
+            0 if table is None else table.shape[1],
+        ),
+        *blocks,
+        max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
+        0 if cos is None else 2 * cos.shape[1],
+        is_interleaved,
+    )
+    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1)
+
+
+class Heads(NamedTuple):
+    """Heads of one tensor: batch, token and head strides in elements; the last dimension is contiguous."""
+
+    ptr: Tensor
+    stride_batch: int
+    stride_token: int
+    stride_head: int
+    heads: int
+    dim: int
+
+
+def _heads(t: Tensor | None) -> Heads | None:
+    if t is None:
+        return None
+    strides = t.stride() if t.ndim == 4 else (t.stride(0), 0, *t.stride()[1:])
+    return Heads(t, *strides[:3], *t.shape[-2:])
+
+
+def _flat(t: Tensor | None) -> Heads | None:
+    """The storage's rows, numbered through all its entries."""
+    return None if t is None else Heads(t, t.stride(1), 0, t.stride(2), *t.shape[-2:])
+
+
+@triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows", "pages"])
+def append_kernel(
+    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, cos, sin,
+    new_tokens, rows, table_rows, pages,
+    Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage."""
+    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + V_BLOCKS
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    b = token // new_tokens
+    n = token % new_tokens
+    if lengths is not None:
+        held = tl.load(lengths + b)
+        position = held + n
+        if page_table is not None:
+            at = tl.minimum(position // rows, pages - 1)
+            slot = tl.load(page_table + b * pages + at).to(tl.int64) * rows + position % rows
+        else:
+            slot = (
+                b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
+            )  # a full one: its last rows
+    else:
+        position = tl.load(positions + token)
+        slot = tl.load(slots + token).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
+    if block < K_BLOCKS:
+        x = load_turned(k, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+        if slot >= 0:
+            store_heads(k_out, slot, 0, block, x, BLOCK_D)
+    elif block < K_BLOCKS + V_BLOCKS:
+        if v is not None:
+            block -= K_BLOCKS
+            x = load_turned(v, b, n, block, cos, sin, position, BLOCK_D, 0, IS_INTERLEAVED)
+            if slot >= 0:
+                store_heads(v_out, slot, 0, block, x, BLOCK_D)
+    else:
+        if q is not None:
+            block -= K_BLOCKS + V_BLOCKS
+            x = load_turned(q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+            store_heads(q_out, b, n, block, x, BLOCK_D)
+
+
+@triton.jit
+def head_pointers(x, b, n, block):
+    """(pointers to BLOCK_H heads, which of them exist)."""
+    head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    return x.ptr + b * x.stride_batch + n * x.stride_token + head * x.stride_head, head < x.heads
+
+
+@triton.jit
+def load_turned(
+    x, b, n, block, cos, sin, position,
+    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads [BLOCK_H, BLOCK_D] of one token, their first ROTARY_DIM coordinates turned."""
+    ptrs, exists = head_pointers(x, b, n, block)
+    column = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (column < x.dim)[None, :]
+    tile = tl.load(ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+    if ROTARY_DIM > 0:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        if IS_INTERLEAVED:
+            pair = column // 2
+            partner = column ^ 1
+            is_first = column % 2 == 0
+        else:
+            pair = column % HALF
+            is_first = column < HALF
+            partner = tl.where(is_first, column + HALF, column - HALF)
+        turns = column < ROTARY_DIM
+        entry = position.to(tl.int64) * HALF + pair
+        c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
+        other = tl.load(ptrs[:, None] + partner[None, :], mask=mask & turns[None, :], other=0.0)
+        signed = tl.where(is_first, -s, s)
+        turned = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
+        tile = turned.to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def store_heads(x, b, n, block, tile, BLOCK_D: tl.constexpr):
+    ptrs, exists = head_pointers(x, b, n, block)
+    column = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (column < x.dim)[None, :]
+    tl.store(ptrs[:, None] + column[None, :], tile, mask=mask)

@@ -1,0 +1,154 @@
+"""`tilewise tune`: time tiles of the Triton kernels on this GPU, print the fastest as rows of the table."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import Annotated
+
+import torch
+import typer
+
+from tilewise.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.tuning_table import KernelTile, kernel_tile
+
+KERNELS = ("forward", "dkdv", "dq")
+MAX_REGISTERS = 232  # a thread's, for accumulators and scores; beyond, tiles spill
+ROUNDS = 5
+
+Measure = Callable[[str, KernelTile], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fastest tile of a kernel, and what the table has now."""
+
+    kernel: str
+    head_dim: int
+    is_causal: bool
+    best: KernelTile
+    seconds: float
+    current: KernelTile
+    current_seconds: float
+
+    def __str__(self) -> str:
+        name = f"{self.kernel}_causal" if self.is_causal else self.kernel
+        times = f"{self.seconds * 1e3:.3f} ms; now {self.current_seconds * 1e3:.3f} ms"
+        return f'"{name}": ({self.head_dim}, {self.best}),  # {times}'
+
+
+def candidates(kernel: str, head_dim: int, element_size: int, shared_bytes: int) -> Iterator[KernelTile]:
+    """Tiles that can be expected to fit a block's shared memory and a thread's registers.
+
+    Example:
+        >>> tiles = list(candidates("dq", 128, 2, 227 << 10))
+        >>> KernelTile(128, 64, 8, 3) in tiles, KernelTile(128, 128, 4, 3) in tiles
+        (True, False)
+    """
+    sizes = (16, 32, 64, 128) if head_dim > 128 else (32, 64, 128)
+    for m, n, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
+        kept, loaded = (n, m) if kernel == "dkdv" else (m, n)
+        kept_tensors = 1 if kernel == "forward" else 2
+        accumulators = kept * head_dim * (2 if kernel == "dkdv" else 1)
+        scores = m * n * (1 if kernel == "forward" else 2)
+        shared = (kept_tensors * kept + 2 * stages * loaded) * head_dim * element_size
+        registers = (accumulators + scores) // (32 * warps)
+        if shared <= shared_bytes and 64 <= registers <= MAX_REGISTERS:
+            yield KernelTile(m, n, warps, stages)
+
+
+def fastest(
+    tiles: Iterator[KernelTile], current: KernelTile, measure: Callable[[KernelTile], float]
+) -> tuple:
+    """(tile, its seconds, seconds of `current`); tiles that do not compile or fit are passed over."""
+    times = {tile: measure(tile) for tile in {current: None} | dict.fromkeys(tiles)}
+    best = min(times, key=times.__getitem__)
+    return best, times[best], times[current]
+
+
+def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
+    """A stopwatch for one kernel with one tile: seconds by CUDA events, infinite if it cannot run."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from tilewise.triton import launch
+
+    out, lse = launch.forward(problem, inputs)
+    results = launch._prepare(problem, inputs, launch.Results(out=out, lse=lse, dout=torch.randn_like(out)))
+    results = results._replace(**{name: torch.empty_like(out) for name in ("dq", "dk", "dv")})
+    builds = {"dkdv": launch._dkdv_launch, "dq": launch._dq_launch}
+
+    def once(kernel: str, tile: KernelTile) -> None:
+        if kernel == "forward":
+            launch.forward(problem, inputs, tile)
+        else:
+            launch.run(builds[kernel], problem, (*inputs, *results), tile)
+
+    def seconds(kernel: str, tile: KernelTile) -> float:
+        times = []
+        try:
+            once(kernel, tile)
+        except (OutOfResources, PTXASError, CompilationError):
+            return float("inf")
+        for _ in range(ROUNDS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            once(kernel, tile)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        return statistics.median(times)
+
+    return seconds
+
+
+def tune(
+    head_dim: Annotated[list[int] | None, typer.Option(help="Head sizes; default: 64, 128, 256.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KERNELS)}; default: all.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
+    seqlen: Annotated[int, typer.Option(help="Queries and keys of each of 4 sequences.", min=16)] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+) -> None:
+    """Time tiles of the Triton kernels on this GPU; print the fastest as rows of tilewise.tuning_table."""
+    if unknown := set(kernel or ()) - set(KERNELS):
+        raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(KERNELS)}")
+    if dtype not in ("bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype {dtype} must be bfloat16 or float16")
+    if not torch.cuda.is_available():
+        typer.echo("tilewise tune: needs a GPU", err=True)
+        raise typer.Exit(2)
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    command = " ".join(["tilewise", *sys.argv[1:]])
+    typer.echo(f"# {properties.name}, {date.today()}, {versions}, `{command}`")
+    masks = (False, True) if causal is None else (causal,)
+    for d, is_causal in itertools.product(head_dim or (64, 128, 256), masks):
+        for row in rows(d, is_causal, kernel or KERNELS, seqlen, getattr(torch, dtype)):
+            typer.echo(str(row))
+
+
+def rows(
+    d: int, is_causal: bool, kernels: list[str] | tuple[str, ...], seqlen: int, dtype: torch.dtype
+) -> Iterator[Row]:
+    """The fastest tile of each kernel for 4 sequences of 2048 / d heads."""
+    shape = (4, seqlen, max(1, 2048 // d), d)
+    inputs = Inputs(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(3)))
+    problem = describe(inputs, Options(causal=is_causal))
+    properties = torch.cuda.get_device_properties(0)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
+    seconds = measured(problem, inputs)
+    for kernel in kernels:
+        padded = max(16, 1 << (d - 1).bit_length())
+        capability = torch.cuda.get_device_capability(0)
+        current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
+        assert current is not None
+        tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes)
+        best, time, current_time = fastest(tiles, current, functools.partial(seconds, kernel))
+        yield Row(kernel, padded, is_causal, best, time, current, current_time)

@@ -1,0 +1,99 @@
+"""Check the forward kernel on the CPU, run by `emulator`: prints one line a case, fails on the first error.
+
+Two programs share all tiles, so that every ring goes round many times: a deadlock shows as a wait without end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import emulator
+import torch
+
+emulator.install()
+emulator.TIMEOUT = 20.0
+
+from tilewise import launch_plan, reference  # noqa: E402
+from tilewise.hopper import launch, schedule  # noqa: E402
+from tilewise.problem import Inputs, Options, describe  # noqa: E402
+
+# name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
+CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
+    "full": (300, 290, 4, 2, 128, 128, {}),
+    "causal": (400, 400, 3, 3, 128, 128, {"causal": True}),
+    "causal_d64": (400, 300, 3, 1, 64, 64, {"causal": True}),
+    "long_d64": (700, 650, 3, 1, 64, 64, {}),
+    "d80": (150, 150, 2, 2, 80, 80, {}),
+    "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
+    "d192": (300, 200, 4, 4, 192, 192, {}),
+    "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
+    "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
+    "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
+    "window_d64": (2500, 2500, 1, 1, 64, 64, {"window_left": 100, "window_right": 0}),
+    "left_window": (300, 500, 1, 1, 64, 64, {"window_left": 20}),
+    "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
+    "sinks": (200, 150, 4, 2, 64, 64, {"sinks": True, "causal": True}),
+    "few_queries": (5, 400, 8, 2, 128, 128, {"causal": True}),
+    "packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 2, 1, 64, 64, {}),
+    "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
+}
+
+
+def start(launched: launch_plan.Launch) -> None:
+    """In place of a launch on a GPU."""
+    if launched.kernel is schedule.order_sequences_kernel:
+        cu_q, cu_k, order, first_tile, _, positions = launched.arguments
+        order.copy_(torch.argsort(cu_k.diff(), descending=True, stable=True))
+        first_tile[0] = 0
+        first_tile[1:] = ((cu_q.diff()[order.long()] + positions - 1) // positions).cumsum(0)
+        return
+    pointers = [emulator.Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
+    emulator.run_grid(launched.kernel, 2, *pointers)
+
+
+def check(name: str) -> float:
+    """Largest error of out and lse relative to their largest value."""
+    lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
+    is_packed = isinstance(lengths_q, list)
+    lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(*lead, h, d).bfloat16()
+        for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v))
+    )
+    extras: dict[str, torch.Tensor] = {}
+    if is_packed:
+        for side, lengths in (("q", lengths_q), ("k", lengths_k)):
+            extras[f"cu_seqlens_{side}"] = torch.tensor(
+                [0, *itertools.accumulate(lengths)], dtype=torch.int32
+            )
+    options = dict(options)
+    if options.pop("sinks", False):
+        extras["sinks"] = torch.randn(heads)
+    inputs = Inputs(q, k, v, **extras)
+    problem = describe(inputs, Options(**options))
+    out, lse = launch.forward(problem, inputs)
+    visibility = problem.visibility()
+    exact_out, exact_lse = reference.attention(
+        q, k, v, window=(visibility.left, visibility.right), softcap=problem.softcap, **extras
+    )
+    assert torch.equal(lse.isneginf(), exact_lse.isneginf()), name
+    seen = exact_lse.isfinite()
+    pairs = ((out, exact_out), (lse[seen], exact_lse[seen]))
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def main() -> None:
+    launch_plan.start = start
+    launch.num_sms = lambda index: 2  # type: ignore[assignment]
+    launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+    for case in sys.argv[1:] or CASES:
+        error = check(case)
+        print(f"{case}: {error:.1e}", flush=True)
+        assert error < 1e-2, case
+
+
+if __name__ == "__main__":
+    main()

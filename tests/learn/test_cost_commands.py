@@ -1,0 +1,119 @@
+"""`tilewise io`, `tilewise roofline`, `tilewise kv-memory`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise.cli import _app
+from tilewise.learn import io_model
+from tilewise.learn.io_model import Shape
+from tilewise.learn.machines import human_bytes
+from tilewise.learn.pipeline import Pipeline
+
+H200 = Path(__file__).parents[2] / "benchmarks/results/h200-headline-quick-2026-11-21.json"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(_app(), list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def row(output: str, name: str) -> list[str]:
+    line = next(line for line in output.splitlines() if line.strip().startswith(name))
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_io_prints_the_models_counts():
+    output = run("io", "--seqlen", "1000", "--head-dim", "64", "--heads", "3", "--causal", "--detail")
+    cost = io_model.fa2(Shape(1000, 1000, 64, num_heads=3, causal=True))
+    fields = row(output, "fa2")
+    assert fields[1] == human_bytes(cost.slow_bytes)
+    assert fields[3] == f"{cost.matmul_flops:.3e}"
+    assert fields[5] == f"{cost.intensity:.1f}"
+    for name in ("standard", "fa1", "backward_storing", "backward_recompute", "decode"):
+        assert row(output, name)
+    assert row(output[output.index("\nbackward_recompute") :], "dq_sum")
+
+
+def test_sram_size_matters_to_fa1_alone():
+    small, large = (run("io", "--sram", size) for size in ("64", "192"))
+    assert row(small, "fa1") != row(large, "fa1")
+    assert row(small, "fa2") == row(large, "fa2")
+
+
+def test_roofline():
+    output = run("roofline", "--device", "a100", "--seqlen", "8192")
+    assert "balance 156.0 FLOP/byte" in output
+    assert row(output, "standard")[3] == "HBM"
+    assert row(output, "fa2")[3] == "matrix products"
+    assert "balance 295.2" in run("roofline", "--device", "H100")
+
+
+def test_roofline_plot(tmp_path):
+    path = tmp_path / "roof.svg"
+    assert f"drew {path}" in run("roofline", "--plot", str(path))
+    assert "decode: HBM" in path.read_text()
+
+
+def test_predicted_against_measured(tmp_path):
+    path = tmp_path / "compared.png"
+    output = run("roofline", "--results", str(H200), "--plot", str(path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    fields = row(output, "fwd-bf16-d128-h16-b4-s4096-full")
+    assert fields[2] == "matrix products" and fields[5].endswith("%")
+
+
+def test_kv_memory():
+    output = run("kv-memory", "--model", "llama-2-70b", "--context", "4096")
+    assert row(output, "llama-2-70b")[1:] == ["328 kB", "1.3 GB", "1.25 GiB", "10.7 GB", "8x"]
+    assert [row(output, n)[-1] for n in ("512 ", "2048 ", "8192 ", "32768 ", "131072 ")] == [
+        "0.5 MiB", "8 MiB", "128 MiB", "2048 MiB", "32768 MiB",
+    ]  # fmt: skip
+    assert "gpt-3-175b" in run("kv-memory")
+
+
+def test_pages():
+    output = run("kv-memory", "--lengths", "37,9,62,20", "--page-size", "16", "--longest", "96")
+    assert row(output, "2")[1:] == ["62", "4", "2"]
+    assert "128 tokens lie in 160 slots, 32 of them empty; reserving 96 for each takes 384, 256" in output
+
+
+def test_pipeline():
+    timeline = Pipeline.of_kernel(128).run()
+    output = run("pipeline", "--spans")
+    assert f"{timeline.cycles:.0f} cycles" in output
+    assert output.count("\n") == 1 + len(timeline.spans)
+    changed = Pipeline(64, 64, 1, 3, overlap=False, ping_pong=True, key_tiles=4).run()
+    options = "--head-dim 64 --block-n 64 --warpgroups 1 --stages 3 --no-overlap --ping-pong --key-tiles 4"
+    output = run("pipeline", *options.split())
+    assert f"no overlap, ping-pong: {changed.cycles:.0f} cycles" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["io", "--seqlen", "0"], "seqlen_q must be at least 1, got 0"),
+        (
+            ["io", "--dtype", "int8"],
+            "dtype must be one of float64, float32, bfloat16, float16, fp8, got 'int8'",
+        ),
+        (["io", "--block-q", "0"], "block_q must be at least 1, got 0"),
+        (["io", "--sram", "0"], "sram_bytes must be at least one element"),
+        (["roofline", "--device", "TPU"], "device must be one of A100, H100, H200 or cpu, got 'TPU'"),
+        (["roofline", "--plot", "missing/x.png"], "--plot missing/x.png: "),
+        (["roofline", "--results", "missing.json"], "missing.json: No such file"),
+        (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
+        (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers apart by commas, got '1,x'"),
+        (["pipeline", "--stages", "0"], "stages must be at least 1, got 0"),
+        (["kv-memory", "--context", "0"], "context must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(arguments, message):
+    result = CliRunner().invoke(_app(), arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())

@@ -1,0 +1,129 @@
+"""The site: its Python runs, its commands exist, its references hold, and it builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise.cli import _app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+QUICK = {"trace", "io", "roofline", "kv-memory", "learn"}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load("site_hooks")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def with_python() -> list[Path]:
+    return [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.stem)
+def test_python(page):
+    """The blocks of a page run one after another, as a reader would type them."""
+    if "transformers" in page.read_text() and importlib.util.find_spec("transformers") is None:
+        pytest.skip("the package transformers is not installed")
+    scope: dict[str, object] = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), scope)
+
+
+def commands() -> list[str]:
+    """Every `tilewise ...` of the pages, in blocks and in running text."""
+    text = [page.read_text() for page in PAGES]
+    lines = [line for page in PAGES for code in blocks(page, "sh") for line in code.splitlines()]
+    inline = re.findall(r"`(tilewise [a-z][^`]*)`", "\n".join(text))
+    found = [line.split("#")[0].strip() for line in [*lines, *inline] if line.startswith("tilewise ")]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[1:]
+    if words[0] not in QUICK or "FILE" in words:  # those that measure for minutes: their options exist
+        help_text = CliRunner().invoke(_app(), [words[0], "--help"]).output
+        assert all(word in help_text for word in words if word.startswith("--")), help_text
+        return
+    result = CliRunner().invoke(_app(), words)
+    assert result.exit_code == 0, result.output
+
+
+def test_references_hold():
+    for page in PAGES:
+        for name in re.findall(r"<!-- source: (\S+) -->", page.read_text()):
+            assert hooks.source(name).startswith('```python title="src/tilewise/')
+        for title in re.findall(r"<!-- readme: (.+?) -->", page.read_text()):
+            assert hooks.readme_section(title)
+
+
+def test_source_is_the_trees():
+    import inspect
+
+    from tilewise.cpu import tiled
+
+    assert inspect.getsource(tiled.online_softmax_step).strip() in hooks.source(
+        "tilewise.cpu.tiled.online_softmax_step"
+    )
+    method = hooks.source("tilewise.cpu.llvm.forward.ForwardKernel.attend")
+    assert "\ndef attend(self" in method and "@gluon.jit\ndef mma_role(" in hooks.source(
+        "tilewise.hopper.forward.mma_role"
+    )
+
+
+@pytest.mark.parametrize("name", ["tilewise.cpu.tiled.no_such_step", "tilewise.no_such_module.f", "tilewise"])
+def test_a_reference_to_nothing_fails(name):
+    with pytest.raises(LookupError):
+        hooks.source(name)
+    with pytest.raises(LookupError):
+        hooks.readme_section(name)
+
+
+def test_tables_hold_every_result():
+    text = hooks.tables()
+    for path in hooks.RESULTS.rglob("*.json"):
+        assert f"`{path.relative_to(hooks.RESULTS).as_posix()}`" in text
+
+
+def test_builds_without_a_warning(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings_handlers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed: pip install '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "site"
+    api = (site / "api" / "index.html").read_text()
+    for name in ("attention", "attention_varlen", "attention_with_cache", "KVCache", "explain.explain"):
+        assert f'id="tilewise.{name}"' in api
+    assert "online_softmax_step" in (site / "how-it-works" / "index.html").read_text()
+    assert (site / "learn-page.html").read_text().startswith("<!doctype html>")
+    for page in site.rglob("*.html"):  # nothing is loaded from elsewhere
+        loaded = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]+)"', page.read_text()
+        )
+        assert loaded == [], page

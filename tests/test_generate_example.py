@@ -1,0 +1,50 @@
+"""examples/generate.py runs, and generates what a pass without a cache chooses."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PATH = Path(__file__).parents[1] / "examples" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("generate_example", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model", ["gpt", "tiny"])
+def test_it_runs(example, model, capsys):
+    sizes = ["--requests", "4", "--prompt", "30", "--new", "6", "--most", "2"]
+    example.main(["--model", model, *sizes])
+    printed = capsys.readouterr().out
+    same, total = re.search(r"(\d+) of (\d+) tokens are those", printed).groups()
+    assert same == total and int(total) > 4
+    assert float(re.search(r"([\d.]+) tokens/s", printed)[1]) > 0
+
+
+def test_sequences_join_and_leave_as_pages_allow(example):
+    """Five pages of 16 tokens: a third request waits until one of two has left; chunks of 7 tokens."""
+    torch.manual_seed(0)
+    model = example.Llama(example.TINY).eval()
+    engine = example.Engine(model, num_pages=5, page_size=16, most=3, chunk=7)
+    requests = [
+        example.Request(torch.randint(100, (n,)).tolist(), new) for n, new in ((20, 5), (9, 20), (30, 3))
+    ]
+    seen = []
+    step = engine.step
+    engine.step = lambda running: (seen.append([len(r.prompt) for r in running]), step(running))
+    engine.run(requests)
+    assert [20, 9] in seen and [9, 30] in seen and all(len(lengths) <= 2 for lengths in seen)
+    assert [r.generated for r in requests] == example.uncached_tokens(model, requests)
+    assert [len(r.generated) for r in requests] == [5, 20, 3]
+    assert engine.caches[0].free_pages == 5 and engine.caches[0].sequences == []
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.run([example.Request([1] * 80, 2)])

@@ -1,0 +1,62 @@
+"""Parts of the keys put together give what one call gives."""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import reference
+from tilewise.merge import merge
+from tilewise.testing import compare
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", [[20], [1, 19], [7, 0, 13], [5] * 4])
+def test_parts_give_the_whole(dtype, split):
+    q, k, v = (torch.randn(2, n, h, 8).to(dtype) for n, h in ((3, 4), (20, 2), (20, 2)))
+    sinks = torch.randn(4)
+    parts = [
+        tilewise.attention(q, *part, sinks=sinks if n == 0 else None, return_lse=True)
+        for n, part in enumerate(zip(k.split(split, 1), v.split(split, 1)))
+    ]
+    out, lse = merge([(o.float(), s) for o, s in parts])
+    exact, base = (reference.attention(q, k, v, sinks=sinks, dtype=d) for d in (torch.float64, dtype))
+    rounding = torch.finfo(dtype).eps  # each part was rounded once
+    assert (out - exact[0]).abs().max() <= rounding * v.abs().max() + 2 * (base[0] - exact[0]).abs().max()
+    assert compare(
+        "lse", lse, exact[1], reference.attention(q, k, v, sinks=sinks, dtype=torch.float32)[1]
+    ).is_within
+    assert merge(parts)[0].dtype == dtype
+
+
+def test_packed_parts_and_queries_that_see_nothing():
+    q = torch.randn(5, 2, 8, dtype=torch.float64)
+    k = torch.randn(9, 2, 8, dtype=torch.float64)
+    starts = torch.tensor([0, 2, 5])
+    keys = torch.tensor([0, 9, 9])  # the second sequence has none
+    whole = tilewise.attention_varlen(q, k, k, starts, keys, return_lse=True)
+    halves = [
+        tilewise.attention_varlen(
+            q, part, part, starts, torch.tensor([0, len(part), len(part)]), return_lse=True
+        )
+        for part in k.split([4, 5])
+    ]
+    out, lse = merge(halves)
+    torch.testing.assert_close(out, whole[0])
+    torch.testing.assert_close(lse, whole[1])
+    assert (out[2:] == 0).all() and (lse[:, 2:] == float("-inf")).all()
+
+
+def test_gradients_flow_through_out_and_lse():
+    q, k = (torch.randn(1, n, 1, 4, dtype=torch.float64, requires_grad=True) for n in (2, 6))
+
+    def both(q, k):
+        return merge([tilewise.attention(q, part, part, return_lse=True) for part in k.split(3, 1)])
+
+    assert torch.autograd.gradcheck(both, (q, k))
+
+
+def test_parts_that_do_not_fit():
+    out, lse = torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 3)
+    for parts in ([], [(out, lse.transpose(1, 2))], [(out, lse), (out[:, :2], lse[..., :2])]):
+        with pytest.raises(ValueError, match="parts"):
+            merge(parts)

@@ -1,0 +1,167 @@
+"""A repeated call takes a short way, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilewise
+from tilewise import repeat
+from tilewise.testing import check_attention
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    repeat.clear()
+    yield
+    repeat.clear()
+
+
+def qkv(seqlen_q=5, seqlen_k=5, heads=4, kv_heads=2, dim=16, dtype=torch.float32):
+    shapes = (seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads)
+    return [torch.randn(2, n, h, dim, dtype=dtype) for n, h in shapes]
+
+
+def kept():
+    return len(repeat._local.runs)
+
+
+@pytest.mark.parametrize("backend", [None, "llvm", "aten"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("seqlen", [1, 7, 130])
+def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
+    def call(q, k, v):
+        if layout == "bhsd":
+            q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+        found = tilewise.attention(
+            q, k, v, causal=True, layout=layout, return_lse=return_lse, backend=backend
+        )
+        return found if return_lse else (found,)
+
+    first, second = qkv(seqlen, seqlen), qkv(seqlen, seqlen)
+    before = call(*first)
+    assert kept() == 1
+    repeated = call(*second)
+    again = call(*first)
+    repeat.clear()
+    whole = call(*second)
+    for a, b, c, d in zip(before, again, repeated, whole, strict=True):
+        assert torch.equal(a, b) and torch.equal(c, d)
+        assert c.stride() == d.stride() and c.dtype == d.dtype and c.data_ptr() != d.data_ptr()
+
+
+def test_repeated_calls_meet_the_error_rule():
+    for _ in range(3):
+        q, k, v = qkv(70, 90)
+        check_attention(q, k, v, window=(20, 3))
+        tilewise.attention(q, k, v, window=(20, 3))
+    assert kept() == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"causal": True}, {"window": (2, None)}, {"softcap": 2.0}, {"scale": 0.3}, {"return_lse": True},
+        {"backend": "tiled"}, {"sinks": torch.zeros(4)}, {"mask": torch.zeros(5, dtype=torch.bool)},
+        {"dropout_p": 0.5},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_every_argument_counts(changed):
+    q, k, v = qkv()
+    plain = tilewise.attention(q, k, v)
+    other = tilewise.attention(q, k, v, **changed)
+    if changed == {"backend": "tiled"}:
+        torch.testing.assert_close(other, plain)
+    elif "return_lse" in changed:
+        assert torch.equal(other[0], plain)
+    else:
+        assert not torch.allclose(other, plain)
+    assert torch.equal(tilewise.attention(q, k, v), plain)
+
+
+def test_strides_and_dtypes_count():
+    q, k, v = qkv()
+    plain = tilewise.attention(q, k, v)
+    wide = torch.randn(2, 5, 2, 40)
+    assert not torch.equal(tilewise.attention(q, wide[..., :16], v), plain)
+    scattered = torch.randn(2, 5, 2, 32)[..., ::2]
+    expected = tilewise.attention(q, scattered.contiguous(), v)
+    for _ in range(2):
+        assert torch.equal(tilewise.attention(q, scattered, v), expected)
+    with pytest.raises(TypeError, match=r"key\.dtype=torch\.float64"):
+        tilewise.attention(q, k.double(), v)
+
+
+def test_bad_arguments_are_refused_after_good_calls():
+    q, k, v = qkv()
+    for _ in range(2):
+        tilewise.attention(q, k, v)
+    for bad in ({"window": (1.0, None)}, {"layout": "sbhd"}, {"softcap": -1.0}, {"backend": "none"}):
+        with pytest.raises(ValueError):
+            tilewise.attention(q, k, v, **bad)
+    with pytest.raises(TypeError, match="key=list"):
+        tilewise.attention(q, [k], v)
+
+
+def test_whoever_watches_sees_the_call():
+    q, k, v = qkv(dtype=torch.float64)
+    plain = tilewise.attention(q, k, v)
+    leaf = q.clone().requires_grad_()
+    assert tilewise.attention(leaf, k, v).grad_fn is not None
+    with torch.no_grad():
+        assert torch.equal(tilewise.attention(leaf, k, v), plain)
+    assert torch.equal(torch.vmap(lambda x: tilewise.attention(x, k, v))(q[None])[0], plain)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert forward_ad.unpack_dual(tilewise.attention(dual, k, v)).tangent is not None
+    compiled = torch.compile(lambda *t: tilewise.attention(*t), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), plain)
+
+
+def test_a_default_device_changes_nothing():
+    q, k, v = qkv()
+    plain = tilewise.attention(q, k, v)
+    with torch.device("meta"):
+        assert torch.equal(tilewise.attention(q, k, v), plain)
+        repeat.clear()
+        assert torch.equal(tilewise.attention(q, k, v), plain)
+
+
+def test_threads_do_not_share_what_they_keep():
+    q, k, v = qkv()
+    tilewise.attention(q, k, v)
+    counts = []
+    thread = threading.Thread(target=lambda: counts.append(kept()))
+    thread.start()
+    thread.join()
+    assert counts == [0] and kept() == 1
+
+
+def test_sdpa_face_takes_the_short_way_too():
+    q, k, v = (t.transpose(1, 2) for t in qkv(kv_heads=4))
+    first = tilewise.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert kept() == 2  # the face's own signature, and that of the call below it
+    other = [torch.randn_like(t) for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*other, is_causal=True)
+    torch.testing.assert_close(tilewise.scaled_dot_product_attention(*other, is_causal=True), expected)
+    assert torch.equal(tilewise.scaled_dot_product_attention(q, k, v, is_causal=True), first)
+    with pytest.raises(ValueError, match="heads"):
+        tilewise.scaled_dot_product_attention(q, k[:, :3], v[:, :3], is_causal=True)
+
+
+def test_sdpa_face_repeats_dropout_and_rectangular_masks_as_they_are():
+    """Neither can be said by the options that a repeated call would take."""
+    q, k, v = (t.transpose(1, 2) for t in qkv(kv_heads=4))
+    plain = tilewise.scaled_dot_product_attention(q, k, v)
+    for _ in range(3):
+        assert not torch.equal(tilewise.scaled_dot_product_attention(q, k, v, dropout_p=0.9), plain)
+    short = [t[:, :, :3] for t in (k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *short, is_causal=True)
+    for _ in range(3):
+        found = tilewise.scaled_dot_product_attention(q, *short, is_causal=True)
+        torch.testing.assert_close(found, expected)

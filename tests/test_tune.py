@@ -1,0 +1,56 @@
+"""`tilewise tune`: which tiles are tried, what is printed. Timing needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewise import tune
+from tilewise.cli import _app
+from tilewise.tuning_table import KernelTile, kernel_tile
+
+H200_SHARED = 227 << 10
+
+
+@pytest.mark.parametrize("kernel", tune.KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_the_table_holds_is_among_the_candidates(kernel, head_dim, is_causal):
+    tiles = list(tune.candidates(kernel, head_dim, 2, H200_SHARED))
+    assert kernel_tile(kernel, (9, 0), None, head_dim, is_causal=is_causal) in tiles
+    assert len(tiles) == len(set(tiles)) < 60 and all(tile.is_valid() for tile in tiles)
+
+
+def test_the_fastest_is_chosen_and_what_does_not_run_is_passed_over():
+    seconds = {
+        KernelTile(64, 64, 4, 2): 2.0,
+        KernelTile(32, 64, 4, 2): 1.0,
+        KernelTile(64, 32, 4, 2): float("inf"),
+    }
+    current = KernelTile(64, 64, 4, 2)
+    best, time, current_time = tune.fastest(iter(seconds), current, seconds.__getitem__)
+    assert (best, time, current_time) == (KernelTile(32, 64, 4, 2), 1.0, 2.0)
+    row = tune.Row("dq", 128, True, best, 1e-3, current, 2e-3)
+    assert str(row) == f'"dq_causal": (128, {best}),  # 1.000 ms; now 2.000 ms'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--kernel", "dv"], "--kernel dv must be one of"), (["--dtype", "float64"], "--dtype float64 must be")],
+)
+def test_bad_arguments_are_named(arguments, message):
+    result = CliRunner().invoke(_app(), ["tune", *arguments])
+    assert result.exit_code == 2 and message in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")
+def test_without_a_gpu():
+    result = CliRunner().invoke(_app(), ["tune"])
+    assert result.exit_code == 2 and "needs a GPU" in result.output
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_on_this_gpu():
+    (row,) = tune.rows(64, True, ["dq"], 512, torch.bfloat16)
+    assert row.best.is_valid() and 0 < row.seconds <= row.current_seconds < 0.1

@@ -1,0 +1,217 @@
+"""The decoding and appending kernels against the float64 reference and PyTorch.
+
+On a GPU at real shapes; with TRITON_INTERPRET=1 at tiny ones, on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import PagedKVCache, reference
+from tilewise.problem import Inputs, Options, describe
+from tilewise.rotary import apply_rotary, rotary_tables
+from tilewise.testing import compare
+
+pytest.importorskip("triton")
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (IS_INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from tilewise.triton import launch, launch_decode  # noqa: E402
+from tilewise.triton.append import Tokens, append  # noqa: E402
+from tilewise.tuning_table import DecodeTile  # noqa: E402
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+# The interpreter's products are wrong in bfloat16.
+DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [37, 0, 50, 1] if IS_INTERPRETED else [1500, 0, 5000, 1, 257]
+PAGE = 16
+NAN = float("nan")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], is_paged: bool, **extras: Tensor) -> Inputs:
+    """Keys (batch, longest, heads, dim) in a cache that holds NaN wherever no sequence has a token."""
+    lengths_k = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    beyond = (torch.arange(k.shape[1], device=DEVICE) >= lengths_k[:, None])[..., None, None]
+    k, v = (t.masked_fill(beyond, NAN) for t in (k, v))
+    if not is_paged:
+        return Inputs(q, k, v, seqlens_k=lengths_k, **extras)
+    pages = -(-k.shape[1] // PAGE)
+    table = torch.randperm(len(lengths) * pages, device=DEVICE).view(len(lengths), pages).int()
+    storage = []
+    for t in (k, v):
+        padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - t.shape[1]), value=NAN)
+        pool = torch.empty(len(lengths) * pages, PAGE, *t.shape[2:], dtype=t.dtype, device=DEVICE)
+        pool[table.flatten().long()] = padded.view(-1, PAGE, *t.shape[2:])
+        storage.append(pool)
+    return Inputs(q, *storage, seqlens_k=lengths_k, page_table=table, **extras)
+
+
+def check(
+    inputs: Inputs, k: Tensor, v: Tensor, lengths: list[int], tile: DecodeTile | None, **options: Any
+) -> None:
+    windows = {"window_left": options.pop("left", None), "window_right": options.pop("right", None)}
+    problem = describe(inputs, Options(**windows, **options))
+    out, lse = launch_decode.forward(problem, inputs, tile)
+    extras = {n: getattr(inputs, n) for n in ("sinks", "alibi_slopes", "bias", "mask")}
+    for b, length in enumerate(lengths):
+        start = 0 if inputs.leftpad_k is None else int(inputs.leftpad_k[b])
+        own = {n: t for n, t in extras.items() if t is not None}
+        for name in ("bias", "mask"):
+            if name in own:
+                own[name] = own[name][b : b + 1, ..., start:length]
+        if "alibi_slopes" in own and own["alibi_slopes"].ndim == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+        tensors = inputs.query[b : b + 1], k[b : b + 1, start:length], v[b : b + 1, start:length]
+        window = windows["window_left"], windows["window_right"]
+        exact, base = (
+            reference.attention(*tensors, dtype=dtype, window=window, **options, **own)
+            for dtype in (torch.float64, out.dtype)
+        )
+        assert compare("out", out[b : b + 1], exact[0], base[0]).is_within
+        assert compare("lse", lse[b : b + 1], exact[1], base[1]).is_within
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"left": 9, "right": 2},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "scale": {"scale": -0.3},
+    "sinks": {"causal": True, "extras": ("sinks",)},
+    "alibi": {"causal": True, "extras": ("alibi",)},
+    "bias_mask": {"extras": ("bias", "mask")},
+    "leftpad": {"causal": True, "extras": ("leftpad",)},
+}
+
+
+@pytest.mark.parametrize(("queries", "is_paged"), [(1, True), (3, False)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtype = DTYPES[-1]):
+    options = dict(CASES[case])
+    batch, heads, kv_heads, dim, dim_v = len(LENGTHS), 6, 2, 24, 40
+    q = randn(batch, queries, heads, dim, dtype=dtype)
+    k, v = (randn(batch, max(LENGTHS), kv_heads, d, dtype=dtype) for d in (dim, dim_v))
+    capacity = -(-max(LENGTHS) // PAGE) * PAGE if is_paged else max(LENGTHS)
+    given = {
+        "sinks": randn(heads),
+        "alibi_slopes": torch.rand(batch, heads, device=DEVICE),
+        "bias": randn(batch, heads, queries, capacity),
+        "mask": torch.rand(batch, 1, queries, capacity, device=DEVICE) < 0.7,
+        "leftpad_k": torch.tensor([n // 3 for n in LENGTHS], device=DEVICE),
+    }
+    wanted = options.pop("extras", ())
+    extras = {name: t for name, t in given.items() if name.startswith(wanted)} if wanted else {}
+    check(cached(q, k, v, LENGTHS, is_paged, **extras), k, v, LENGTHS, None, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(dtype: torch.dtype):
+    test_every_option("causal", 3, True, dtype)
+
+
+TILES = [(16, 16, 1, False), (16, 32, 2, True), (32, 16, 1, True), (32, 32, 1, False)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("heads", "queries"), [(8, 1), (8, 5), (3, 16)])
+def test_every_cut(tile: tuple[int, int, int, bool], heads: int, queries: int):
+    """Rows that fill several tiles, segments over many workers and workers over many segments."""
+    block_m, block_n, workers, is_transposed = tile
+    if not IS_INTERPRETED and is_transposed:
+        block_n = 64
+    choice = DecodeTile(block_m, block_n, workers, 4, 2, is_transposed)
+    dtype = DTYPES[-1]
+    q = randn(len(LENGTHS), queries, heads, 16, dtype=dtype)
+    k, v = (randn(len(LENGTHS), max(LENGTHS), 1, 16, dtype=dtype) for _ in range(2))
+    check(cached(q, k, v, LENGTHS, True), k, v, LENGTHS, choice, causal=True)
+
+
+@pytest.mark.parametrize(
+    "dim", [(40, 32), (48, 16)] if IS_INTERPRETED else [(576, 512), (192, 128), (96, 96)]
+)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_absorbed_latent_attention(dim: tuple[int, int], is_shared: bool):
+    """One key head, values apart or in the keys' first columns, columns in two parts."""
+    lengths = [70, 33]
+    q, k = randn(2, 2, 5, dim[0], dtype=DTYPES[-1]), randn(2, 70, 1, dim[0], dtype=DTYPES[-1])
+    v = k[..., : dim[1]] if is_shared else randn(2, 70, 1, dim[1], dtype=DTYPES[-1])
+    inputs = cached(q, k, v, lengths, False)
+    if is_shared:
+        inputs = inputs._replace(value=inputs.key[..., : dim[1]])
+    check(inputs, k, v, lengths, None, causal=True)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_eight_bit_pages(queries: int):
+    """Exact for what the pages hold; 40 queries go to the general kernel."""
+    dtype = DTYPES[-1]
+    lengths = [300, 17]
+    cache = PagedKVCache(48, 16, 2, 16, head_dim_v=32, dtype=torch.float8_e4m3fn, device=DEVICE)
+    for n in lengths:
+        cache.append(randn(1, n, 2, 16) * 3, randn(1, n, 2, 32), [cache.allocate()])
+    batch = cache.reserve(None, 0)
+    q = randn(2, queries, 4, 16, dtype=dtype)
+    inputs = Inputs(
+        q, cache.key, cache.value, seqlens_k=batch.lengths, page_table=batch.page_table,
+        key_scale=cache.key_scale, value_scale=cache.value_scale,
+    )  # fmt: skip
+    out, lse = launch.forward(describe(inputs, Options(causal=True)), inputs)
+    for n in range(2):
+        own = [t[None].to(dtype) for t in cache.gather(n)]
+        exact, base = (
+            reference.attention(q[n : n + 1], *own, causal=True, dtype=d) for d in (torch.float64, dtype)
+        )
+        assert compare("out", out[n : n + 1], exact[0], base[0]).is_within
+        assert compare("lse", lse[n : n + 1], exact[1], base[1]).is_within
+
+
+def test_the_same_bits_every_time():
+    q, k, v = (randn(3, n, h, 16, dtype=DTYPES[-1]) for n, h in ((1, 4), (80, 2), (80, 2)))
+    inputs = cached(q, k, v, [80, 3, 41], False)
+    problem = describe(inputs, Options(causal=True))
+    first = launch_decode.forward(problem, inputs)
+    for _ in range(2 if IS_INTERPRETED else 20):
+        for a, b in zip(first, launch_decode.forward(problem, inputs)):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["packed", "dense", "contiguous"])
+def test_appending_turns_and_writes(form: str, interleaved: bool):
+    """The fused kernel does what `apply_rotary` and indexing do; slots of -1 are written nowhere."""
+    cos, sin = (t.to(DEVICE) for t in rotary_tables(torch.arange(50), 12))
+    shape = {"packed": (6,), "dense": (3, 2), "contiguous": (3, 2)}[form]
+    q, k, v = (randn(*shape, h, d) for h, d in ((18, 16), (2, 16), (2, 20)))
+    storages = [torch.zeros(3, 16, 2, d, device=DEVICE) for d in (16, 20)]
+    expected = [t.clone() for t in storages]
+    if form == "contiguous":
+        lengths = torch.tensor([0, 14, 5], dtype=torch.int32, device=DEVICE)
+        at = lengths[:, None] + torch.arange(2, device=DEVICE)
+        slots = torch.arange(3, device=DEVICE)[:, None] * 16 + at
+        tokens = Tokens(None, None, lengths)
+    else:
+        at = torch.tensor([3, 4, 0, 49, 7, 8], dtype=torch.int32, device=DEVICE)
+        slots = torch.tensor([40, 41, -1, 0, 17, 16], dtype=torch.int32, device=DEVICE)
+        tokens = Tokens(slots, at, None)
+    turned = append(q, k, v, *storages, tokens, (cos, sin, interleaved))
+    at = at.view(shape)
+    exact = [apply_rotary(t, cos[at], sin[at], interleaved=interleaved) for t in (q, k)]
+    torch.testing.assert_close(turned, exact[0], rtol=1e-6, atol=1e-6)
+    slots = slots.flatten().long()
+    for storage, new in zip(expected, (exact[1], v)):
+        rows = storage.flatten(0, 1)
+        rows[slots[slots >= 0]] = new.flatten(0, -3)[slots >= 0]
+    torch.testing.assert_close(storages[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(storages[1], expected[1])
+    assert append(q, k, v, *storages, tokens, None) is q
