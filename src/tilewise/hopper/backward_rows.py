@@ -14,18 +14,23 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
     """(sequence, head, first row in the tensor, first row in the sequence, seqlen_q) of a query tile."""
+    start = tile * 0
     if cu_seqlens_q is None:
-        return slot // num_heads, slot % num_heads, tile * 0, tile * BLOCK_M, seqlen_q
-    b = tile * 0
-    end = b + batch
-    while end - b > 1:
-        middle = (b + end) // 2
-        is_after = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle > tile
-        end = tl.where(is_after, middle, end)
-        b = tl.where(is_after, b, middle)
-    start = tl.load(cu_seqlens_q + b).to(tl.int32)
-    row = (tile - (start // BLOCK_M + b)) * BLOCK_M
-    return b * 0, slot, start, row, tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
+        b, h = slot // num_heads, slot % num_heads
+        row, own = tile * BLOCK_M, seqlen_q
+    else:
+        b = tile * 0
+        end = b + batch
+        while end - b > 1:
+            middle = (b + end) // 2
+            is_after = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle > tile
+            end = tl.where(is_after, middle, end)
+            b = tl.where(is_after, b, middle)
+        start = tl.load(cu_seqlens_q + b).to(tl.int32)
+        row = (tile - (start // BLOCK_M + b)) * BLOCK_M
+        own = tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
+        b, h = b * 0, slot
+    return b, h, start, row, own
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
