@@ -1,11 +1,11 @@
 """Train GPT-2 (124M) on real text with several attentions: loss, tokens a second, peak memory.
 
-    python examples/train_gpt2.py                          # tilewise, SDPA and standard attention, seqlen 1024
+    python examples/train_gpt2.py                         # tilewise, SDPA and standard attention, seqlen 1024
     python examples/train_gpt2.py --seqlen 8192 --batch 2 --attention tilewise sdpa
     python examples/train_gpt2.py --device cpu --eager --layers 2 --width 64 --heads 2 --seqlen 64 --steps 5
 
 The text is the source of Python's standard library, read as bytes (the vocabulary is GPT-2's in size only).
-Every attention starts from the same weights and sees the same batches, so the losses must agree up to rounding.
+Every attention starts from the same weights and sees the same batches, so losses must agree up to rounding.
 """
 
 from __future__ import annotations
