@@ -27,9 +27,12 @@ _N = len(Inputs._fields)
 def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
     """Few queries to many keys, and nothing that these kernels have not done on a GPU.
 
-    With a window, softcap, sinks, ALiBi, a mask, a bias, left padding or 8-bit pages they have run under the
-    interpreter only; the general kernels take those.
+    That is bfloat16 on Hopper. Other dtypes, a window, softcap, sinks, ALiBi, a mask, a bias, left padding and
+    8-bit pages have run under the interpreter only, other GPUs are compiled for; the general kernels take those.
     """
+    if problem.device_type == "cuda":
+        if problem.dtype != torch.bfloat16 or gpu_capability(inputs.query.device)[0] != 9:
+            return False
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
     if not is_short or problem.is_packed or problem.dropout_p > 0 or problem.num_heads == 0:
         return False
