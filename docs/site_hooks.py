@@ -3,6 +3,7 @@
 <!-- source: tilewise.cpu.tiled.online_softmax_step -->   a function or method, as it is in the tree
 <!-- readme: What it does not do -->                      a section of README.md
 <!-- results -->                                          every file of benchmarks/results/, as tables
+    <!-- public names -->                                     the reference of everything in tilewise.__all__
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def draw(folder: Path) -> list[Path]:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"<!-- source: (\S+) -->", lambda found: source(found[1]), markdown)
     markdown = re.sub(r"<!-- readme: (.+?) -->", lambda found: readme_section(found[1]), markdown)
-    return markdown.replace("<!-- results -->", tables()) if "<!-- results -->" in markdown else markdown
+    for mark, make in (("<!-- results -->", tables), ("<!-- public names -->", public_names)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
+    return markdown
 
 
 def source(name: str) -> str:
@@ -110,6 +114,24 @@ def tables() -> str:
         return f"`{name}`\n\n" + report.tables(results.load(path))
 
     return "\n\n".join(made(path) for path in sorted(RESULTS.rglob("*.json"), reverse=True))
+
+
+def public_names() -> str:
+    """Functions and classes, then modules, for mkdocstrings."""
+    import types
+
+    import tilewise
+
+    def path(name: str) -> str:
+        """A function in a module of its own name is to be had as an attribute of that module."""
+        is_module = (ROOT / "src" / "tilewise" / f"{name}.py").is_file()
+        hides = is_module and not isinstance(getattr(tilewise, name), types.ModuleType)
+        return f"tilewise.{name}.{name}" if hides else f"tilewise.{name}"
+
+    modules = [n for n in tilewise.__all__ if isinstance(getattr(tilewise, n), types.ModuleType)]
+    others = sorted(set(tilewise.__all__) - set(modules), key=lambda n: (n[0].isupper(), n))
+    blocks = ["\n\n".join(f"::: {path(name)}" for name in names) for names in (others, modules)]
+    return f"## Functions and classes\n\n{blocks[0]}\n\n## Modules\n\n{blocks[1]}"
 
 
 def _gpu_results() -> list[Path]:

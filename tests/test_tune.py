@@ -31,13 +31,21 @@ def test_the_fastest_is_chosen_and_what_does_not_run_is_passed_over():
     current = KernelTile(64, 64, 4, 2)
     best, time, current_time = tune.fastest(iter(seconds), current, seconds.__getitem__)
     assert (best, time, current_time) == (KernelTile(32, 64, 4, 2), 1.0, 2.0)
+    assert tune.fastest(iter(seconds), None, seconds.__getitem__)[2] is None
+    assert str(tune.Row("dk", 256, False, best, 1e-3, None, None)).endswith("# 1.000 ms; now nothing")
     row = tune.Row("dq", 128, True, best, 1e-3, current, 2e-3)
     assert str(row) == f'"dq_causal": (128, {best}),  # 1.000 ms; now 2.000 ms'
 
 
+@pytest.mark.parametrize("kernel", tune.APART)
+def test_one_gradient_alone_may_take_larger_tiles(kernel):
+    together, apart = (set(tune.candidates(name, 256, 2, H200_SHARED)) for name in ("dkdv", kernel))
+    assert max(t.block_n for t in together) < max(t.block_n for t in apart) == 128
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--kernel", "dv"], "--kernel dv must be one of"), (["--dtype", "float64"], "--dtype float64 must be")],
+    [(["--kernel", "du"], "--kernel du must be one of"), (["--dtype", "float64"], "--dtype float64 must be")],
 )
 def test_bad_arguments_are_named(arguments, message):
     result = CliRunner().invoke(_app(), ["tune", *arguments])

@@ -77,12 +77,6 @@ def run(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: 
     return None
 
 
-def find(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any) -> LaunchPlan | None:
-    """The plan that `run` has for tensors like these. To be called with their device as the current one."""
-    device = tensors[0].get_device()  # type: ignore[union-attr]
-    return _plans.get((build, problem, device, choices, *map(_signature, tensors)))
-
-
 def start(launch: Launch) -> Any:
     """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted."""
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())

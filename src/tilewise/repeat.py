@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.problem import Inputs, Options, describe
 
 KEPT = 1024
 Run = Callable[[Tensor, Tensor, Tensor], Any]
@@ -52,13 +52,13 @@ def find(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[Hash
     """
     if not is_plain_eager(query) or type(key) not in _PLAIN_TYPES or type(value) not in _PLAIN_TYPES:
         return None, None
-    if not (query.device == key.device == value.device):
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return None, None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None, None
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, query.device, torch.get_num_threads(), scalars,
+        query.dtype, key.dtype, value.dtype, torch.get_num_threads(), scalars,
     )  # fmt: skip
     try:
         return signature, _local.runs.get(signature)
@@ -84,29 +84,11 @@ def keep(
     problem = describe(inputs, options)
     module = dispatch.load(dispatch.choose(problem, backend))
     make: Callable[..., Run | None] | None = getattr(module, "repeatable", None)
-    if make is not None:
-        run = make(problem, inputs, layout, return_lse)
-    else:
-        run = _through_plans(module, problem, layout, return_lse)
+    run = None if make is None else make(problem, inputs, layout, return_lse)
     if run is not None:
         if len(_local.runs) >= KEPT:
             _local.runs.clear()
         _local.runs[signature] = run
-
-
-def _through_plans(module: Any, problem: AttentionProblem, layout: str, return_lse: bool) -> Run | None:
-    """For GPU backends, which keep launch plans themselves: their forward, on the problem as it was."""
-    if problem.device_type != "cuda" or problem.dropout_p > 0:
-        return None
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        if layout == "bhsd":
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out, lse = module.forward(problem, Inputs(query, key, value))
-        out = out.transpose(1, 2) if layout == "bhsd" else out
-        return (out, lse) if return_lse else out
-
-    return run
 
 
 def clear() -> None:

@@ -18,6 +18,7 @@ from tilewise.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.tuning_table import KernelTile, kernel_tile
 
 KERNELS = ("forward", "dkdv", "dq")
+APART = ("dk", "dv")  # when asked for: a launch for each gradient, where "dkdv" has to take small tiles
 MAX_REGISTERS = 232  # a thread's, for accumulators and scores; beyond, tiles spill
 ROUNDS = 5
 
@@ -33,12 +34,13 @@ class Row:
     is_causal: bool
     best: KernelTile
     seconds: float
-    current: KernelTile
-    current_seconds: float
+    current: KernelTile | None
+    current_seconds: float | None
 
     def __str__(self) -> str:
         name = f"{self.kernel}_causal" if self.is_causal else self.kernel
-        times = f"{self.seconds * 1e3:.3f} ms; now {self.current_seconds * 1e3:.3f} ms"
+        now = "nothing" if self.current_seconds is None else f"{self.current_seconds * 1e3:.3f} ms"
+        times = f"{self.seconds * 1e3:.3f} ms; now {now}"
         return f'"{name}": ({self.head_dim}, {self.best}),  # {times}'
 
 
@@ -52,10 +54,10 @@ def candidates(kernel: str, head_dim: int, element_size: int, shared_bytes: int)
     """
     sizes = (16, 32, 64, 128) if head_dim > 128 else (32, 64, 128)
     for m, n, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
-        kept, loaded = (n, m) if kernel == "dkdv" else (m, n)
+        kept, loaded = (n, m) if kernel in ("dkdv", *APART) else (m, n)
         kept_tensors = 1 if kernel == "forward" else 2
         accumulators = kept * head_dim * (2 if kernel == "dkdv" else 1)
-        scores = m * n * (1 if kernel == "forward" else 2)
+        scores = m * n * (1 if kernel in ("forward", "dv") else 2)
         shared = (kept_tensors * kept + 2 * stages * loaded) * head_dim * element_size
         registers = (accumulators + scores) // (32 * warps)
         if shared <= shared_bytes and 64 <= registers <= MAX_REGISTERS:
@@ -63,12 +65,13 @@ def candidates(kernel: str, head_dim: int, element_size: int, shared_bytes: int)
 
 
 def fastest(
-    tiles: Iterator[KernelTile], current: KernelTile, measure: Callable[[KernelTile], float]
-) -> tuple:
+    tiles: Iterator[KernelTile], current: KernelTile | None, measure: Callable[[KernelTile], float]
+) -> tuple[KernelTile, float, float | None]:
     """(tile, its seconds, seconds of `current`); tiles that do not compile or fit are passed over."""
-    times = {tile: measure(tile) for tile in {current: None} | dict.fromkeys(tiles)}
+    tried = dict.fromkeys(tiles if current is None else (current, *tiles))
+    times = {tile: measure(tile) for tile in tried}
     best = min(times, key=times.__getitem__)
-    return best, times[best], times[current]
+    return best, times[best], None if current is None else times[current]
 
 
 def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
@@ -81,13 +84,14 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
     out, lse = launch.forward(problem, inputs)
     results = launch._prepare(problem, inputs, launch.Results(out=out, lse=lse, dout=torch.randn_like(out)))
     results = results._replace(**{name: torch.empty_like(out) for name in ("dq", "dk", "dv")})
-    builds = {"dkdv": launch._dkdv_launch, "dq": launch._dq_launch}
+    without = {"dk": results._replace(dv=None), "dv": results._replace(dk=None)}
 
     def once(kernel: str, tile: KernelTile) -> None:
         if kernel == "forward":
             launch.forward(problem, inputs, tile)
         else:
-            launch.run(builds[kernel], problem, (*inputs, *results), tile)
+            build = launch._dq_launch if kernel == "dq" else launch._dkdv_launch
+            launch.run(build, problem, (*inputs, *without.get(kernel, results)), tile)
 
     def seconds(kernel: str, tile: KernelTile) -> float:
         times = []
@@ -109,14 +113,14 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
 
 def tune(
     head_dim: Annotated[list[int] | None, typer.Option(help="Head sizes; default: 64, 128, 256.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KERNELS)}; default: all.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KERNELS + APART)}.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     seqlen: Annotated[int, typer.Option(help="Queries and keys of each of 4 sequences.", min=16)] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
 ) -> None:
     """Time tiles of the Triton kernels on this GPU; print the fastest as rows of tilewise.tuning_table."""
-    if unknown := set(kernel or ()) - set(KERNELS):
-        raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(KERNELS)}")
+    if unknown := set(kernel or ()) - {*KERNELS, *APART}:
+        raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(KERNELS + APART)}")
     if dtype not in ("bfloat16", "float16"):
         raise typer.BadParameter(f"--dtype {dtype} must be bfloat16 or float16")
     if not torch.cuda.is_available():
@@ -148,7 +152,6 @@ def rows(
         padded = max(16, 1 << (d - 1).bit_length())
         capability = torch.cuda.get_device_capability(0)
         current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
-        assert current is not None
         tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes)
         best, time, current_time = fastest(tiles, current, functools.partial(seconds, kernel))
         yield Row(kernel, padded, is_causal, best, time, current, current_time)

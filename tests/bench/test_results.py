@@ -35,6 +35,9 @@ def test_ceilings(results_of):
     assert results.ceiling(found, "flops") == 100e9
     assert results.ceiling(found, "bytes") == 20e9
     assert results.ceiling({**found, "ceilings": {}}, "flops") is None
+    found["ceilings"]["matmul-bfloat16"] = {"what": "a half matmul", "flops": 300e9, "samples": [1.0]}
+    assert results.ceiling(found, "flops", "bfloat16") == 300e9
+    assert results.ceiling(found, "flops", "float16") == 100e9
 
 
 def test_files_come_back_as_they_were(results_of, tmp_path):

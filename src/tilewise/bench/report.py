@@ -125,10 +125,10 @@ def provenance(found: Results) -> str:
         parts.append("cut short, not every case was run")
     said = "; ".join(parts) + "."
     limits = []
-    for key, unit in (("matmul", "flops"), ("read", "bytes")):
-        value = results.ceiling(found, unit)
-        if value is not None:
-            limits.append(f"{found['ceilings'][key]['what']} {with_unit(value, unit)}")
+    for ceiling in found.get("ceilings", {}).values():
+        unit = "flops" if "flops" in ceiling else "bytes"
+        value = ceiling[unit] / statistics.median(ceiling["samples"])
+        limits.append(f"{ceiling['what']} {with_unit(value, unit)}")
     return said + (f" Ceilings in the same run: {', '.join(limits)}." if limits else "")
 
 
@@ -156,7 +156,7 @@ def _speed_table(
 ) -> list[str]:
     ours, names = subject(found), _peers_of(found, records)
     scale, unit = scale_and_unit(records)
-    limit = results.ceiling(found, work(records[0])[0])
+    limit = results.ceiling(found, work(records[0])[0], records[0]["case"]["dtype"])
     header = [f"case ({unit})", *names, "best peer"]
     header += [] if ours is None else [f"{ours} / best peer", "of ceiling"]
     base = None if reference is None else reference_base(reference)

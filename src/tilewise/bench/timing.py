@@ -74,9 +74,12 @@ class CpuStopwatch(Stopwatch):
 
     def ceilings(self) -> list[Ceiling]:
         a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
+        a_half, b_half = a.bfloat16(), b.bfloat16()  # some processors have instructions for it
         block = torch.randn(64 << 20)
+        flops = 2 * 1536**3
         return [
-            Ceiling("matmul", "float32 matmul 1536³", "flops", 2 * 1536**3, lambda: a @ b),
+            Ceiling("matmul", "float32 matmul 1536³", "flops", flops, lambda: a @ b),
+            Ceiling("matmul-bfloat16", "bfloat16 matmul 1536³", "flops", flops, lambda: a_half @ b_half),
             Ceiling("read", "sum of 256 MiB of float32", "bytes", block.nbytes, lambda: block.sum()),
         ]
 

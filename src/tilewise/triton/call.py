@@ -163,8 +163,7 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
     has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
     has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    is_causal = p.causal or p.has_window  # a window's ranges are short and have edges, too
-    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, is_causal)
+    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, p.causal)
 
 
 @functools.cache

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import ALIGNMENT, Launch, Tensors, find, is_interpreted, run
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
@@ -27,8 +25,6 @@ PARTIAL_BIAS_BYTES = 64 << 20
 ENOUGH_PROGRAMS = 1024
 
 SHORT_QUERY = 16
-
-_NO_OTHERS = (None,) * (len(Inputs._fields) - 3)
 
 Tiles = dict[str, KernelTile]
 
@@ -64,40 +60,6 @@ def forward(
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
     run(_forward_launch, problem, (*inputs, out, lse), tile)
     return out, lse
-
-
-def repeatable(
-    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """A function of query, key and value in the caller's layout, for calls that differ in values only."""
-    if (
-        problem.dropout_p > 0
-        or is_interpreted()
-        or any(a is not b for a, b in zip(launchable(inputs), inputs))
-    ):
-        return None
-    # one element each, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
-    one = inputs.query.new_empty(())
-    blank_out = one.expand(*inputs.query.shape[:-1], problem.head_dim_v)
-    blank_lse = one.float().expand(problem.batch, problem.num_heads, problem.seqlen_q)
-    device, plan = inputs.query.get_device(), None
-
-    def repeat(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        nonlocal plan
-        if layout == "bhsd":
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0
-        if plan is None or not is_aligned or torch.cuda.current_device() != device:
-            out, lse = forward(problem, Inputs(query, key, value))
-            if is_aligned:
-                plan = find(_forward_launch, problem, (*Inputs(query, key, value), out, lse), None)
-        else:
-            out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
-            plan((query, key, value, *_NO_OTHERS, out, lse))
-        out = out.transpose(1, 2) if layout == "bhsd" else out
-        return (out, lse) if return_lse else out
-
-    return repeat
 
 
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
