@@ -31,7 +31,8 @@ from torch import Tensor
 from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.integrations import flash_attn_call
-from tilewise.integrations.kv_cache_call import KVCacheCall, Tokens, attention_with_kv_cache, counts_of
+from tilewise.integrations.kv_cache_call import KVCacheCall, attention_with_kv_cache
+from tilewise.integrations.tokens import Tokens, counts_of
 from tilewise.problem import Inputs, Options
 
 __all__ = [

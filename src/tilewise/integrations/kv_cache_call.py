@@ -6,7 +6,6 @@ A contiguous cache is a paged one whose page is a whole sequence: token `t` of s
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.cached_step import has_triton
+from tilewise.integrations.tokens import check_integer_tensors, check_pages, counts_of
 from tilewise.problem import Inputs, Options, check_values, describe
 from tilewise.rotary import apply_rotary
 
@@ -41,27 +41,6 @@ class KVCacheCall:
     rotary_interleaved: bool = True
     alibi_slopes: Tensor | None = None
     table_name: str = "page_table"
-
-
-class Tokens:
-    """Tokens of several sequences one after the other: `counts[b]` of them, from position `starts[b]`."""
-
-    def __init__(self, counts: list[int], starts: list[int], device: torch.device) -> None:
-        self.counts, self.starts = counts, starts
-        count = torch.tensor(counts, dtype=torch.int64, device=device)
-        self.sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), count)  # (total,)
-        first = count.cumsum(0) - count
-        self.offset = torch.arange(len(self.sequence), device=device) - first[self.sequence]
-        self.cu_seqlens = torch.cat((count.new_zeros(1), count.cumsum(0)))
-
-    @property
-    def position(self) -> Tensor:
-        start = torch.tensor(self.starts, dtype=torch.int64, device=self.sequence.device)
-        return start[self.sequence] + self.offset
-
-    def place(self, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-        """The page and the row in it of every token."""
-        return table[self.sequence, self.position // page_size].long(), self.position % page_size
 
 
 class Layout(NamedTuple):
@@ -189,46 +168,6 @@ def _inputs(call: KVCacheCall, table: Tensor | None, lengths: Tensor) -> Inputs:
     )
 
 
-def gather_pages(
-    cache_k: Tensor, cache_v: Tensor, table: Tensor, table_name: str, counts: list[int]
-) -> tuple[Tensor, Tensor]:
-    """The first `counts[b]` tokens of every sequence, packed. Differentiable.
-
-    Raises:
-        ValueError, TypeError: the table or the caches do not fit.
-    """
-    _check_integer_tensors(**{table_name: table})
-    if table.ndim != 2 or len(table) != len(counts) or cache_k.ndim != 4 or cache_v.ndim != 4:
-        raise ValueError(
-            f"{table_name}.shape={tuple(table.shape)} must be (batch={len(counts)}, pages a sequence), and "
-            f"k.shape={tuple(cache_k.shape)}, v.shape={tuple(cache_v.shape)} (pages, page_size, heads, dim)"
-        )
-    capacity = table.shape[1] * cache_k.shape[1]
-    if max(counts, default=0) > capacity:
-        raise ValueError(
-            f"{table_name}.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}"
-        )
-    _check_pages(table_name, table, counts, cache_k)
-    place = Tokens(counts, [0] * len(counts), table.device).place(table, cache_k.shape[1])
-    return cache_k[place], cache_v[place]
-
-
-def counts_of(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
-    """The sequence lengths that offsets stand for.
-
-    Raises:
-        ValueError, TypeError: they are not (batch + 1,) integers from 0 to total that never decrease.
-    """
-    _check_integer_tensors(**{name: cu_seqlens})
-    offsets = cu_seqlens.tolist() if cu_seqlens.ndim == 1 else []
-    counts = [b - a for a, b in itertools.pairwise(offsets)]
-    if not offsets or offsets[0] != 0 or offsets[-1] != total or min(counts, default=0) < 0:
-        raise ValueError(
-            f"{name}={offsets} must be (batch + 1,), never decrease and go from 0 to total={total}"
-        )
-    return counts
-
-
 def _query_layout(call: KVCacheCall) -> Layout:
     rank, shape = (4, "(batch, seqlen_q, heads, head_dim)")
     if call.cu_seqlens_q is not None:
@@ -333,7 +272,7 @@ def _check_tensors(call: KVCacheCall) -> None:
         del tensors["cache_seqlens"]
     if "page_table" in tensors:
         tensors[call.table_name] = tensors.pop("page_table")
-    _check_integer_tensors(**tensors)
+    check_integer_tensors(**tensors)
 
 
 _INTEGER_TENSORS = (
@@ -345,13 +284,6 @@ _INTEGER_TENSORS = (
     "cu_seqlens_k_new",
     "rotary_seqlens",
 )
-
-
-def _check_integer_tensors(**tensors: Tensor) -> None:
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-            found = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"{name} of {found} must be an int32 or int64 tensor")
 
 
 def _per_sequence(name: str, t: Tensor, batch: int) -> Tensor:
@@ -378,7 +310,7 @@ def _check_values(
         if not 0 <= pad <= h + a:
             raise ValueError(f"cache_leftpad[{i}]={pad} must be between 0 and the length {h + a}")
     if call.page_table is not None and table is not None:
-        _check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
+        check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
     if call.rotary_cos is not None and new is not None:
         starts = held if call.rotary_seqlens is None else call.rotary_seqlens
         counts = [layout.counts() for layout in (queries, new)]
@@ -386,16 +318,6 @@ def _check_values(
         first = int(starts.min()) if len(starts) else 0
         if first < 0 or last >= len(call.rotary_cos):
             raise ValueError(f"rotary_cos.shape[0]={len(call.rotary_cos)} must exceed position {last}")
-
-
-def _check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
-    """Only the pages in use: entries behind a sequence's end may hold anything."""
-    if cache.shape[1] < 1:
-        raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
-    for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
-        used = pages[: -(-length // cache.shape[1])]
-        if not all(0 <= page < len(cache) for page in used):
-            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {len(cache)})")
 
 
 def _rotary(call: KVCacheCall, options: Options, held: Tensor) -> Rotary | None:

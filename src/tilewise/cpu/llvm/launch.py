@@ -116,7 +116,8 @@ def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -
     threads = torch.get_num_threads()
     q, k, v = inputs.query, inputs.key, inputs.value
     # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.
-    key = (make, id(problem), threads, q.stride(), k.stride(), v.stride())
+    # Lengths besides: packed problems that are equal may have other totals, which a plan holds as a stride.
+    key = (make, id(problem), threads, len(q), q.stride(), k.stride(), v.stride())
     plan = local.plans.get(key)
     if plan is None:
         if len(local.plans) >= KEPT_PLANS:
