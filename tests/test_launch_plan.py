@@ -47,7 +47,7 @@ def test_a_repeated_call_fills_in_addresses(recorder):
     build = build_with(recorder)
     x = torch.zeros(2, 5, 3, 8)
     plan.run(build, "problem", (x, x, None))
-    assert len(recorder.started) == 1 and recorder.started[0][0] == (3,)
+    assert len(recorder.started) == 1 and recorder.started[0][0] == (3, 1)
     q, k = torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3, 8)
     plan.run(build, "problem", (q, k, None))
     assert len(recorder.started) == 1

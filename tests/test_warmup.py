@@ -14,9 +14,7 @@ def test_forward_and_backward_are_called_and_nothing_else_changes(monkeypatch):
     backend = dispatch.load("tiled")
     for name in ("forward", "backward"):
         original = getattr(backend, name)
-        monkeypatch.setattr(
-            backend, name, lambda *a, n=name, f=original, **k: called.append(n) or f(*a, **k)
-        )
+        monkeypatch.setattr(backend, name, lambda *a, n=name, f=original, **k: called.append(n) or f(*a, **k))
     q, k, v = (torch.randn(1, 9, 2, 8, requires_grad=True) for _ in range(3))
     bias = torch.zeros(1, 2, 9, 9, requires_grad=True)
     state = torch.get_rng_state()

@@ -69,6 +69,8 @@ def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | N
 def _slower(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
     if name == "triton" and problem.is_packed and problem.is_cached and problem.device_type == "cuda":
         return "has not run packed queries with a cache on a GPU yet: only if asked for by name"
+    if name == "hopper" and is_backward and problem.head_dim <= 64:
+        return "is slower in the backward than the Triton kernels at head sizes up to 64"
     if name == "aten" and not load(name).is_faster(problem, is_backward):
         return "is measured slower than the tiles for this problem"
     if (

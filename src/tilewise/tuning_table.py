@@ -85,13 +85,13 @@ HOPPER: Rows = PORTABLE | {
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
+        (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(64, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dkdv_causal": [
-        (64, KernelTile(64, 64, 4, 3)),
+        (64, KernelTile(64, 64, 4, 2)),
         (128, KernelTile(32, 64, 4, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise import launch_plan
-from tilewise.hopper import backward_launch
+from tilewise.hopper import backward_launch, backward_wide_launch
 from tilewise.launch_plan import Launch
 from tilewise.problem import Inputs, Options, describe
 
+# P^T as a shared-memory operand of dV
+IN_SHARED = {"d64_shared": "d64_causal", "d128_shared": "d128"}
 # name: head sizes of QK and V, dtype, packed, options
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
@@ -35,6 +38,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d128_softcap": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d64_softcap": (64, 40, torch.float16, False, {"softcap": 20.0}),
     "d128_packed": (128, 128, torch.bfloat16, True, {"causal": True}),
+    "d256": (256, 256, torch.bfloat16, False, {}),
+    "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
     "d64_deterministic": (64, 64, torch.bfloat16, True, {"deterministic": True, "window_left": 9}),
 }
 
@@ -53,7 +58,7 @@ class CompileOnlyDriver:
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    dim, dim_v, dtype, is_packed, options = CASES[name]
+    dim, dim_v, dtype, is_packed, options = CASES[IN_SHARED.get(name, name)]
     make = functools.partial(torch.empty, device="meta")
     lead = (1024,) if is_packed else (2, 512)
     cu_seqlens = make(3, dtype=torch.int32) if is_packed else None
@@ -68,11 +73,14 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         reports.append({"case": name, "kernel": launch.kernel.__name__} | report(compiled))
 
     launch_plan.start = compile_instead
-    backward_launch.num_sms = lambda index: 132
-    backward_launch.scheduler_counter = lambda device: make(2, dtype=torch.int32)
+    for module in (backward_launch, backward_wide_launch):
+        module.num_sms = lambda index: 132
+        module.scheduler_counter = lambda device: make(2, dtype=torch.int32)
     problem = describe(inputs, Options(**options))
-    assert backward_launch.supports(problem) is None
-    backward_launch.backward(problem, inputs, out, lse, out, lse)
+    config = None
+    if name in IN_SHARED:
+        config = replace(backward_launch.backward_config(problem), P_IN_SHARED=True)
+    backward_launch.backward(problem, inputs, out, lse, out, lse, config)
     return reports
 
 
@@ -96,7 +104,7 @@ def report(compiled: Any) -> dict[str, Any]:
 
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
-    for name in sys.argv[1:] or list(CASES):
+    for name in sys.argv[1:] or [*CASES, *IN_SHARED]:
         for row in compile_case(name):
             print(json.dumps(row), flush=True)
 

@@ -1,9 +1,10 @@
-"""Check the main backward kernel on the CPU, run by `emulator`: prints one line a case, fails on the first error."""
+"""Check the main backward kernels on the CPU, run by `emulator`: a line a case, up to the first error."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import emulator
 import torch
@@ -13,9 +14,10 @@ emulator.install()
 from emulator import Descriptor, Pointer, run_grid  # noqa: E402
 
 from tilewise import reference  # noqa: E402
-from tilewise.hopper import backward, launch  # noqa: E402
+from tilewise.hopper import backward, backward_wide, backward_wide_queries, launch  # noqa: E402
 from tilewise.hopper.backward_arguments import CHUNK  # noqa: E402
-from tilewise.hopper.backward_launch import backward_config  # noqa: E402
+from tilewise.hopper.backward_launch import NARROW, backward_config, kernel_sizes, score_factors  # noqa: E402
+from tilewise.hopper.backward_wide_launch import wide_config  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
@@ -30,10 +32,30 @@ CASES = {
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
-    "deterministic_window": (400, 400, 2, 1, 64, 64, {"deterministic": True, "causal": True, "window_left": 90}),
+    "deterministic_window": (
+        400,
+        400,
+        2,
+        1,
+        64,
+        64,
+        {"deterministic": True, "causal": True, "window_left": 90},
+    ),
     "packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
-    "packed_deterministic": ([100, 129, 1], [100, 200, 3], 2, 1, 128, 128, {"causal": True, "deterministic": True}),
+    "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
+    "wide_window": (200, 150, 2, 2, 192, 128, {"window_left": 40, "window_right": 10}),
+    "wide_softcap": (100, 140, 1, 1, 160, 160, {"softcap": 3.0}),
+    "wide_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 256, 256, {"causal": True}),
+    "packed_deterministic": (
+        [100, 129, 1],
+        [100, 200, 3],
+        2,
+        1,
+        128,
+        128,
+        {"causal": True, "deterministic": True},
+    ),
 }
 
 
@@ -45,15 +67,22 @@ def check(name: str) -> float:
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(*lead, h, d).bfloat16()
-        for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v), (lead_q, heads, dim_v))
+        for lead, h, d in (
+            (lead_q, heads, dim),
+            (lead_k, kv_heads, dim),
+            (lead_k, kv_heads, dim_v),
+            (lead_q, heads, dim_v),
+        )
     )
     packing = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
-            packing[f"cu_seqlens_{side}"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            packing[f"cu_seqlens_{side}"] = torch.tensor(
+                [0, *itertools.accumulate(lengths)], dtype=torch.int32
+            )
     inputs, given = Inputs(q, k, v, **packing), Options(**options)
     problem = describe(inputs, given)
-    dq, dk, dv = emulate(problem, inputs, dout)
+    dq, dk, dv = (emulate_wide if dim > NARROW else emulate)(problem, inputs, dout)
     plain = {key: x for key, x in options.items() if key in ("causal", "softcap")}
     if "window_left" in options:
         plain["window"] = (options["window_left"], options.get("window_right"))
@@ -63,7 +92,7 @@ def check(name: str) -> float:
 
 
 def emulate(problem, inputs, dout):
-    cfg = backward_config(problem)
+    cfg = replace(backward_config(problem), P_IN_SHARED=problem.softcap > 0 or problem.deterministic)
     query, key, value = inputs[:3]
     out, lse = reference_of(problem, inputs)
     tiles_q, starts, stats = row_statistics(problem, inputs, cfg, out, lse, dout)
@@ -84,7 +113,8 @@ def emulate(problem, inputs, dout):
         Pointer(torch.zeros(stats.shape[0], dtype=torch.int32)),
         *(pointer(t) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, first_tile)),
         Pointer(torch.zeros(2, dtype=torch.int32)),
-        batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k, group_size=problem.group_size,
+        batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
         num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), tiles_q=tiles_q,
         window_left=visibility.left if visibility.left is not None else 1 << 29,
         window_right=visibility.right if visibility.right is not None else 1 << 29,
@@ -95,9 +125,41 @@ def emulate(problem, inputs, dout):
     return gather_dq(problem, inputs, cfg, sums, tiles_q, starts), dk, dv
 
 
+def emulate_wide(problem, inputs, dout):
+    cfg = wide_config(problem)
+    query, key, value = inputs[:3]
+    _, _, stats = row_statistics(problem, inputs, cfg, *reference_of(problem, inputs), dout)
+    gradients = [torch.full(t.shape, float("nan"), dtype=t.dtype) for t in inputs[:3]]
+    tile = lambda t, width: describe_tensor(t, (64, 1, width), problem.is_packed)  # noqa: E731
+    streams = [tile(query, 256), tile(key, 256), tile(value, cfg.BLOCK_DV), tile(dout, cfg.BLOCK_DV)]
+    keys = [tile(gradients[1], 128), tile(gradients[2], cfg.BLOCK_DV)]
+    rows = Descriptor(stats, list(stats.shape), [stats.shape[1], 1], [1, 128])
+    for kernel, tensors, length, side, width in (
+        (backward_wide.attn_bwd_wide_keys_kernel, [*keys, rows], problem.seqlen_k, "k", 64),
+        (
+            backward_wide_queries.attn_bwd_wide_queries_kernel,
+            [tile(gradients[0], 256), Pointer(stats)],
+            problem.seqlen_q,
+            "q",
+            128,
+        ),
+    ):
+        sizes = kernel_sizes(problem, query.shape[-3], -(-length // width), cfg)
+        packing = [
+            inputs.cu_seqlens_q,
+            inputs.cu_seqlens_k,
+            *order_sequences(inputs, problem.batch, side, width),
+        ]
+        pointers = [None if t is None else Pointer(t) for t in (*packing, torch.zeros(2, dtype=torch.int32))]
+        run_grid(kernel, 3, *streams, *tensors, *pointers, *sizes, *score_factors(problem), cfg=cfg)
+    return gradients
+
+
 def reference_of(problem, inputs):
     visibility = problem.visibility()
-    packing = {n: getattr(inputs, n) for n in ("cu_seqlens_q", "cu_seqlens_k") if getattr(inputs, n) is not None}
+    packing = {
+        n: getattr(inputs, n) for n in ("cu_seqlens_q", "cu_seqlens_k") if getattr(inputs, n) is not None
+    }
     options = {"softcap": problem.softcap} if problem.softcap else {}
     return reference.attention(
         *inputs[:3], window=(visibility.left, visibility.right), scale=problem.scale, **options, **packing
@@ -132,7 +194,10 @@ def gather_dq(problem, inputs, cfg, sums, tiles_q, starts):
         rows = parts.view(-1, 2, 64, 64).transpose(1, 2).reshape(-1, 64, 128)
     else:
         rows = parts.view(-1, 128, 64)
-    rows = rows.reshape(-1, problem.num_heads, tiles_q * cfg.BLOCK_M, cfg.BLOCK_D).transpose(1, 2) * problem.scale
+    rows = (
+        rows.reshape(-1, problem.num_heads, tiles_q * cfg.BLOCK_M, cfg.BLOCK_D).transpose(1, 2)
+        * problem.scale
+    )
     pieces = [rows[:, f * cfg.BLOCK_M : f * cfg.BLOCK_M + b - a] for a, b, f in starts]
     dq = torch.cat(pieces, 1)[..., : problem.head_dim]
     return dq[0] if problem.is_packed else dq
@@ -145,12 +210,12 @@ def describe_tensor(t, block, is_packed):
     return Descriptor(t, shape, [(1 << 34) - t.stride(0), t.stride(0), *t.stride()], [1, 1, *block])
 
 
-def order_sequences(inputs, batch):
+def order_sequences(inputs, batch, side="k", width=128):
     if inputs.cu_seqlens_k is None:
         return None, None
-    lengths = inputs.cu_seqlens_k.diff()
-    order = torch.argsort(inputs.cu_seqlens_q.diff(), descending=True, stable=True)
-    tiles = (lengths[order] + 127) // 128
+    lengths = {"q": inputs.cu_seqlens_q.diff(), "k": inputs.cu_seqlens_k.diff()}
+    order = torch.argsort(lengths["q" if side == "k" else "k"], descending=True, stable=True)
+    tiles = (lengths[side][order] + width - 1) // width
     first_tile = torch.zeros(batch + 1, dtype=torch.int32)
     first_tile[1:] = tiles.cumsum(0)
     return order.int(), first_tile

@@ -1,6 +1,6 @@
 """Check the forward kernel on the CPU, run by `emulator`: prints one line a case, fails on the first error.
 
-Two programs share all tiles, so that every ring goes round many times: a deadlock shows as a wait without end.
+Two programs share all tiles, so that every ring goes round many times: a deadlock is a wait without end.
 """
 
 from __future__ import annotations

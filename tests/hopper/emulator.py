@@ -1,10 +1,10 @@
-"""Run the source of the Hopper kernels on the CPU: roles are threads, shared memory is tensors that start as NaN.
+"""Run the source of the Hopper kernels on the CPU: roles are threads, shared memory starts as NaN.
 
-`install` puts a module of stand-ins where `tilewise.hopper.compat` would be imported, so it needs no triton and
+`install` puts a module of stand-ins in the place of `tilewise.hopper.compat`, so it needs no triton and
 belongs in a process of its own. What a stand-in models:
 
     mbarriers       counts, bytes and phases; a wait that nobody ends raises after TIMEOUT
-    wgmma           runs only when it is waited for: a tile that was released too early has other contents by then
+    wgmma           runs when it is waited for: a tile that was released too early has other contents by then
     TMA copies out  likewise; copies in arrive at once, zero outside of the tensor's bounds
     descriptors     any strides, with the wrap-around of 64-bit addresses
 
@@ -34,6 +34,9 @@ class Tile(torch.Tensor):
     """A tensor in registers; its layout is of no consequence here."""
 
     type = property(lambda self: types.SimpleNamespace(layout=None))
+
+    def split(self) -> Any:  # type: ignore[override]
+        return self.unbind(-1)
 
 
 def tile(x: torch.Tensor) -> Tile:
@@ -124,7 +127,9 @@ class Descriptor:
 
     @property
     def flat(self) -> torch.Tensor:
-        return torch.as_strided(self.base, (self.base.untyped_storage().size() // self.base.itemsize,), (1,), 0)
+        return torch.as_strided(
+            self.base, (self.base.untyped_storage().size() // self.base.itemsize,), (1,), 0
+        )
 
 
 @dataclass
@@ -216,7 +221,7 @@ def _wait(bar: Shared, phase: Any) -> None:
 
 
 class Pointer:
-    """A pointer to a scalar in global memory, or a tensor of them."""
+    """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
     def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
         self.base, self.offset = base.view(-1), offset
@@ -225,8 +230,10 @@ class Pointer:
         return Pointer(self.base, self.offset + n)
 
 
-def _load(p: Pointer) -> Tile:
-    return tile(p.base[p.offset].clone())
+def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
+    if mask is None:
+        return tile(p.base[p.offset].clone())
+    return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
 
 
 def _store(p: Pointer, value: Any, mask: Any = None) -> None:
@@ -237,10 +244,10 @@ def _store(p: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    place = int(p.offset if mask is None else p.offset[mask])
     with _lock:
-        offset = p.offset if mask is None else int(p.offset[mask])
-        before = int(p.base[offset])
-        p.base[offset] += value if mask is None else value[mask].sum()
+        before = int(p.base[place])
+        p.base[place] += value if mask is None else value[mask].sum()
     if mask is not None:
         return tile(torch.where(mask, before, 0))
     if value == 0:
@@ -339,8 +346,10 @@ def install() -> None:
     shared_layout = types.SimpleNamespace(get_default_for=_layout)
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
-        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
-        where=_both(lambda c, a, b: torch.where(c, a, b)), minimum=_both(torch.minimum), maximum=_both(torch.maximum),
+        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        int32=torch.int32, int64=torch.int64,
+        where=_both(lambda c, a, b: torch.where(c, a, b)),
+        minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
         sum=lambda x, axis: int(x.sum(axis)) if x.ndim == 1 else x.sum(axis), max=torch.amax, log=torch.log,
@@ -355,7 +364,8 @@ def install() -> None:
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
-        store_tile=lambda d, c, s: _copy_out(d, c, s, False), add_tile=lambda d, c, s: _copy_out(d, c, s, True),
+        store_tile=lambda d, c, s: _copy_out(d, c, s, False),
+        add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait, TRITON_VERSION=(3, 6),
         mbarrier=types.SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Every Hopper backward configuration compiles for sm_90a without a GPU, within registers and shared memory."""
+"""The Hopper backward compiles for sm_90a without a GPU, within registers and shared memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
-# Outside of the loop, or a few a tile of 2500 cycles. A softcap keeps one tile more in registers.
-SPILL_BYTES = {"d64": 512, "d128": 320, "softcap": 1200}
+# Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers.
+SPILL_BYTES = {"softcap": 1200, "shared": 96, "d256": 32, "d192": 32, "d64": 512, "d": 320}
+AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_kernel")
 
 
 def test_configurations_stay_within_registers_and_shared_memory():
@@ -23,13 +24,13 @@ def test_configurations_stay_within_registers_and_shared_memory():
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    main = [row for row in rows if row["kernel"] == "attn_bwd_kernel"]
-    assert len(main) == len({row["case"] for row in rows}) >= 9
-    for row in main:
-        kind = "softcap" if "softcap" in row["case"] else "d64" if row["case"].startswith("d64") else "d128"
-        assert row["spill_bytes"] <= SPILL_BYTES[kind], row
-        assert row["shared_bytes"] <= SHARED_BYTES, row
-        assert row["hgmma"] >= 96, row
-        assert not row["serialized"], row
+    assert len({row["case"] for row in rows}) >= 13
     for row in rows:
-        assert row in main or row["spill_bytes"] == 0, row
+        assert row["shared_bytes"] <= SHARED_BYTES, row
+        assert not row["serialized"], row
+        if row["kernel"] in AROUND:
+            assert row["spill_bytes"] == 0, row
+        else:
+            limit = next(limit for part, limit in SPILL_BYTES.items() if part in row["case"])
+            assert row["spill_bytes"] <= limit, row
+            assert row["hgmma"] >= 64, row

@@ -1,10 +1,10 @@
 """Attention backward for Hopper: a tile of 128 keys stays, its queries stream by; two warpgroups of 64 keys.
 
     P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
-    dV += P^T dO,  dK += dS^T Q,  dQ = dS K                      (the five products, by recomputation from lse)
+    dV += P^T dO,  dK += dS^T Q,  dQ = dS K                       (five products, by recomputation from lse)
 
     role          warps   does
-    load_role     1       draws tiles of keys; starts TMA copies of K, V and of each query tile's Q, dO, lse, delta
+    load_role     1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
     add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
 
@@ -20,7 +20,8 @@ FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as 
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import earlier_key_tiles, hide_transposed, query_tiles
+from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile, turn_of_keys
+from tilewise.hopper.backward_scores import opaque_zero, probabilities, score_gradient
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
@@ -38,8 +39,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, leave, make_work_ring, receive, send
-from tilewise.hopper.softmax import exp2
+from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
 
@@ -53,13 +53,14 @@ class Channels:
     v: Ring  # likewise
     q: Ring  # [BLOCK_M, BLOCK_D]; `stats` arrives on the same barrier
     do: Ring
-    dq: Ring  # [32, 128] float32, a slot for each warpgroup: its half of a tile's dQ in the order of its registers
+    dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup, if it goes through shared memory
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
     bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
 
     @gluon.constexpr_function
-    def __init__(self, work, k, v, q, do, dq, stats, ds, bar_ds):
+    def __init__(self, work, k, v, q, do, dq, stats, p, ds, bar_ds):
         self.work = work
         self.k = k
         self.v = v
@@ -67,6 +68,7 @@ class Channels:
         self.do = do
         self.dq = dq
         self.stats = stats
+        self.p = p
         self.ds = ds
         self.bar_ds = bar_ds
 
@@ -77,7 +79,11 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
-    stats = gl.allocate_shared_memory(gl.float32, [cfg.Q_STAGES] + stats_desc.block_shape, stats_desc.layout)
+    p = ds
+    if cfg.P_IN_SHARED:
+        p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
+    stats_shape: gl.constexpr = [cfg.Q_STAGES] + stats_desc.block_shape  # noqa: RUF005
+    stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
     bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(bar_ds.index(i), count=2)
@@ -89,47 +95,10 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
         make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
         make_tile_ring(dq_desc, 2, 1, 1),
         stats,
+        p,
         ds,
         bar_ds,
     )
-
-
-@gluon.jit
-def locate_keys(index, sizes, packing, cfg: gl.constexpr):
-    """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
-
-    Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
-    """
-    if cfg.IS_PACKED:
-        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
-        b = gl.load(packing.order + rank)
-        first = gl.load(packing.first_tile + rank)
-        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
-        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
-        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
-        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
-        own_tiles = gl.load(packing.first_tile + rank + 1) - first
-        rest = index - first * sizes.num_slots
-        work = Work(rest % own_tiles * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
-    else:
-        slot = index // sizes.num_tiles
-        heads = sizes.num_slots // sizes.batch
-        zero = 0 * slot
-        work = Work(
-            index % sizes.num_tiles * cfg.BLOCK_N, slot % heads, slot // heads,
-            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
-        )  # fmt: skip
-    return work
-
-
-@gluon.jit
-def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
-    """Where a query tile of a query head lies in the scratch tensors."""
-    if cfg.IS_PACKED:
-        return head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch + tile
-    else:
-        heads = sizes.num_slots // sizes.batch * sizes.group_size
-        return (work.batch * heads + head) * sizes.tiles_q + tile
 
 
 @gluon.jit
@@ -150,7 +119,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        for step in range(0, tiles.count() * sizes.group_size):
+        for step in range(tiles.count() * sizes.group_size):
             place = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
             ch.q.acquire(use)
             bar_q = ch.q.full.index(use % cfg.Q_STAGES)
@@ -186,46 +155,6 @@ def load_keys(ring, turn, desc, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def opaque_zero(x):
-    """0, as far as the compiler can't tell. Added to the index of a tile that never moves, it keeps the tile's
-    matrix descriptors from being hoisted out of the loop, where they took registers: 488 bytes of spills, 112 with it.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def exponents(s, lse, factors, cfg: gl.constexpr):
-    """(log2 of the weights, derivative of the softcap) of finished products; lse is broadcast to their shape."""
-    if cfg.HAS_SOFTCAP:
-        t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
-        return t * factors.softcap_log2e - lse, 1.0 - t * t
-    else:
-        return s * factors.scale_log2e - lse, 1.0
-
-
-@gluon.jit
-def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
-    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products s [64 keys, BLOCK_M]."""
-    lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
-    x, slope = exponents(s, lse[None, :], factors, cfg)
-    if (tile < own.plain_begin) | (tile >= own.plain_end):
-        x = hide_transposed(x, tile, key, work, sizes, cfg)
-    p = exp2(x)
-    p_16bit = p.to(dtype)
-    if cfg.HAS_SOFTCAP:
-        return p_16bit, (p * slope).to(dtype)
-    else:
-        return p_16bit, p_16bit
-
-
-@gluon.jit
-def score_gradient(weight, dp, stats, cfg: gl.constexpr):
-    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
-    delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
-
-
-@gluon.jit
 def leave_ds(weight, dp, stats, smem_ds, cfg: gl.constexpr):
     """Store dS^T [64 keys, BLOCK_M] for both warpgroups' products."""
     smem_ds.store(score_gradient(weight, dp, stats, cfg))
@@ -243,14 +172,25 @@ def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
+def leave_p(W: gl.constexpr, p, zero, ch, cfg: gl.constexpr):
+    """Store P^T [64, BLOCK_M] if it is to be a shared-memory operand of dV."""
+    if cfg.P_IN_SHARED:
+        ch.p.index(W + zero).store(p)
+        fence_async_shared()  # the stores above are visible to wgmma
+
+
+@gluon.jit
 def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
+    if cfg.P_IN_SHARED:
+        p_operand = ch.p.index(W + zero)
+    else:
+        p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
-    p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
     return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
 
 
@@ -284,7 +224,7 @@ def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def leave_dq(W: gl.constexpr, dq, use, zero, ch):
-    """Hand dQ [64, 64] to the add role in the order of the registers: each thread stores 16 bytes at a time."""
+    """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time."""
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
     ch.dq.tiles.index(W + zero).store(dq)
     fence_async_shared()  # the stores above are visible to the TMA addition
@@ -298,7 +238,7 @@ def stats_of(use, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
-    """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of the dQ of the tile."""
+    """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     dtype: gl.constexpr = dk_desc.dtype
     turn = 0
     use = 0  # query tiles so far
@@ -315,6 +255,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         ch.k.wait(turn)
         s = warpgroup_mma_wait(0, deps=(start_scores(W, use, zero, ch, cfg),))
         p, weight = probabilities(s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg)
+        leave_p(W, p, zero, ch, cfg)
         ch.v.wait(turn)
         dp, dv = start_values(W, p, dv, use, zero, ch, cfg)
         dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -333,6 +274,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             p, weight = probabilities(
                 s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
             )
+            leave_p(W, p, zero, ch, cfg)
             dq = start_queries(W, use, zero, ch, cfg)
             ch.dq.acquire(2 * use + W)
             dp, dv = start_values(W, p, dv, use + 1, zero, ch, cfg)
@@ -363,7 +305,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
 
 @gluon.jit
 def store_keys(W: gl.constexpr, gradient, desc, key, use, zero, work, ch, cfg: gl.constexpr):
-    """Store dK or dV [64, BLOCK_D] through the warpgroup's slot of dq, which is as large: rows past the end are cut."""
+    """Store dK or dV [64, BLOCK_D] through the warpgroup's slot of dq; rows past the end are cut."""
     ch.dq.acquire(2 * use + W)
     smem = ch.dq.tiles.index(W + zero)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
     smem.reshape([64, cfg.BLOCK_D]).store(gradient.to(desc.dtype))
@@ -382,10 +324,11 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        for _ in range(0, tiles.count() * sizes.group_size):
+        for _ in range(tiles.count() * sizes.group_size):
             scratch = scratch_tile(work, head, tile, sizes, cfg)
             if cfg.IS_DETERMINISTIC:
-                await_turn(turns + scratch, earlier_key_tiles(tile, work, sizes, cfg))
+                own_turn = turn_of_keys(tile, work, sizes, cfg)
+                await_turn(turns + scratch, own_turn)
             for w in gl.static_range(2):
                 ch.dq.wait(2 * use + w)
                 add_tile(dq_desc, [(scratch * 2 + w) * 32, 0], ch.dq.tiles.index(w))
@@ -394,7 +337,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
                 ch.dq.release(2 * use + w)
             if cfg.IS_DETERMINISTIC:
                 wait_for_writes()
-                gl.atomic_add(turns + scratch, 1, sem="release")
+                gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
             use += 1
             tile += 1
             if tile == tiles.end:
@@ -406,7 +349,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def await_turn(ptr, turn):
-    """Wait until `turn` others have added. They started earlier, since work is drawn in order: no deadlock."""
+    """Wait until `turn` others have added. They started earlier: work is drawn in order, so no deadlock."""
     now = gl.atomic_add(ptr, 0, sem="acquire")
     while now < turn:
         now = gl.atomic_add(ptr, 0, sem="acquire")
@@ -419,7 +362,7 @@ def attn_bwd_kernel(
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
     scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every key tile, and dQ / scale summed in float32; the integers are those of `BackwardSizes`."""
+    """dK and dV of every key tile, and dQ / scale summed in float32; the integers are `BackwardSizes`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
     )

@@ -22,12 +22,23 @@ class BackwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
+    P_IN_SHARED: bool = False  # P^T is a shared-memory operand of dV: see the kernel notes; not yet timed
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
 
     @property
+    def PINS_WEIGHTS(self) -> bool:
+        """Whether P^T is kept packed from the exponentials to dS^T: fewer registers, but P_IN_SHARED only."""
+        return self.P_IN_SHARED
+
+    @property
+    def DESCENDING(self) -> bool:
+        """Whether the last keys of a sequence are worked on first."""
+        return self.IS_DETERMINISTIC and self.HAS_RIGHT
+
+    @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start: the SM's, over 3 warpgroups (the single warps count as one)."""
+        """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
         return 65536 // (3 * 128) // 8 * 8
 
     @property
@@ -35,8 +46,8 @@ class BackwardConfig:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
         keys = 2 * self.BLOCK_N * self.BLOCK_D
         queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
-        ds = 2 * self.BLOCK_N * self.BLOCK_M
-        return 2 * (keys + queries + ds) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
+        scores = (2 + self.P_IN_SHARED) * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles, P^T
+        return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 
 class BackwardSizes(NamedTuple):
@@ -60,3 +71,29 @@ class ScoreFactors(NamedTuple):
     scale_log2e: Any
     two_over_softcap_log2e: Any
     softcap_log2e: Any
+
+
+@dataclass(frozen=True)
+class WideBackwardConfig:
+    """Compile-time choices of the two kernels for head sizes over 128."""
+
+    BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
+    BLOCK_N: int  # keys of a tile
+    BLOCK_D: int  # head size of QK, padded by TMA to a power of two
+    BLOCK_DV: int
+    Q_STAGES: int  # keys kernel
+    DO_STAGES: int
+    IS_PACKED: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
+    PINS_WEIGHTS: bool = True
+    PACK: int = 1  # query heads that share a tile, as in the forward's ranges
+    MMA_REGISTERS: int = 240
+    LOAD_REGISTERS: int = 24
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: an SM's, over 3 warpgroups (a single warp counts as one)."""
+        return 65536 // (3 * 128) // 8 * 8

@@ -13,6 +13,7 @@ from tilewise.hopper.backward_arguments import (
     BackwardConfig,
     BackwardSizes,
     ScoreFactors,
+    WideBackwardConfig,
 )
 from tilewise.hopper.launch import (
     LOG2_E,
@@ -25,13 +26,20 @@ from tilewise.hopper.launch import (
 from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
-MAX_HEAD_DIM = 128
+NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers of two warpgroups
+
+Config = BackwardConfig | WideBackwardConfig
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """None if the Hopper backward serves a problem that the forward serves, else why not."""
-    if problem.head_dim > MAX_HEAD_DIM:
-        return f"takes head sizes up to {MAX_HEAD_DIM} in the backward, not {problem.head_dim}"
+    """None if the Hopper backward serves a problem that the forward serves, else why not.
+
+    What compiles and is right in the emulator, but has not run on a GPU, is left to other backends.
+    """
+    if problem.head_dim > NARROW:
+        return f"takes head sizes up to {NARROW} in the backward, not {problem.head_dim}"
+    if problem.deterministic and (problem.causal or problem.has_window):
+        return "has a deterministic backward for full attention only"
     return None
 
 
@@ -52,6 +60,10 @@ def backward(
     config: BackwardConfig | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse, each contiguous and in the dtype of its input."""
+    if problem.head_dim > NARROW:
+        from tilewise.hopper.backward_wide_launch import backward as wide_backward
+
+        return wide_backward(problem, inputs, out, lse, dout, dlse)
     cfg = config or backward_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
@@ -59,11 +71,8 @@ def backward(
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
     run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, *scratch, cu_q), cfg)
-    order = first_tile = turns = None
-    if problem.is_packed:
-        table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
-        order, first_tile = table[: problem.batch], table[problem.batch :]
-        run(order_launch, problem, (cu_q, cu_k, order, first_tile), cfg)
+    order, first_tile = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    turns = None
     if cfg.IS_DETERMINISTIC:
         turns = torch.zeros(scratch.stats.shape[0], dtype=torch.int32, device=query.device)
     counter = scheduler_counter(query.device)
@@ -83,7 +92,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
         BLOCK_D=block_d,
-        Q_STAGES=3,
+        Q_STAGES=2,
         DO_STAGES=2,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
@@ -93,7 +102,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     )
 
 
-def query_tiles_of(problem: AttentionProblem, rows: int, cfg: BackwardConfig) -> int:
+def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
     """Query tiles of one slot of the scratch tensors: a (batch, query head), or a query head if packed."""
     return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
 
@@ -105,7 +114,7 @@ def make_scratch(problem: AttentionProblem, query: Tensor, cfg: BackwardConfig) 
     return Scratch(make(tiles, 2 * cfg.BLOCK_M), make(tiles * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128))
 
 
-def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
     out, dout, lse, _, stats, *_ = tensors
@@ -117,13 +126,23 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardCon
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
-def order_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
-    """Packed sequences, those of most queries first, and the key tiles before each, found on the device."""
+def order_sequences(
+    problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Packed: those with most to do first, and the tiles of `rows` of the tiled side before each."""
+    if tiled is None:
+        return None, None
+    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=tiled.device)
+    order, first_tile = table[: problem.batch], table[problem.batch :]
+    run(order_launch, problem, (tiled, other, order, first_tile), rows)
+    return order, first_tile
+
+
+def order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
+    """Packed sequences by falling length of the second side, and the tiles of the first before each."""
     from tilewise.hopper.schedule import order_sequences_kernel
 
-    cu_q, cu_k, order, first_tile = tensors
-    arguments = (cu_k, cu_q, order, first_tile, problem.batch, cfg.BLOCK_N)
-    return Launch(order_sequences_kernel, 1, arguments, num_warps=4)
+    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, rows), num_warps=4)
 
 
 def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
@@ -132,20 +151,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
     query, key, value, dout, dk, dv, stats, dq, *others = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
-    num_slots = problem.num_kv_heads * (1 if is_packed else problem.batch)
-    num_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
-    visibility = problem.visibility()
-    sizes = BackwardSizes(
-        batch=problem.batch,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        group_size=problem.group_size,
-        num_slots=num_slots,
-        num_tiles=num_tiles,
-        tiles_q=query_tiles_of(problem, query.shape[-3], cfg),
-        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
-        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
-    )
+    sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
     arguments = (
         *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
@@ -158,9 +164,25 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         *score_factors(problem),
         cfg,
     )
-    most_work = num_slots * (key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else num_tiles)
-    programs = min(num_sms(query.device.index), most_work)
+    most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
+    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:
+    """The integers of a kernel that works on num_tiles tiles of each slot; `rows` is the query tensor's."""
+    visibility = problem.visibility()
+    return BackwardSizes(
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
+        num_slots=problem.num_kv_heads * (1 if problem.is_packed else problem.batch),
+        num_tiles=num_tiles,
+        tiles_q=query_tiles_of(problem, rows, cfg),
+        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
+        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+    )
 
 
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
@@ -195,7 +217,7 @@ def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
 
 
-def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: BackwardConfig) -> Tensor:
+def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: Config) -> Tensor:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
     slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
     lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)

@@ -1,6 +1,7 @@
-"""Which query tiles a tile of keys visits, and which of their scores are visible (`tilewise.mask`, transposed)."""
+"""Which tile of keys is next, which query tiles it visits, what they see (`tilewise.mask`, transposed)."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
+from tilewise.hopper.schedule import Work, find_sequence
 
 
 @aggregate
@@ -49,22 +50,31 @@ def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def earlier_key_tiles(tile, work, sizes, cfg: gl.constexpr):
-    """How many key tiles before this work's add to dQ of a query tile. A tile that no query sees adds zeros: 0."""
+def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
+    """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
+
+    They add in the order in which work is drawn: ascending, or descending from the last tile a query sees.
+    """
     offset = work.seqlen_k - work.seqlen_q
-    first = 0
     is_seen = work.seqlen_q > 0
     if cfg.HAS_RIGHT:
         is_seen = is_seen & (work.row - offset - sizes.window_right < work.seqlen_q)
     if cfg.HAS_LEFT:
         is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
-        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
-    return gl.where(is_seen, work.row // cfg.BLOCK_N - first, 0)
+    if cfg.DESCENDING:
+        last = (tile + 1) * cfg.BLOCK_M - 1 + offset + sizes.window_right
+        turn = gl.minimum(last, work.seqlen_k - 1) // cfg.BLOCK_N - work.row // cfg.BLOCK_N
+    else:
+        first = 0
+        if cfg.HAS_LEFT:
+            first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
+        turn = work.row // cfg.BLOCK_N - first
+    return gl.where(is_seen, turn, -1)
 
 
 @gluon.jit
 def unhoisted(x):
-    """x, computed where it stands: hoisted out of the loop of tiles, each of these integers takes a register."""
+    """x, computed where this stands: hoisted out of the loop of tiles, each integer takes a register."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -81,3 +91,49 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
     if cfg.HAS_LEFT:
         visible = visible & (keys[:, None] >= (position - sizes.window_left)[None, :])
     return gl.where(visible, x, float("-inf"))
+
+
+@gluon.jit
+def locate_keys(index, sizes, packing, cfg: gl.constexpr):
+    """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
+
+    Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
+    Deterministic and causal: the last come first, because they reach a query tile first.
+    """
+    if cfg.IS_PACKED:
+        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
+        b = gl.load(packing.order + rank)
+        first = gl.load(packing.first_tile + rank)
+        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
+        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
+        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
+        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
+        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        rest = index - first * sizes.num_slots
+        tile = rest % own_tiles
+        if cfg.DESCENDING:
+            tile = own_tiles - 1 - tile
+        work = Work(tile * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
+    else:
+        slot = index // sizes.num_tiles
+        heads = sizes.num_slots // sizes.batch
+        zero = 0 * slot
+        tile = index % sizes.num_tiles
+        if cfg.DESCENDING:
+            tile = sizes.num_tiles - 1 - tile
+        work = Work(
+            tile * cfg.BLOCK_N, slot % heads, slot // heads,
+            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+        )  # fmt: skip
+    return work
+
+
+@gluon.jit
+def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
+    """Where a query tile of a query head lies in the scratch tensors."""
+    if cfg.IS_PACKED:
+        first = head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch
+    else:
+        heads = sizes.num_slots // sizes.batch * sizes.group_size
+        first = (work.batch * heads + head) * sizes.tiles_q
+    return first + tile

@@ -1,4 +1,4 @@
-"""Before and after the main backward kernel: row statistics in, dQ out. Plain Triton; both are bound by memory.
+"""Before and after the main backward kernel: row statistics in, dQ out. Plain Triton, bound by memory.
 
 Scratch tensors hold query tiles of BLOCK_M rows one after another: tile `t` of query head `slot` is number
 `slot * tiles_q + t`. Dense: a slot is (batch, head). Packed: a slot is a head, and sequence b owns the tiles
@@ -14,8 +14,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
     """(sequence, head, first row in the tensor, first row in the sequence, seqlen_q) of a query tile."""
+    start = tile * 0
     if cu_seqlens_q is None:
-        return slot // num_heads, slot % num_heads, tile * 0, tile * BLOCK_M, seqlen_q
+        b, h = slot // num_heads, slot % num_heads
+        row, own = tile * BLOCK_M, seqlen_q
     else:
         b = tile * 0
         end = b + batch
@@ -26,7 +28,9 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
             b = tl.where(is_after, b, middle)
         start = tl.load(cu_seqlens_q + b).to(tl.int32)
         row = (tile - (start // BLOCK_M + b)) * BLOCK_M
-        return b * 0, slot, start, row, tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
+        own = tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
+        b, h = b * 0, slot
+    return b, h, start, row, own
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
@@ -36,7 +40,7 @@ def attn_bwd_prepare_kernel(
     tiles_q, num_heads, seqlen_q, total_q, batch,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """stats [2, BLOCK_M] of a query tile: lse in units of log2, and delta = rowsum(dO * O) - dlse; zeros for its dQ.
+    """stats [2, BLOCK_M] of a query tile: lse in units of log2, delta = rowsum(dO * O) - dlse. Zeros for dQ.
 
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
@@ -62,8 +66,9 @@ def attn_bwd_prepare_kernel(
     offset = tl.arange(0, BLOCK_M)
     tl.store(stats_ptr + number * (2 * BLOCK_M) + offset, lse)
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
-    element = offset[:, None] * BLOCK_D + cols
-    tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
+    if dq_ptr is not None:
+        element = offset[:, None] * BLOCK_D + cols
+        tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])
@@ -71,7 +76,7 @@ def attn_bwd_finish_kernel(
     sums_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head, scale,
     tiles_q, num_heads, seqlen_q, batch, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, in its own layout and dtype. One program undoes the register order of one [64, 64] part."""
+    """dQ = scale * sums, in its own layout and dtype. A program undoes the order of a [64, 64] part."""
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     chunk = tl.program_id(0).to(tl.int64)
     part = tl.program_id(0) % PARTS

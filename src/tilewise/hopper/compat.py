@@ -1,8 +1,10 @@
 """Every name that Gluon changes between releases, under one name (Triton 3.6 to 3.9)."""
 
 import triton
+from triton._C.libtriton import ir as _ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin as _builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -11,9 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton._C.libtriton import ir as _ir
 from triton.language import core as _core
-from triton.experimental.gluon.language._core import builtin as _builtin
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -1,0 +1,306 @@
+"""Attention backward for Hopper, head sizes over 128: dK, dV and dQ no longer fit one block, so two kernels.
+
+    P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
+    dV += P^T dO,  dK += dS^T Q                attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
+    dQ += dS K                                 attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
+
+Seven products instead of five, and in return no additions in global memory: the same bits every time.
+
+The first kernel is a pipeline of two warpgroups, each with one accumulator of [64 keys, head size]:
+
+    load_role --K, Q, dO--> weight_role: S^T, P^T, dV += P^T dO
+              --V, Q, dO--> ........................P^T.......> gradient_role: dP^T, dS^T, dK += dS^T Q
+
+The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ.
+In both, one product of the last tile runs under the arithmetic of the next.
+"""
+
+from tilewise.hopper.arguments import Packing
+from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
+from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
+from tilewise.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.hopper.forward import coords
+from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
+
+UNSPECIALIZED = BackwardSizes._fields
+
+
+@aggregate
+class Channels:
+    """All that the roles exchange; shapes are of one slot. `work` has a reader in each warpgroup."""
+
+    work: Ring
+    q: Ring  # [BLOCK_M, BLOCK_D]; keys kernel: `stats` arrives on the same barrier
+    do: Ring  # [BLOCK_M, BLOCK_DV]
+    k: Ring  # [64, BLOCK_D]
+    v: Ring  # [64, BLOCK_DV]
+    weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
+    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+
+    @gluon.constexpr_function
+    def __init__(self, work, q, do, k, v, weight, stats):
+        self.work = work
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+        self.weight = weight
+        self.stats = stats
+
+
+@gluon.jit
+def product(a, b, layout: gl.constexpr):
+    """Start a @ b."""
+    zeros = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
+    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def keys_load_role(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
+):
+    """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
+    Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+    if cfg.IS_PACKED:
+        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
+    else:
+        num_work = sizes.num_tiles * sizes.num_slots
+    index = gl.program_id(0)
+    turn = 0
+    use = 0  # query tiles so far
+    while index < num_work:
+        work = locate_keys(index, sizes, packing, cfg)
+        send(ch.work, turn, work)
+        place_k = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+        ch.k.load(turn, k_desc, place_k, 1)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        tile = tiles.begin
+        head = work.head * sizes.group_size
+        for step in range(tiles.count() * sizes.group_size):
+            row = tile * cfg.BLOCK_M
+            place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+            ch.q.acquire(use)
+            bar_q = ch.q.full.index(use % cfg.Q_STAGES)
+            mbarrier.expect(bar_q, Q_BYTES)
+            load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
+            scratch = scratch_tile(work, head, tile, sizes, cfg)
+            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
+            if step == 0:
+                ch.v.load(turn, v_desc, place_k, 1)
+            ch.do.load(use, do_desc, place, 1)
+            use += 1
+            tile += 1
+            if tile == tiles.end:  # the next head of the group
+                tile = tiles.begin
+                head += 1
+        index = drawn(draw(counter))
+        turn += 1
+    finish_work(ch, turn, index, counter)
+
+
+@gluon.jit
+def finish_work(ch, turn, index, counter):
+    """Tell the other roles that all is done."""
+    nothing = 0 * index
+    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
+    leave(counter)
+
+
+@gluon.jit
+def stats_of(use, ch, cfg: gl.constexpr):
+    return ch.stats.index(use % cfg.Q_STAGES).reshape([2 * cfg.BLOCK_M])
+
+
+@gluon.jit
+def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
+    """P^T of every query tile, for the gradient role, and dV += P^T dO."""
+    dtype: gl.constexpr = dv_desc.dtype
+    turn = 0
+    use = 0
+    work = receive(ch.work, turn)
+    while work.row >= 0:
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        tile = tiles.begin
+        dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
+        k = ch.k.part(turn, 0).reshape([64, cfg.BLOCK_D])
+        ch.k.wait(turn)
+        s = warpgroup_mma_wait(0, deps=(start_s(k, use, ch, cfg),))
+        p = leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
+        for _ in range(1, tiles.count() * sizes.group_size):
+            s = start_s(k, use + 1, ch, cfg)
+            dv = start_dv(p, dv, use, ch, cfg)
+            s = warpgroup_mma_wait(1, deps=(s,))  # P^T dO may still run
+            tile += 1
+            if tile == tiles.end:
+                tile = tiles.begin
+            p = leave_weight(s, tile, tiles, use + 1, work, ch, sizes, factors, dtype, cfg)
+            dv = warpgroup_mma_wait(0, deps=(dv,))
+            ch.do.release(use)
+            use += 1
+        dv = warpgroup_mma_wait(0, deps=(start_dv(p, dv, use, ch, cfg),))
+        ch.do.release(use)
+        use += 1
+        store_rows(dv, dv_desc, ch.k.part(turn, 0), work.row, work.start_k, work.seqlen_k, work, cfg)
+        ch.k.release(turn)
+        turn += 1
+        work = receive(ch.work, turn)
+
+
+@gluon.jit
+def start_s(k, use, ch, cfg: gl.constexpr):
+    """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
+    ch.q.wait(use)
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return product(k, q.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+
+
+@gluon.jit
+def start_dv(p, dv, use, ch, cfg: gl.constexpr):
+    """Start dV += P^T dO [64, BLOCK_DV], once dO has arrived."""
+    ch.do.wait(use)
+    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
+    return warpgroup_mma(p, do, dv, is_async=True)
+
+
+@gluon.jit
+def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
+    p, weight = probabilities(
+        s, stats_of(use, ch, cfg), tile, work.row, tiles, work, sizes, factors, dtype, cfg
+    )
+    ch.weight.acquire(use)
+    ch.weight.part(use, 0).store(weight)
+    ch.weight.publish(use)
+    ch.q.release(use)
+    return pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
+
+
+@gluon.jit
+def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
+    """dS^T of every query tile, and dK += dS^T Q."""
+    turn = 0
+    use = 0
+    work = receive(ch.work, turn)
+    while work.row >= 0:
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+        v = ch.v.part(turn, 0).reshape([64, cfg.BLOCK_DV])
+        ch.v.wait(turn)
+        dp = warpgroup_mma_wait(0, deps=(start_dp(v, use, ch, cfg),))
+        ch.do.release(use)
+        ds = take_weight(dp, use, ch, cfg)
+        for _ in range(1, tiles.count() * sizes.group_size):
+            dp = start_dp(v, use + 1, ch, cfg)
+            dk = start_dk(ds, dk, use, ch, cfg)
+            dp = warpgroup_mma_wait(1, deps=(dp,))  # dS^T Q may still run
+            ch.do.release(use + 1)
+            ds = take_weight(dp, use + 1, ch, cfg)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            ch.q.release(use)
+            use += 1
+        dk = warpgroup_mma_wait(0, deps=(start_dk(ds, dk, use, ch, cfg),))
+        ch.q.release(use)
+        use += 1
+        store_halves(dk * factors.scale, dk_desc, ch.v.part(turn, 0), work, cfg)
+        ch.v.release(turn)
+        turn += 1
+        work = receive(ch.work, turn)
+
+
+@gluon.jit
+def start_dp(v, use, ch, cfg: gl.constexpr):
+    """Start dP^T = V dO^T [64, BLOCK_M] of a query tile, once its dO has arrived."""
+    ch.do.wait(use)
+    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
+    return product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+
+
+@gluon.jit
+def start_dk(ds, dk, use, ch, cfg: gl.constexpr):
+    """Start dK += dS^T Q [64, BLOCK_D]."""
+    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return warpgroup_mma(ds, q, dk, is_async=True)
+
+
+@gluon.jit
+def take_weight(dp, use, ch, cfg: gl.constexpr):
+    """dS^T [64, BLOCK_M] as operand, from finished dP^T and the weight role's P^T."""
+    ch.weight.wait(use)
+    ch.q.wait(use)  # delta came with it
+    weight = ch.weight.part(use, 0).load(accumulator_layout(cfg.BLOCK_M))
+    ch.weight.release(use)
+    ds = score_gradient(weight, dp, stats_of(use, ch, cfg), cfg)
+    return pinned(gl.convert_layout(ds, operand_layout(cfg.BLOCK_D)))
+
+
+@gluon.jit
+def store_rows(x, desc, smem, row, start, length, work, cfg: gl.constexpr):
+    """Store 64 rows through shared memory that is no longer needed; rows past the end are cut."""
+    tile = smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    tile.reshape([64, x.shape[1]]).store(x.to(desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copy
+    store_tile(desc, coords(start, length, row, work.head, work.batch, cfg.IS_PACKED), tile)
+    wait_for_stores(0)  # the tile has been read
+
+
+@gluon.jit
+def store_halves(x, desc, smem, work, cfg: gl.constexpr):
+    """Store [64, BLOCK_D], half of the columns at a time: V's tile may be narrower than dK's."""
+    HALF: gl.constexpr = cfg.BLOCK_D // 2
+    halves = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
+    tile = smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+    for half in gl.static_range(2):
+        tile.reshape([64, HALF]).store(halves[half].to(desc.dtype))
+        fence_async_shared()  # the stores above are visible to the TMA copy
+        store_tile(desc, place[:-1] + (half * HALF,), tile)  # noqa: RUF005
+        wait_for_stores(0)  # the tile has been read
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def attn_bwd_wide_keys_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
+    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
+    sizes = BackwardSizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    dtype: gl.constexpr = q_desc.dtype
+    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
+    ch = Channels(
+        make_work_ring(2),
+        make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
+        make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
+        make_tile_ring(k_desc, 1, 1, 1),
+        make_tile_ring(v_desc, 1, 1, 1),
+        make_ring(gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], weight_layout), 2, 1, 1),
+        gl.allocate_shared_memory(gl.float32, [cfg.Q_STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+    )
+    gl.warp_specialize(
+        [
+            (weight_role, (dv_desc, ch, sizes, factors, cfg)),
+            (gradient_role, (dk_desc, ch, sizes, factors, cfg)),
+            (keys_load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
+        ],
+        [4, 1],
+        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+    )

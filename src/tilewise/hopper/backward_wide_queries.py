@@ -1,0 +1,220 @@
+"""dQ for head sizes over 128: 128 queries stay, keys stream by; see `backward_wide`.
+
+role            warps   does
+load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
+query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
+"""
+
+from tilewise.hopper.arguments import Packing
+from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_ranges import scratch_tile
+from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
+from tilewise.hopper.backward_wide import finish_work, product, store_rows
+from tilewise.hopper.channel import Ring, make_tile_ring
+from tilewise.hopper.compat import aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from tilewise.hopper.forward import coords
+from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.ranges import hide, key_tiles
+from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, make_work_ring, receive, send
+from tilewise.hopper.softmax import exp2
+
+UNSPECIALIZED = BackwardSizes._fields
+
+
+@aggregate
+class Channels:
+    """All that the roles exchange; shapes are of one slot."""
+
+    work: Ring
+    q: Ring  # [64, BLOCK_D], a slot for each warpgroup
+    do: Ring  # [64, BLOCK_DV], likewise
+    k: Ring  # [BLOCK_N, BLOCK_D]
+    v: Ring  # [BLOCK_N, BLOCK_DV]
+
+    @gluon.constexpr_function
+    def __init__(self, work, q, do, k, v):
+        self.work = work
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+
+
+@gluon.jit
+def locate_queries(index, sizes, packing, cfg: gl.constexpr):
+    """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
+    heads = sizes.num_slots * sizes.group_size
+    if cfg.IS_PACKED:
+        rank = find_sequence(packing.first_tile, sizes.batch, index // heads)
+        b = gl.load(packing.order + rank)
+        first = gl.load(packing.first_tile + rank)
+        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
+        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
+        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
+        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
+        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        rest = index - first * heads
+        work = Work(
+            (own_tiles - 1 - rest % own_tiles) * 128, rest // own_tiles, b, start_q, own_q, start_k, own_k
+        )
+    else:
+        slot = index // sizes.num_tiles
+        heads = heads // sizes.batch
+        zero = 0 * slot
+        work = Work(
+            (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
+            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+        )  # fmt: skip
+    return work
+
+
+@gluon.jit
+def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
+    if cfg.IS_PACKED:
+        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots * sizes.group_size
+    else:
+        num_work = sizes.num_tiles * sizes.num_slots * sizes.group_size
+    index = gl.program_id(0)
+    turn = 0
+    use = 0  # key tiles so far
+    while index < num_work:
+        work = locate_queries(index, sizes, packing, cfg)
+        send(ch.work, turn, work)
+        for w in gl.static_range(2):
+            row = work.row + w * 64
+            place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            ch.q.load(turn * 2 + w, q_desc, place, 1)
+            ch.do.load(turn * 2 + w, do_desc, place, 1)
+        tiles = key_tiles(work.row, 128, work, sizes, cfg)
+        head = work.head // sizes.group_size
+        for j in range(tiles.begin, tiles.end):
+            row = j * cfg.BLOCK_N
+            place = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
+            ch.k.load(use, k_desc, place, 1)
+            ch.v.load(use, v_desc, place, 1)
+            use += 1
+        index = drawn(draw(counter))
+        turn += 1
+    finish_work(ch, turn, index, counter)
+
+
+@gluon.jit
+def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
+    """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
+    dtype: gl.constexpr = dq_desc.dtype
+    turn = 0
+    use = 0
+    work = receive(ch.work, turn)
+    while work.row >= 0:
+        row = work.row + W * 64
+        tiles = key_tiles(work.row, 128, work, sizes, cfg)
+        own = key_tiles(row, 64, work, sizes, cfg)
+        lse, delta = load_stats(row, stats, work, sizes, cfg)
+        own_use = turn * 2 + W
+        ch.q.wait(own_use)
+        ch.do.wait(own_use)
+        dq = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+        s = start_s(W, opaque_zero(turn), use, ch, cfg)
+        dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        ch.v.release(use)
+        p, slope = weights(s, lse, tiles.begin, row, own, work, sizes, factors, cfg)
+        ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
+        for j in range(tiles.begin + 1, tiles.end):
+            s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
+            dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+            dq = start_dq(ds, dq, use, ch, cfg)
+            s = warpgroup_mma_wait(2, deps=(s,))
+            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            dp = warpgroup_mma_wait(1, deps=(dp,))  # dS K may still run
+            ch.v.release(use + 1)
+            ds_next = pinned((p * slope * (dp - delta[:, None])).to(dtype))
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            ch.k.release(use)
+            ds = ds_next
+            use += 1
+        dq = warpgroup_mma_wait(0, deps=(start_dq(ds, dq, use, ch, cfg),))
+        ch.k.release(use)
+        use += 1
+        ch.do.release(own_use)
+        smem = ch.q.part(own_use, 0)
+        store_rows(dq * factors.scale, dq_desc, smem, row, work.start_q, work.seqlen_q, work, cfg)
+        ch.q.release(own_use)
+        turn += 1
+        work = receive(ch.work, turn)
+
+
+@gluon.jit
+def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
+    """(lse in units of log2, delta) of 64 rows; those past the end have lse = +inf, so that their P is 0."""
+    i = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    ptrs = stats + scratch_tile(work, work.head, row // 64, sizes, cfg) * 128 + i
+    exists = row + i < work.seqlen_q
+    lse = gl.load(ptrs, mask=exists, other=float("inf"))
+    return lse, gl.load(ptrs + 64, mask=exists, other=0.0)
+
+
+@gluon.jit
+def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
+    """Start S = Q K^T [64, BLOCK_N] of a key tile, once it has arrived."""
+    q = ch.q.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
+    ch.k.wait(use)
+    k = ch.k.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    return product(q, k.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
+
+
+@gluon.jit
+def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
+    """Start dP = dO V^T [64, BLOCK_N]."""
+    do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
+    ch.v.wait(use)
+    v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    return product(do, v.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
+
+
+@gluon.jit
+def start_dq(ds, dq, use, ch, cfg: gl.constexpr):
+    """Start dQ += dS K [64, BLOCK_D]."""
+    k = ch.k.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    return warpgroup_mma(gl.convert_layout(ds, operand_layout(cfg.BLOCK_D)), k, dq, is_async=True)
+
+
+@gluon.jit
+def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
+    """(P [64, BLOCK_N], derivative of the softcap) of finished products."""
+    x, slope = exponents(s, lse[:, None], factors, cfg)
+    if (j < own.plain_begin) | (j >= own.plain_end):
+        x = hide(x, j, row, work, sizes, cfg)
+    return exp2(x), slope
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def attn_bwd_wide_queries_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
+    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
+    sizes = BackwardSizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    ch = Channels(
+        make_work_ring(2),
+        make_tile_ring(q_desc, 2, 1, 1),
+        make_tile_ring(do_desc, 2, 1, 1),
+        make_tile_ring(k_desc, 2, 1, 2),
+        make_tile_ring(v_desc, 1, 1, 2),
+    )
+    gl.warp_specialize(
+        [
+            (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
+            (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
+            (queries_load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
+        ],
+        [4, 1],
+        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+    )

@@ -1,0 +1,107 @@
+"""Gradients of the Hopper kernels against the float64 reference, on a Hopper GPU; skipped without one."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.testing import check_attention
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
+
+# around the edges of a tile of 64 or 128 queries and of 128 keys
+EDGES = [1, 63, 65, 127, 128, 129, 257]
+
+
+def draw(seqlen: int, heads: int, dim: int, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(batch, seqlen, heads, dim, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("seqlen_q", EDGES)
+@pytest.mark.parametrize("seqlen_k", EDGES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_edges_of_tiles(seqlen_q: int, seqlen_k: int, dim: int):
+    q, k, v = draw(seqlen_q, 4, dim), draw(seqlen_k, 2, dim), draw(seqlen_k, 2, dim)
+    for options in ({}, {"causal": True}, {"window": (50, 10)}):
+        check_attention(q, k, v, backend="hopper", holds_mean=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 64), (128, 128)], ids=str)
+def test_head_sizes_and_dtypes(dims: tuple[int, int], dtype: torch.dtype):
+    q, k, v = (draw(n, 2, d, dtype=dtype) for n, d in ((301, dims[0]), (458, dims[0]), (458, dims[1])))
+    for options in ({}, {"causal": True}, {"softcap": 5.0}):
+        check_attention(q, k, v, backend="hopper", **options)
+
+
+def test_packed_sequences():
+    lengths = [(5, 5), (300, 300), (1, 700), (64, 64), (129, 128), (0, 10), (700, 333), (17, 0)]
+    cu_q, cu_k = (
+        torch.tensor([0, *accumulate(side)], dtype=torch.int32, device="cuda")
+        for side in zip(*lengths, strict=True)
+    )
+    for dim in (64, 128):
+        q = torch.randn(int(cu_q[-1]), 4, dim, device="cuda").bfloat16()
+        k, v = (torch.randn(int(cu_k[-1]), 2, dim, device="cuda").bfloat16() for _ in range(2))
+        check_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, backend="hopper")
+
+
+def test_random_problems():
+    random.seed(torch.seed())
+    for _ in range(40):
+        heads_k, dim = random.choice([1, 2]), random.choice([40, 64, 72, 128])
+        q = draw(random.randint(1, 700), heads_k * random.choice([1, 2, 3]), dim, random.randint(1, 3))
+        seqlen_k = random.randint(1, 900)
+        k, v = (draw(seqlen_k, heads_k, dim, q.shape[0]) for _ in range(2))
+        options: dict[str, Any] = {"causal": random.random() < 0.5}
+        if random.random() < 0.4:
+            options["window"] = (random.choice([None, random.randint(0, 300)]), random.randint(0, 100))
+        if random.random() < 0.3:
+            options["sinks"] = torch.randn(q.shape[2], device="cuda")
+        check_attention(q, k, v, backend="hopper", holds_mean=False, **options)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(tilewise.attention(*leaves, **options), leaves, dout)
+
+
+def test_deterministic_mode_gives_the_same_bits():
+    q, k, v, dout = (draw(3000, 8, 128) for _ in range(4))
+    first = gradients(q, k, v, dout, deterministic=True, backend="hopper")
+    for _ in range(10):
+        again = gradients(q, k, v, dout, deterministic=True, backend="hopper")
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_large_logits_in_float16_have_finite_gradients():
+    q, k, v, dout = (draw(500, 4, 128, dtype=torch.float16) for _ in range(4))
+    assert all(g.isfinite().all() for g in gradients(20 * q, k, v, dout, causal=True, backend="hopper"))
+
+
+def test_memory_beyond_gradients_is_one_float32_dq_and_two_floats_a_row():
+    q, k, v, dout = (draw(4096, 8, 128) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = tilewise.attention(*leaves, backend="hopper")
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(out, leaves, dout)
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+    assert extra <= 4 * q.numel() + 8 * q.numel() // 128 + (1 << 20)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 9)}], ids=str)
+def test_what_has_not_run_on_a_gpu_is_left_to_other_backends(options: dict[str, Any]):
+    q = draw(64, 2, 64).requires_grad_()
+    out = tilewise.attention(q, q, q, deterministic=True, backend="hopper", **options)
+    with pytest.raises(NotImplementedError, match=r"hopper.*deterministic.*triton"):
+        out.sum().backward()

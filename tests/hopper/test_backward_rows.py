@@ -1,0 +1,60 @@
+"""The kernels before and after the main one, by Triton's interpreter, against the formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("block_m", "block_d", "dim"), [(64, 128, 128), (128, 64, 40), (64, 128, 96)])
+def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bool):
+    from tilewise.hopper import backward_rows
+
+    starts = [0, 70, 70, 200, 205] if is_packed else [0, 205]
+    lead, heads, batch, total = (() if is_packed else (2,)), 2, len(starts) - 1 if is_packed else 2, 205
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32) if is_packed else None
+    tiles_q = total // block_m + batch if is_packed else -(-total // block_m)
+    slots = heads if is_packed else 2 * heads
+    out, dout = (torch.randn(*lead, total, heads, dim) for _ in range(2))
+    lse, dlse = (torch.randn(*lead, heads, total) for _ in range(2))
+    lse[..., 3] = -math.inf
+    strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
+    stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
+    sums = torch.full((slots * tiles_q, block_m, block_d), math.nan)
+    sizes = (tiles_q, heads, total)
+    backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
+        out, dout, lse, dlse, stats, sums, cu_seqlens, *strides, *strides, *sizes, total, batch,
+        dim, block_d, block_m,
+    )  # fmt: skip
+    assert (sums == 0).all()
+
+    x = torch.randn(slots * tiles_q, block_m, block_d)
+    parts = x.view(-1, block_m // 64, 64, block_d // 64, 64).transpose(2, 3).reshape(-1, 4, 2, 8, 8, 4, 2)
+    registers = parts.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    dq = torch.full_like(out, math.nan)
+    backward_rows.attn_bwd_finish_kernel[(len(parts),)](
+        registers, dq, cu_seqlens, *strides, 0.5, *sizes, batch, dim, block_d, block_m
+    )
+
+    delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
+    exact = torch.where(lse == -math.inf, math.inf, lse) / math.log(2)
+    rows = x.view(slots, tiles_q * block_m, block_d)
+    found = dq.transpose(-2, -3).reshape(slots, total, dim)
+    for n, (a, b) in enumerate(itertools.pairwise(starts)):
+        first = (a // block_m + n) * block_m
+        here, there = slice(first, first + b - a), slice(a, b)
+        torch.testing.assert_close(
+            stats[:, :, 0].reshape(slots, -1)[:, here], exact.reshape(slots, -1)[:, there]
+        )
+        torch.testing.assert_close(
+            stats[:, :, 1].reshape(slots, -1)[:, here], delta.reshape(slots, -1)[:, there]
+        )
+        torch.testing.assert_close(found[:, there], rows[:, here, :dim] * 0.5)
