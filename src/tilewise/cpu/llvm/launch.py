@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,17 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.compile import unavailable
 from tilewise.cpu.llvm.plans import (
+    CPU,
     BackwardPlan,
     DecodePlan,
     ForwardPlan,
     local,
     rows_dense,
-    without_memory,
 )
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
+MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,21 +81,32 @@ def repeatable(
     if plan.has_options:
         return None
     axes = (0, 2, 1, 3) if layout == "bhsd" else (0, 1, 2, 3)
-    out, lse = plan.allocate()
-    out_like, lse_like = without_memory(out.permute(axes)), without_memory(lse)
-    attend, empty_like = plan.attend, torch.empty_like
+    shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (plan.out_shape, plan.out_stride))
+    new_out = _allocator(shape, stride, problem.dtype)
+    lse_stride = torch.empty(plan.lse_shape, device="meta").stride()
+    new_lse = _allocator(plan.lse_shape, lse_stride, problem.compute_dtype)
+    attend = plan.attend
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = empty_like(out_like)
+        out = new_out()
         attend(query, key, value, out, None)
         return out
 
     def run_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = empty_like(out_like), empty_like(lse_like)
+        out, lse = new_out(), new_lse()
         attend(query, key, value, out, lse)
         return out, lse
 
     return run_with_lse if return_lse else run
+
+
+def _allocator(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes new tensors. Cheapest is `empty_like` of a model, which has memory of its own for a moment."""
+    if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
+        return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=CPU)
+    model = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+    model.untyped_storage().resize_(0)
+    return functools.partial(torch.empty_like, model)
 
 
 def backward(

@@ -318,12 +318,6 @@ def rows_dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def without_memory(t: Tensor) -> Tensor:
-    """A model for `torch.empty_like`, which is the cheapest way to a new tensor."""
-    t.untyped_storage().resize_(0)
-    return t
-
-
 # The counters' cache lines and, right behind them, what changes from call to call.
 _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
