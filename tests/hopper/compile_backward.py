@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,19 +85,19 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 
 def report(compiled: Any) -> dict[str, Any]:
     """Registers, spills, shared memory and matrix instructions of a compiled kernel."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(compiled.asm["ptx"])
-        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        ptxas = get_ptxas(90)
+        command = [getattr(ptxas, "path", ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [tools / "cuobjdump", "-sass", cubin]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
         "shared_bytes": compiled.metadata.shared,
         "serialized": "wgmma.mma_async instructions are serialized" in said,
-        "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
+        "hgmma": len(re.findall(r"\bHGMMA\b", compiled.asm["sass"])),
     }
 
 

@@ -58,8 +58,8 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         reports.append(row | report(compiled, 90))
 
     launch_plan.start = compile_instead
-    launch._num_sms = lambda index: 132  # type: ignore[assignment]
-    launch._counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+    launch.num_sms = lambda index: 132  # type: ignore[assignment]
+    launch.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
     inputs = case_inputs(case)
     launch.forward(describe(inputs, Options(**case.options)), inputs)
     return reports

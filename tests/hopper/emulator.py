@@ -92,9 +92,6 @@ class Shared:
         assert list(value.shape) == self.shape and value.is_floating_point() == self.dtype.is_floating_point
         self.data.copy_(value)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        return Shared(self.data.view(-1).view(dtype)[: math.prod(shape)].view(*shape))
-
 
 @dataclass
 class Descriptor:
@@ -328,6 +325,11 @@ def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(count, *desc.block_shape))
 
 
+def _as_block(smem: Shared, desc: Descriptor) -> Shared:
+    size = math.prod(desc.block_shape)
+    return Shared(smem.data.view(-1).view(desc.dtype)[:size].view(*desc.block_shape))
+
+
 class constexpr:
     def __new__(cls, value: Any) -> Any:
         return value
@@ -363,7 +365,8 @@ def install() -> None:
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
-        TensorDescriptor=Descriptor, as_blocks=_as_blocks, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
+        load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),

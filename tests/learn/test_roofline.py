@@ -135,7 +135,7 @@ def test_measured_h200_is_never_faster_than_its_bound():
 
 
 def test_measured_cpu_uses_the_ceilings_of_its_run():
-    (path,) = RESULTS.glob("cpu-*.json")
+    (path,) = RESULTS.glob("cpu-[0-9]*.json")
     found = results.load(path)
     points = measured.points(found)
     assert points[0].prediction.times[roofline.MATMUL] == pytest.approx(

@@ -26,6 +26,7 @@ from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
     aggregate,
+    as_block,
     fence_async_shared,
     gl,
     gluon,
@@ -307,7 +308,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
 def store_keys(W: gl.constexpr, gradient, desc, key, use, zero, work, ch, cfg: gl.constexpr):
     """Store dK or dV [64, BLOCK_D] through the warpgroup's slot of dq; rows past the end are cut."""
     ch.dq.acquire(2 * use + W)
-    smem = ch.dq.tiles.index(W + zero)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    smem = as_block(ch.dq.tiles.index(W + zero), desc)
     smem.reshape([64, cfg.BLOCK_D]).store(gradient.to(desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy
     store_tile(desc, coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED), smem)

@@ -22,6 +22,7 @@ from tilewise.hopper.backward_scores import pinned, probabilities, score_gradien
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
+    as_block,
     fence_async_shared,
     gl,
     gluon,
@@ -250,7 +251,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 @gluon.jit
 def store_rows(x, desc, smem, row, start, length, work, cfg: gl.constexpr):
     """Store 64 rows through shared memory that is no longer needed; rows past the end are cut."""
-    tile = smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    tile = as_block(smem, desc)
     tile.reshape([64, x.shape[1]]).store(x.to(desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy
     store_tile(desc, coords(start, length, row, work.head, work.batch, cfg.IS_PACKED), tile)
@@ -262,7 +263,7 @@ def store_halves(x, desc, smem, work, cfg: gl.constexpr):
     """Store [64, BLOCK_D], half of the columns at a time: V's tile may be narrower than dK's."""
     HALF: gl.constexpr = cfg.BLOCK_D // 2
     halves = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
-    tile = smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    tile = as_block(smem, desc)
     place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
     for half in gl.static_range(2):
         tile.reshape([64, HALF]).store(halves[half].to(desc.dtype))

@@ -26,6 +26,11 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """Shared memory as COUNT blocks of a TMA descriptor."""
         return smem.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
 
+    @gluon.jit
+    def as_block(smem, desc):
+        """Shared memory as one block of a TMA descriptor."""
+        return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
 else:
 
     @gluon.jit
@@ -33,12 +38,22 @@ else:
         """Shared memory as COUNT blocks of a TMA descriptor."""
         return smem._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
 
+    @gluon.jit
+    def as_block(smem, desc):
+        """Shared memory as one block of a TMA descriptor."""
+        return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
-@_builtin
-def add_tile(desc, coord, smem, _semantic=None):
-    """TMA copy of a shared-memory tile to global memory that adds to what is there."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(_ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+
+if hasattr(tma, "async_atomic_add"):
+    add_tile = tma.async_atomic_add
+else:
+
+    @_builtin
+    def add_tile(desc, coord, smem, _semantic=None):
+        """TMA copy of a shared-memory tile to global memory that adds to what is there."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
 
 
 @gluon.jit
@@ -56,6 +71,7 @@ __all__ = [
     "TensorDescriptor",
     "add_tile",
     "aggregate",
+    "as_block",
     "as_blocks",
     "fence_async_shared",
     "gl",
