@@ -1,6 +1,5 @@
 """Every name that Gluon changes between releases, under one name (Triton 3.6 to 3.9)."""
 
-import triton
 from triton._C.libtriton import ir as _ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,10 +63,7 @@ def wait_for_writes():
     )
 
 
-TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-
 __all__ = [
-    "TRITON_VERSION",
     "TensorDescriptor",
     "add_tile",
     "aggregate",

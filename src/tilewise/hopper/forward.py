@@ -206,12 +206,12 @@ def mma_role(
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
-        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
+        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
         p, m, l, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(rings.q, q_use, rings.k, use + 1, cfg)
-            acc = accumulate(p, rings.v, use, acc, cfg)
+            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+            acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
             s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             rings.k.release(use + 1)
             p_next, m, l, alpha = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
@@ -255,9 +255,8 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         num_heads = sizes.num_slots // sizes.batch * cfg.PACK
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
-    acc = rescaled(
-        acc, gl.where(l == 0.0, 0.0, factor / l), cfg
-    )  # [64, BLOCK_DV]; rows that see no key are 0
+    # [64, BLOCK_DV]; rows that see no key are 0
+    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor / l), cfg)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)

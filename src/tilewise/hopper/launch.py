@@ -181,7 +181,9 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     is_short = visibility.right is not None and problem.seqlen_k <= 2048
     if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
         tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
-    elif block_dv == 64 or block_dv == 128:
+    elif (
+        block_dv <= 128
+    ):  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
         tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
     else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
         tile = (64, 2, 2, 240)
