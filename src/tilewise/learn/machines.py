@@ -72,7 +72,7 @@ SMALLEST_TIMED = 256 * KIB  # a copy within less is over before PyTorch's own ov
 SPECIAL_PER_CLOCK = 16  # a multiprocessor's, from 8.0 to 9.0: CUDA programming guide, arithmetic throughput
 SHARED_BYTES_PER_CLOCK = 128  # a multiprocessor's: 32 banks of 4 bytes
 L2_BYTES_PER_CLOCK = 5120  # the GPU's: A100 whitepaper
-LATENCY = "microbenchmarks, arXiv 2402.13499, rounded"
+LATENCY = "rough, not measured here; the H200's taken to be the H100's"
 
 
 @dataclass(frozen=True)
