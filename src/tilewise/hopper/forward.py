@@ -31,7 +31,7 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, receive, send
-from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
+from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, lagging_softmax, online_softmax, softcapped
 
 UNSPECIALIZED = [
     *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
@@ -121,13 +121,23 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 
 
 @gluon.jit
-def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
-    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
+def queries(ring, use, cfg: gl.constexpr):
+    """Q of a use that has arrived: its registers if cfg.HOLDS_Q, else the use, to read it from where it is."""
+    if cfg.HOLDS_Q:
+        q = ring.part(use, 0).reshape([64, cfg.PART_WIDTH]).load(operand_layout(cfg.BLOCK_N))
+    else:
+        q = use
+    return q
+
+
+@gluon.jit
+def scores(q_ring, q, k_ring, use, cfg: gl.constexpr):
+    """Start S = Q K^T on the tensor cores, once the use's K has arrived; q is from `queries`."""
     PARTS: gl.constexpr = cfg.PARTS
     k_ring.wait(use)
     s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
     for part in gl.static_range(PARTS):
-        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
+        q_part = q if cfg.HOLDS_Q else q_ring.part(q, part).reshape([64, cfg.PART_WIDTH])
         k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
         s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s  # [64, BLOCK_N]
@@ -142,15 +152,21 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
-    """Softmax of one finished tile of scores: (p as operand, m, l, alpha). Only edge tiles are masked."""
+def weigh(
+    s, m, l, j, row, tiles, work, sizes, factors, dtype: gl.constexpr, LAGS: gl.constexpr, cfg: gl.constexpr
+):
+    """Softmax of one finished tile of scores: (p as operand, m, l, alpha, whether alpha may differ from 1)."""
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    if (j < tiles.plain_begin) | (j >= tiles.plain_end):
+    if (j < tiles.plain_begin) | (j >= tiles.plain_end):  # only edge tiles are masked
         s = hide(s, j, row, work, sizes, cfg)
-    p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
+    if LAGS:
+        p, m, l, alpha, has_grown = lagging_softmax(s, m, l, factors.scale_log2e)
+    else:
+        p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
+        has_grown = True
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p, m, l, alpha
+    return p, m, l, alpha, has_grown
 
 
 @gluon.jit
@@ -197,9 +213,10 @@ def mma_role(
         use = skip(rings.k, rings.v, use, block.end - tiles.end)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
+        q = queries(rings.q, q_use, cfg)
 
         j = tiles.end - 1
-        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
+        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
@@ -207,17 +224,20 @@ def mma_role(
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
-        p, m, l, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+        p, m, l, _, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, False, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+            s = scores(rings.q, q, rings.k, use + 1, cfg)  # [64, BLOCK_N]
             acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
             s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             rings.k.release(use + 1)
-            p_next, m, l, alpha = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+            p_next, m, l, alpha, has_grown = weigh(
+                s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg.LAGS, cfg
+            )
             acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
             rings.v.release(use)
-            acc = rescaled(acc, alpha, cfg)
+            if has_grown:
+                acc = rescaled(acc, alpha, cfg)
             p = p_next
             use += 1
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))

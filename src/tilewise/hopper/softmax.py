@@ -51,3 +51,29 @@ def online_softmax(s, m, l, scale_log2e):
     alpha = exp2(m - m_finite)
     p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
+
+
+# What a score may exceed the reference of its row by, in units of log2, before the reference follows it
+LAG = gl.constexpr(8.0)
+
+
+@gluon.jit
+def lagging_softmax(s, m, l, scale_log2e):
+    """(p, m, l, alpha, has_grown): as `online_softmax`, but m follows the maximum only when it lags by LAG.
+
+    out and lse are the same for any m: p, l and acc are in units of 2^m, and no p exceeds 2^8, so nothing
+    overflows, in float16 neither. So exponentials need not wait for the maximum, and while no row of the
+    warpgroup grows, alpha is 1 and has_grown False. A row that has seen no key follows the first it sees.
+    """
+    m_tile = gl.max(s, 1) * scale_log2e
+    p = exp2(s * scale_log2e - finite_or_zero(m)[:, None])  # [64, BLOCK_N]
+    has_grown = gl.max((m_tile > m + LAG).to(gl.int32), 0) > 0
+    alpha = gl.full([64], 1.0, gl.float32, m.type.layout)
+    if has_grown:
+        m_new = gl.maximum(m, m_tile)
+        m_finite = finite_or_zero(m_new)
+        alpha = exp2(m - m_finite)
+        p = exp2(s * scale_log2e - m_finite[:, None])
+        l = l * alpha
+        m = m_new
+    return p, m, l + gl.sum(p, 1), alpha, has_grown
