@@ -122,7 +122,7 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 
 @gluon.jit
 def queries(ring, use, cfg: gl.constexpr):
-    """Q of a use that has arrived: its registers if cfg.HOLDS_Q, else the use, to read it from where it is."""
+    """Q of a use that has arrived: in registers if cfg.HOLDS_Q, else the use itself, to find it by."""
     if cfg.HOLDS_Q:
         q = ring.part(use, 0).reshape([64, cfg.PART_WIDTH]).load(operand_layout(cfg.BLOCK_N))
     else:
@@ -155,7 +155,7 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 def weigh(
     s, m, l, j, row, tiles, work, sizes, factors, dtype: gl.constexpr, LAGS: gl.constexpr, cfg: gl.constexpr
 ):
-    """Softmax of one finished tile of scores: (p as operand, m, l, alpha, whether alpha may differ from 1)."""
+    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, whether alpha may differ from 1)."""
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if (j < tiles.plain_begin) | (j >= tiles.plain_end):  # only edge tiles are masked

@@ -23,6 +23,8 @@ LOG2_E = math.log2(math.e)
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
 SECTION_BYTES = 16 << 20
 
+NARROW_WINDOW = 256  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
+
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
@@ -168,11 +170,12 @@ def _section(num_keys: int, fitting: int) -> int:
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
-    is_narrow = None not in (visibility.left, visibility.right) and visibility.left + visibility.right < 256
+    left, right = visibility.left, visibility.right
+    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     parts = -(-problem.head_dim // width)
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    is_short = visibility.right is not None and problem.seqlen_k <= 2048
+    is_short = right is not None and problem.seqlen_k <= 2048
     if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
         tile = (128, 2, 4, 240) if is_short and not is_narrow else (128, 3, 6, 160)
     elif (
@@ -192,12 +195,12 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         PARTS=parts,
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
-        HOLDS_Q=(parts, width, block_dv) == (1, 128, 128) and visibility.right is None,
+        HOLDS_Q=(parts, width, block_dv) == (1, 128, 128) and right is None,
         LAGS=block_dv > 128,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
     )
