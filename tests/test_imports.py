@@ -15,7 +15,8 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device", "eager", "launcher"],
     ["problem"],
-    ["plan", "launch_plan", "repeated_launch", "reference", "rotary", "pages", "merge"],
+    ["plan", "launch_plan", "reference", "rotary", "pages", "merge"],
+    ["repeated_launch"],
     ["cpu", "triton", "hopper"],
     ["dispatch"],
     ["ops"],

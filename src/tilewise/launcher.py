@@ -50,6 +50,7 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     no_scratch, no_hooks = (None, None), (None, None, None)
+    rest: tuple[Any, ...]
     options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     utils = driver.active.utils
     if hasattr(utils, "launch"):  # since 3.7: one C function for all kernels
