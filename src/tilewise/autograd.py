@@ -15,7 +15,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
 from tilewise.eager import is_plain_eager
-from tilewise.problem import Inputs, Options, check_values, describe
+from tilewise.problem import AttentionProblem, Inputs, Options, check_values, describe
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
@@ -126,16 +126,22 @@ class Attention(torch.autograd.Function):
 
 def _eager_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients; differentiable themselves where that is asked for."""
-    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
-    if torch.is_grad_enabled() or is_batched or not is_plain_eager(dout):
+    if _is_watched(dout, dlse):
         return AttentionBackward.apply(dout, dlse, *arguments)
     return ops.call("attention_backward", dout, dlse, *arguments)
+
+
+def _is_watched(dout: Tensor, dlse: Tensor | None) -> bool:
+    """Whether a backward has to be differentiable itself, or a transform has to see it."""
+    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
+    return torch.is_grad_enabled() or is_batched or not is_plain_eager(dout)
 
 
 class RepeatedCall(NamedTuple):
     """A dense call without optional tensors that was made before: see `tilewise.repeat`."""
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as the caller has the tensors
+    problem: AttentionProblem
     options: Options
     backend: str | None
     layout: str
@@ -164,8 +170,14 @@ class RepeatedAttention(torch.autograd.Function):
         if call.layout == "bhsd":
             tensors = [t.transpose(1, 2) for t in tensors]
         *qkv, out, dout = tensors
-        scalars = (*call.options, call.backend, False)
-        grads = _eager_backward(dout, dlse, out, lse, *qkv, *(None,) * (_N - 3), *scalars)[:3]
+        inputs = Inputs(*qkv)
+        grads: tuple[Tensor, ...]
+        if _is_watched(dout, dlse):
+            grads = AttentionBackward.apply(
+                dout, dlse, out, lse, *inputs, *call.options, call.backend, False
+            )[:3]
+        else:
+            grads = ops.launch_backward(call.problem, inputs, call.backend, False, out, lse, dout, dlse)[:3]
         if call.layout == "bhsd":
             grads = tuple(t.transpose(1, 2) for t in grads)
         return (*grads, None)

@@ -57,6 +57,23 @@ def launch(problem: AttentionProblem, inputs: Inputs, name: str) -> tuple[Tensor
         return dispatch.load(name).forward(problem, inputs)
 
 
+def launch_backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    backend: str | None,
+    bias_needs_grad: bool,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Run the backward of the backend asked for, or of the one that is chosen."""
+    problem = _with_gradients(problem, bias_needs_grad, dlse is not None)
+    name = dispatch.choose(problem, backend, is_backward=True)
+    with _own_dtypes(problem.device_type):
+        return dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
+
+
 def _own_dtypes(device_type: str) -> AbstractContextManager[Any]:
     """Outside of autocast, which would change the dtypes of the products that a backend is made of."""
     if torch.is_autocast_enabled(device_type):
@@ -91,11 +108,9 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs, options, backend = _rebuild(arguments[:-1])
-    problem = _with_gradients(describe(inputs, options), arguments[-1], dlse is not None)
-    name = dispatch.choose(problem, backend, is_backward=True)
-    with _own_dtypes(problem.device_type):
-        grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
-    return _no_none(grads if problem.bias_needs_grad else grads._replace(bias=None), dout)
+    problem, bias_needs_grad = describe(inputs, options), arguments[-1]
+    grads = launch_backward(problem, inputs, backend, bias_needs_grad, out, lse, dout, dlse)
+    return _no_none(grads if bias_needs_grad else grads._replace(bias=None), dout)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,11 +11,13 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from tilewise.mask import Visibility
 
@@ -415,12 +417,15 @@ def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) ->
     """Check what only values can tell: offsets, lengths and page indices. Reads length tensors only.
 
     Those of a cache on a GPU are not read: that would wait for the GPU in every call. There, kernels cut
-    lengths to the capacity.
+    lengths to the capacity. The offsets of packed sequences on a GPU are read when a tensor is first seen and
+    when PyTorch has changed it since, and not while a CUDA graph is captured.
 
     Raises:
         ValueError: naming the tensor, the offending value and what is right.
     """
     if problem.is_cached and problem.device_type != "cpu":
+        return
+    if problem.is_packed and problem.device_type == "cuda" and _were_checked(problem, inputs):
         return
     if problem.is_packed:
         _check_cu_seqlens("q", inputs.cu_seqlens_q, inputs.query.shape[0], options.max_seqlen_q)
@@ -438,6 +443,29 @@ def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) ->
             ):
                 longest = (longest_q, longest_k)
                 raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
+    if problem.is_packed and problem.device_type == "cuda":
+        _checked[inputs.cu_seqlens_q] = _identity(problem, inputs)
+
+
+_checked: MutableMapping[Any, Any] = (
+    WeakTensorKeyDictionary()
+)  # offsets on a GPU, and how they were found right
+
+
+def _were_checked(problem: AttentionProblem, inputs: Inputs) -> bool:
+    """Whether the offsets need not be read, or can't: reading waits for the GPU."""
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    known = _checked.get(inputs.cu_seqlens_q)
+    return known is not None and known == _identity(problem, inputs)
+
+
+def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:
+    """All that the checks of packed offsets depend on; None if changes can't be seen."""
+    offsets = inputs[3:5]
+    if any(t.is_inference() for t in offsets):  # type: ignore[union-attr]
+        return None
+    return problem, inputs.query.shape[0], inputs.key.shape[0], *((WeakIdRef(t), t._version) for t in offsets)  # type: ignore[union-attr]
 
 
 def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:

@@ -101,7 +101,7 @@ def keep(
     make: Callable[..., Run | None] | None = getattr(module, "repeatable", None)
     run = None if make is None else make(problem, inputs, layout, return_lse or needs_grad)
     if run is not None and needs_grad:
-        call = autograd.RepeatedCall(run, options, backend, layout)
+        call = autograd.RepeatedCall(run, problem, options, backend, layout)
         run = functools.partial(_differentiable, call, return_lse)
     _local.runs[signature] = run
 
