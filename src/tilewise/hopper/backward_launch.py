@@ -54,7 +54,7 @@ def backward(
         return wide_backward(problem, inputs, out, lse, dout, dlse)
     cfg = config or backward_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     scratch = make_scratch(problem, query, cfg)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
