@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.problem import Inputs, Options, check_values, describe
+from tilewise.problem import Inputs, Options, describe
+from tilewise.values import check_values
 
 
 def x(*shape, dtype=torch.float32):
@@ -203,22 +204,21 @@ def test_offsets_on_a_gpu_are_read_again_only_if_something_changed(monkeypatch):
     """Reading them waits for the GPU. A problem says where it is; its tensors may be anywhere."""
     from dataclasses import replace
 
-    from tilewise import problem as module
-    from tilewise.problem import Inputs, Options
+    from tilewise import values
 
     q, k, starts = torch.ones(6, 2, 8), torch.ones(9, 2, 8), torch.tensor([0, 2, 6])
     ends = torch.tensor([0, 3, 9])
-    reads, read = [], module._check_cu_seqlens
+    reads, read = [], values._check_cu_seqlens
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        module, "_check_cu_seqlens", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
+        values, "_check_cu_seqlens", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
     )
 
     def check(cu_seqlens_q=starts, cu_seqlens_k=ends, **options):
         inputs = Inputs(q, k, k, cu_seqlens_q, cu_seqlens_k)
-        problem = replace(module.describe(inputs, Options(**options)), device_type="cuda")
+        problem = replace(describe(inputs, Options(**options)), device_type="cuda")
         reads.clear()
-        module.check_values(problem, inputs, Options(**options))
+        values.check_values(problem, inputs, Options(**options))
         return len(reads)
 
     assert [check() for _ in range(3)] == [2, 0, 0]

@@ -15,6 +15,7 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = [
     ["mask", "dropout", "tuning", "tuning_table", "device", "eager", "launcher"],
     ["problem"],
+    ["values"],
     ["plan", "launch_plan", "reference", "rotary", "pages", "merge"],
     ["repeated_launch"],
     ["cpu", "triton", "hopper"],

@@ -15,7 +15,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
 from tilewise.eager import is_plain_eager
-from tilewise.problem import AttentionProblem, Inputs, Options, check_values, describe
+from tilewise.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.values import check_values
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
@@ -29,7 +30,7 @@ def attention(
     `are_values_known`: lengths and pages come from a cache that has checked them itself.
 
     Raises:
-        ValueError, TypeError: see `tilewise.problem.describe` and `check_values`.
+        ValueError, TypeError: see `tilewise.problem.describe` and `tilewise.values.check_values`.
         NotImplementedError: see `tilewise.dispatch.choose`.
     """
     if torch.compiler.is_compiling():

@@ -23,7 +23,8 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.cpu import second_order
 from tilewise.eager import is_plain_eager
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, validate
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, validate
+from tilewise.values import check_values
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
