@@ -154,8 +154,8 @@ class AttentionProblem:
 def describe(inputs: Inputs, options: Options) -> AttentionProblem:
     """Validate a call and describe it.
 
-    Checks everything that shapes, dtypes, devices and scalars can tell; `values.check_values` checks what only
-    values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
+    Checks everything that shapes, dtypes, devices and scalars can tell; `values.check_values` checks what
+    only values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
 
     Raises:
         ValueError: an argument has a wrong shape or value; the message names it and says what is right.
