@@ -30,6 +30,7 @@ import tilewise
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # (batch, seqlen, heads, head_dim) each
 WARMUP_STEPS = 5  # compilation and first allocations are not timed
+RAMP_STEPS = 100  # of the learning rate: without, rounding alone decides when a run spikes
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +139,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        self.loss_of = model if args.eager else torch.compile(model)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.01, total_iters=RAMP_STEPS)
+        self.model, self.loss_of = model, model if args.eager else torch.compile(model)
         self.losses: list[Tensor] = []
 
     def steps(self, count: int) -> float:
@@ -156,7 +158,9 @@ class Trainer:
         with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
             loss = self.loss_of(window[:, :-1], window[:, 1:])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss.detach())
 

@@ -15,7 +15,7 @@ def test_every_attention_learns_alike(tmp_path):
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example  # where dataclasses look their annotations up
     spec.loader.exec_module(example)
-    sizes = "--layers 2 --width 32 --heads 2 --vocabulary 256 --seqlen 48 --batch 2 --steps 9 --lr 0.003"
+    sizes = "--layers 2 --width 32 --heads 2 --vocabulary 256 --seqlen 48 --batch 2 --steps 30 --lr 0.03"
     path = tmp_path / "runs.json"
     runs = example.main(f"--device cpu --eager {sizes} --json {path}".split())
     assert set(runs) == set(example.ATTENTIONS) - set(example.GPU_ONLY)
