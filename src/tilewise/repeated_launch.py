@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,17 +28,20 @@ def repeatable(
         plan: what launches the kernel.
         arrange: all tensors of the launch, from query, key, value, out and lse.
     """
-    # one element each, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
-    one = query.new_empty(())
-    blank_out = one.expand(*query.shape[:-1], problem.head_dim_v)
-    blank_lse = one.float().expand(problem.batch, problem.num_heads, problem.seqlen_q)
-    is_bhsd = layout == "bhsd"
+    batch, seqlen, heads, dim = (*query.shape[:-1], problem.head_dim_v)
+    # one element, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
+    blank_lse = query.new_empty((), dtype=torch.float32).expand(batch, heads, seqlen)
+    if layout == "bhsd":
+        shape, stride = (batch, heads, seqlen, dim), (seqlen * heads * dim, dim, heads * dim, 1)
+        new_out = functools.partial(
+            torch.empty_strided, shape, stride, dtype=query.dtype, device=query.device
+        )
+    else:
+        new_out = functools.partial(torch.empty_like, query.new_empty(()).expand(batch, seqlen, heads, dim))
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
+        out, lse = new_out(), torch.empty_like(blank_lse)
         plan(arrange(query, key, value, out, lse))  # which reads addresses only
-        if is_bhsd:
-            out = out.transpose(1, 2)
         return (out, lse) if return_lse else out
 
     return run
