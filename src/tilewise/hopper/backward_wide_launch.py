@@ -34,7 +34,7 @@ def backward(
     stats = torch.empty(tiles, 2 * cfg.BLOCK_M, dtype=torch.float32, device=query.device)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
-    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, stats, None, cu_q), cfg)
+    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, cu_q), cfg, fresh=(stats, None))
     counter = scheduler_counter(query.device)
     packing = (cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     run(keys_launch, problem, (query, key, value, dout, dk, dv, stats, *packing, counter), cfg)
