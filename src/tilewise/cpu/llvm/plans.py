@@ -187,7 +187,10 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        self.kernel = load("forward", _config(problem, inputs, _vectors(problem, problem.seqlen_q)))
+        config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
+        if _has_amx(problem):
+            config = replace(config, has_amx=True, vectors=1 if 0 < problem.seqlen_q <= 16 else 2)
+        self.kernel = load("forward", config)
         self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
@@ -337,10 +340,14 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:
     )
 
 
+def _has_amx(problem: AttentionProblem) -> bool:
+    """Whether products run in tile registers; their kernels multiply by the scale after taking the maximum."""
+    return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
+
+
 def _vectors(problem: AttentionProblem, seqlen_q: int) -> int:
     """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-
     def speed(vectors: int) -> float:
         return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
 

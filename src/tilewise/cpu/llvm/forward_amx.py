@@ -1,0 +1,132 @@
+"""The forward's products in tile registers: `forward.py` with other factors, sums and weights.
+
+K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32:
+
+    q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
+    k, v_t: rows of k and of v^T                        [BLOCK_K, head_dim], [head_dim_v, BLOCK_K]
+    s_t   = k q_t, 32 keys at a time; the scale comes with the exponential
+    p_t   : pairs of p^T                                                         [BLOCK_K / 2, block_q]
+    acc_t = c acc_t, where some c is not 1;  acc_t += v_t p_t, into what is stored
+"""
+
+from __future__ import annotations
+
+import math
+
+from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
+from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.forward import ForwardKernel, Tile
+from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.tiles import INF, Head, Scratch, TileScores, transpose_rows
+from tilewise.cpu.llvm.vector import Value, Var, any_lane, fma, maximum
+
+LOG2_E = 1 / math.log(2)
+
+
+class AmxForwardKernel(ForwardKernel):
+    """The steps that differ."""
+
+    key_group = TILE
+
+    def reserve(self, scratch: Scratch) -> None:
+        shape = self.shape
+        self.k = scratch.rows(shape.block_k, shape.pad, "i16")
+        self.v = scratch.rows(shape.block_k, shape.pad_v, "i16")
+        self.v_pairs = scratch.rows(shape.block_k // 2, shape.pad_v)
+        self.v_t = scratch.rows(shape.pad_v, shape.block_k, "i16")
+        self.s_t = scratch.rows(shape.block_k, shape.block_q)
+        self.p_t = scratch.rows(shape.block_k // 2, shape.block_q)
+        self.q = scratch.rows(shape.block_q, shape.pad, "i16")
+
+    def run(self) -> None:
+        with tile_registers(self.scratch):
+            super().run()
+
+    def load_queries(self, head: Head, tile: Tile) -> None:
+        shape = self.shape
+        n, dim = head.seqlen_q - tile.q0, shape.config.head_dim
+        copy_rows(self.q, head.query_rows("q", tile.q0), n, shape.block_q, dim)
+        transpose_rows(shape, tile.q_t, words(self.q), shape.block_q, shape.pad // 2)
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config = self.shape, self.shape.config
+        count = (n + (TILE - 1)) & -TILE
+        copy_rows(self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        copy_rows(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
+        pair_rows(self.v_pairs, self.v, count)
+        transpose_rows(shape, words(self.v_t), self.v_pairs, count // 2, shape.pad_v)
+
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Value]:
+        """s_t = k q_t, with every option if there are some; the new running maximum."""
+        shape = self.shape
+        self.scores.load(head, tile.q0, j0, n)
+        scores = self.scores.at(head, tile.q0, j0)
+        highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
+        for j in loop(first, n, TILE):
+            tile_sums(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, 0, shape.pad, shape.vectors, False)
+            for group in range(0, TILE, shape.rows):
+                self.finish_scores(scores, j + group, highest)
+        scale = 1.0 if self.scores.has_options else self.args.vector("q_factor", shape)
+        return [
+            maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)
+        ]
+
+    def finish_scores(self, scores: TileScores, j: Value, highest: list[Var]) -> None:
+        """Options and visibility for some rows of s_t, and their maximum."""
+        shape, s_t = self.shape, self.s_t.at(j, 0)
+        if self.scores.has_options:
+            s = load_grid(s_t, shape.rows, shape.vectors, self.args.vector("q_factor", shape))
+            scores.apply(s, j)
+            store_grid(s_t, s)
+        else:
+            with when(scores.is_edge(j)):
+                s = load_grid(s_t, shape.rows, shape.vectors, None)
+                scores.hide(s, j)
+                store_grid(s_t, s)
+        for r in range(shape.rows):
+            for v, c in enumerate(shape.columns()):
+                highest[v].set(maximum(highest[v], s_t[r, c].load(shape.lanes)))
+
+    def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
+        """p_t = exp(s_t - m) and the block's sums: exp2 of one multiply-add, which brings the scale with it."""
+        shape = self.shape
+        l = [Var(shape.constant(0.0)) for _ in m]
+        log2_m = [x * -LOG2_E for x in m]
+        factor = shape.constant(LOG2_E)
+        if not self.scores.has_options:
+            factor = factor * self.args.vector("q_factor", shape)
+        for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
+            for i in (0, 2):
+                for v, c in enumerate(shape.columns()):
+                    s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
+                    low, high = (exp2_avx512(fma(x, factor, log2_m[v]), shape.exp_degree) for x in s)
+                    l[v].set(l[v] + (low + high))
+                    self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
+        return l
+
+    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        shape = self.shape
+        is_less = any_lane(correction[0] < 1.0)
+        for c in correction[1:]:
+            is_less = is_less | any_lane(c < 1.0)
+        with when(is_less):
+            for d in loop(0, shape.pad_v):
+                for v, c in enumerate(shape.columns()):
+                    acc = tile.acc_t[d, c]
+                    acc.store(acc.load(shape.lanes) * correction[v])
+        for d in loop(0, shape.pad_v, TILE):
+            tile_sums(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, first, n, shape.vectors, True)
+
+
+def load_grid(rows: Rows, height: int, vectors: int, factor: Value | None) -> list[list[Var]]:
+    """The first rows and vectors, times the factor, in variables."""
+    lanes = 16
+    found = [[rows[r, v * lanes].load(lanes) for v in range(vectors)] for r in range(height)]
+    return [[Var(x if factor is None else x * factor) for x in row] for row in found]
+
+
+def store_grid(rows: Rows, grid: list[list[Var]]) -> None:
+    for r, row in enumerate(grid):
+        for v, x in enumerate(row):
+            rows[r, 16 * v].store(x)
