@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.control import loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.tiles import Scratch, Shape, pieces
-from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, builder, emitter, minimum
+from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, Var, builder, emitter, minimum
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
@@ -50,30 +51,60 @@ def tile_registers(scratch: Scratch) -> Iterator[None]:
     emitter().intrinsic("llvm.x86.tilerelease", VOID)
 
 
-def tile_sums(out: Rows, a: Rows, b: Rows, start: Scalar, stop: Scalar, columns: int, adds: bool) -> None:
-    """out[32, 16 columns] = the sum over k in [start, stop) of a[:, k] b[k, :], added to out if `adds`.
+class Products:
+    """out[32, 16 columns] = a b or out += a b, many in a row: `start`, any number of `add`, `finish`.
 
-    a is rows of bfloat16, b rows of pairs, the steps of k are 32. The counterpart of `outer_sums`: 2 x 2
-    tiles of sums stay in registers, and four loads feed four multiplications, 64 cycles that hide them.
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. The sums of one column of tiles go
+    into two registers, those of the next into the other two, and are stored only when the next column's
+    multiplications are under way: a register that waits to be stored holds up whatever writes it.
     """
-    cells = [(C + 2 * r + c, 16 * r, 16 * c) for r in range(2) for c in range(columns)]
-    for register, r, c in cells:
-        if adds:
-            _load(register, out, r, c)
-        else:
-            emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
-    few = isinstance(start, int) and isinstance(stop, int) and stop - start <= 4 * TILE
-    for k in range(start, stop, TILE) if few else loop(start, stop, TILE):  # type: ignore[arg-type]
-        for r in range(2):
-            _load(A + r, a, 16 * r, k)
-            for c in range(columns):
-                if r == 0:
-                    _load(B + c, b, k // 2, 16 * c)
-                registers = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
-                emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *registers)
-    for register, r, c in cells:
-        stride = ir.Constant(I64, out.stride * out.ptr.item)
-        emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), out[r, c].address, stride)
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.nowhere = scratch.rows(2 * ROWS, ROW, "bool")  # takes what the registers held before the start
+
+    def start(self) -> None:
+        self.waiting = [Var(Value(self.nowhere[ROWS * i, 0].address)) for i in range(2)]
+        self.stride = Var(ROW)
+
+    def add(self, out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
+        """Sums over [k[0], k[1]), in steps of 32. What is added to must not be the product before."""
+        cells = [[(r, c) for r in range(2)] for c in range(columns)]
+        if columns % 2:  # the registers' halves must alternate
+            cells = [[(r, c)] for c in range(columns) for r in range(2)]
+        for part, column in enumerate(cells):
+            half = part % 2
+            registers = [C + 2 * half + i for i in range(len(column))]
+            for register, (r, c) in zip(registers, column):
+                if adds:
+                    _load(register, out, ROWS * r, LANES * c)
+                else:
+                    emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
+            for step in steps(*k):
+                _load(B + half, b, step // 2, LANES * column[0][1])
+                for i, (register, (r, _)) in enumerate(zip(registers, column)):
+                    _load(A + i, a, ROWS * r, step)
+                    factors = (_number(x) for x in (register, A + i, B + half))
+                    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+            self._store(half ^ 1, len(column))
+            for place, (r, c) in zip(self.waiting, column):
+                place.set(Value(out[ROWS * r, LANES * c].address))
+            self.stride.set(out.stride * out.ptr.item)
+
+    def finish(self, columns: int) -> None:
+        self._store(1, 1 if columns % 2 else 2)
+
+    def _store(self, half: int, count: int) -> None:
+        for i, place in enumerate(self.waiting[:count]):
+            register = _number(C + 2 * half + i)
+            emitter().intrinsic("llvm.x86.tilestored64", VOID, register, place.raw, self.stride.raw)
+
+
+def steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
+    """Where the 32 products of each step begin; written out one by one where they are few and known."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 8 * TILE:
+        yield from range(start, stop, TILE)
+    else:
+        yield from loop(start, stop, TILE)
 
 
 def _load(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:

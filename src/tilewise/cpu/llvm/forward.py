@@ -49,6 +49,7 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
             "block_q": shape.block_q,
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": kernel.tile_bytes,
+            "most_tiles": kernel.most_tiles,
         }
         return emitter.finish(), facts
 
@@ -67,7 +68,8 @@ class Tile:
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
-        self.q_t = self.scratch.rows(shape.pad, shape.block_q)  # scaled
+        height = shape.pad // 2 if shape.config.has_amx else shape.pad
+        self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
         self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
@@ -76,11 +78,13 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
-    key_group = 0  # keys whose scores are computed together; 0: as many as the micro-kernel has rows
+    most_tiles = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
+
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
-        self.key_group = self.key_group or shape.rows
+        self.key_group = shape.rows  # keys whose scores are computed together
+        self.load_k = shape.block_k  # keys that are converted together
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.reserve(scratch)
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
@@ -95,7 +99,7 @@ class ForwardKernel:
         self.p_t = scratch.rows(BLOCK_K, shape.block_q)  # s_t until the exponential is taken
 
     def run(self) -> None:
-        args, block_q, block_k = self.args, self.shape.block_q, self.shape.block_k
+        args, block_q, load_k = self.args, self.shape.block_q, self.load_k
         for item in claim(args.counter, args.items):
             batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
             head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
@@ -105,8 +109,8 @@ class ForwardKernel:
             for t in loop(0, tiles):
                 self.start(head, self.tile(q0, t))
             k0, k1 = head.key_range(q0, q1)
-            for j0 in loop(k0 & -block_k, k1, block_k):
-                self.load_keys(head, j0, minimum(k1 - j0, block_k))
+            for j0 in loop(k0 & -load_k, k1, load_k):
+                self.load_keys(head, j0, minimum(k1 - j0, load_k))
                 for t in loop(0, tiles):
                     self.attend(head, self.tile(q0, t), j0)
             for t in loop(0, tiles):

@@ -13,31 +13,37 @@ from __future__ import annotations
 
 import math
 
-from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
-from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.amx import TILE, copy_rows, Products, pair_rows, paired, tile_registers, words
+from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import INF, Head, Scratch, TileScores, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, any_lane, fma, maximum
+from tilewise.cpu.llvm.vector import Value, Var, any_lane, fma, maximum, minimum
 
 LOG2_E = 1 / math.log(2)
+DEGREE = 4
+KEY_BYTES = 512 << 10  # K and V of a block that all tiles of an item go through: a quarter of a 2 MB L2
 
 
 class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
-    key_group = TILE
+    most_tiles = 32  # turning V around costs as much as 60 queries
 
     def reserve(self, scratch: Scratch) -> None:
         shape = self.shape
-        self.k = scratch.rows(shape.block_k, shape.pad, "i16")
-        self.v = scratch.rows(shape.block_k, shape.pad_v, "i16")
-        self.v_pairs = scratch.rows(shape.block_k // 2, shape.pad_v)
-        self.v_t = scratch.rows(shape.pad_v, shape.block_k, "i16")
+        self.key_group = TILE
+        blocks = max(1, KEY_BYTES // (2 * shape.block_k * (shape.pad + shape.pad_v)))
+        self.load_k = blocks * shape.block_k
+        self.all_k = scratch.rows(self.load_k, shape.pad, "i16")
+        self.all_v_t = scratch.rows(blocks * shape.pad_v, shape.block_k, "i16")
+        self.v = scratch.rows(TILE, shape.pad_v, "i16")
+        self.v_pairs = scratch.rows(TILE // 2, shape.pad_v)
         self.s_t = scratch.rows(shape.block_k, shape.block_q)
-        self.p_t = scratch.rows(shape.block_k // 2, shape.block_q)
+        self.p_t = self.s_t
         self.q = scratch.rows(shape.block_q, shape.pad, "i16")
+        self.products = Products(scratch)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -52,10 +58,21 @@ class AmxForwardKernel(ForwardKernel):
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
         count = (n + (TILE - 1)) & -TILE
-        copy_rows(self.k, head.key_rows("k", j0), n, count, config.head_dim)
-        copy_rows(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
-        pair_rows(self.v_pairs, self.v, count)
-        transpose_rows(shape, words(self.v_t), self.v_pairs, count // 2, shape.pad_v)
+        copy_rows(self.all_k, head.key_rows("k", j0), n, count, config.head_dim)
+        for j in loop(0, count, TILE):
+            copy_rows(self.v, head.key_rows("v", j0 + j), n - j, TILE, config.head_dim_v)
+            pair_rows(self.v_pairs, self.v, TILE)
+            block, column = j // shape.block_k * shape.pad_v, j % shape.block_k
+            transpose_rows(shape, words(self.all_v_t.at(block, column)), self.v_pairs, TILE // 2, shape.pad_v)
+
+    def attend(self, head: Head, tile: Tile, j0: Value) -> None:
+        shape = self.shape
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
+        first, last = maximum(0, k0 - j0) & -shape.block_k, minimum(k1 - j0, self.load_k)
+        for j in loop(first, last, shape.block_k):
+            self.k = self.all_k.at(j, 0)
+            self.v_t = self.all_v_t.at(j // shape.block_k * shape.pad_v, 0)
+            super().attend(head, tile, j0 + j)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Value]:
         """s_t = k q_t, with every option if there are some; the new running maximum."""
@@ -63,10 +80,17 @@ class AmxForwardKernel(ForwardKernel):
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
-        for j in loop(first, n, TILE):
-            tile_sums(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, 0, shape.pad, shape.vectors, False)
-            for group in range(0, TILE, shape.rows):
-                self.finish_scores(scores, j + group, highest)
+        self.products.start()
+        last = (n + (TILE - 1)) & -TILE
+        for j in loop(first, last + TILE, TILE):  # the maximum is one step behind the product
+            with either(j < last) as (go_on, end):
+                with go_on:
+                    self.products.add(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, (0, shape.pad), shape.vectors, False)
+                with end:
+                    self.products.finish(shape.vectors)
+            with when(j > first):
+                for group in range(0, TILE, shape.rows):
+                    self.finish_scores(scores, j + (group - TILE), highest)
         scale = 1.0 if self.scores.has_options else self.args.vector("q_factor", shape)
         return [
             maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)
@@ -100,7 +124,7 @@ class AmxForwardKernel(ForwardKernel):
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (exp2_avx512(fma(x, factor, log2_m[v]), shape.exp_degree) for x in s)
+                    low, high = (exp2_avx512(fma(x, factor, log2_m[v]), DEGREE) for x in s)
                     l[v].set(l[v] + (low + high))
                     self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
         return l
@@ -115,8 +139,10 @@ class AmxForwardKernel(ForwardKernel):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t[d, c]
                     acc.store(acc.load(shape.lanes) * correction[v])
+        self.products.start()
         for d in loop(0, shape.pad_v, TILE):
-            tile_sums(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, first, n, shape.vectors, True)
+            self.products.add(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, (first, n), shape.vectors, True)
+        self.products.finish(shape.vectors)
 
 
 def load_grid(rows: Rows, height: int, vectors: int, factor: Value | None) -> list[list[Var]]:

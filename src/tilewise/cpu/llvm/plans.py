@@ -24,7 +24,6 @@ from tilewise.problem import AttentionProblem, Gradients, Inputs
 CPU = torch.device("cpu")
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
-MAX_TILES = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_ROWS = 32  # rows of the decode kernel's scratch
@@ -356,7 +355,7 @@ def _vectors(problem: AttentionProblem, seqlen_q: int) -> int:
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(MAX_TILES, tiles_all, TILE_CACHE // facts["tile_bytes"]))
+    tiles = max(1, min(facts["most_tiles"], tiles_all, TILE_CACHE // facts["tile_bytes"]))
     while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
         tiles -= 1
     return tiles
