@@ -18,7 +18,7 @@ from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
-from tilewise.cpu.llvm.tiles import INF, Head, Scratch, TileScores, transpose_rows
+from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, TileScores, transpose_rows
 from tilewise.cpu.llvm.vector import Value, Var, any_lane, fma, maximum, minimum
 
 LOG2_E = 1 / math.log(2)
@@ -80,6 +80,7 @@ class AmxForwardKernel(ForwardKernel):
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
+        scale = self.args.vector("q_factor", shape)
         self.products.start()
         last = (n + (TILE - 1)) & -TILE
         for j in loop(first, last + TILE, TILE):  # the maximum is one step behind the product
@@ -89,28 +90,16 @@ class AmxForwardKernel(ForwardKernel):
                 with end:
                     self.products.finish(shape.vectors)
             with when(j > first):
-                for group in range(0, TILE, shape.rows):
-                    self.finish_scores(scores, j + (group - TILE), highest)
-        scale = 1.0 if self.scores.has_options else self.args.vector("q_factor", shape)
+                for r in (j + (group - TILE) for group in range(0, TILE, shape.rows)):
+                    finish_scores(shape, scores, self.s_t.at(r, 0), r, scale)
+                    for i in range(shape.rows):
+                        for v, c in enumerate(shape.columns()):
+                            highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
+        if self.scores.has_options:
+            scale = shape.constant(1.0)
         return [
             maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)
         ]
-
-    def finish_scores(self, scores: TileScores, j: Value, highest: list[Var]) -> None:
-        """Options and visibility for some rows of s_t, and their maximum."""
-        shape, s_t = self.shape, self.s_t.at(j, 0)
-        if self.scores.has_options:
-            s = load_grid(s_t, shape.rows, shape.vectors, self.args.vector("q_factor", shape))
-            scores.apply(s, j)
-            store_grid(s_t, s)
-        else:
-            with when(scores.is_edge(j)):
-                s = load_grid(s_t, shape.rows, shape.vectors, None)
-                scores.hide(s, j)
-                store_grid(s_t, s)
-        for r in range(shape.rows):
-            for v, c in enumerate(shape.columns()):
-                highest[v].set(maximum(highest[v], s_t[r, c].load(shape.lanes)))
 
     def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m) and the block's sums: exp2 of one multiply-add, which brings the scale with it."""
@@ -145,14 +134,30 @@ class AmxForwardKernel(ForwardKernel):
         self.products.finish(shape.vectors)
 
 
-def load_grid(rows: Rows, height: int, vectors: int, factor: Value | None) -> list[list[Var]]:
-    """The first rows and vectors, times the factor, in variables."""
-    lanes = 16
-    found = [[rows[r, v * lanes].load(lanes) for v in range(vectors)] for r in range(height)]
-    return [[Var(x if factor is None else x * factor) for x in row] for row in found]
+def finish_scores(
+    shape: Shape, scores: TileScores, s_t: Rows, j: Value, scale: Value, slope_of_cap: Rows | None = None
+) -> None:
+    """Products of the keys [j, j + rows) at s_t -> scores with their options, in place.
+
+    Without options they stay products, and the scale is left to the exponential.
+    """
+    if scores.scores.has_options:
+        s = _variables(shape, s_t, scale)
+        scores.apply(s, j, slope_of_cap)
+        _store(s_t, s)
+    else:
+        with when(scores.is_edge(j)):
+            s = _variables(shape, s_t, shape.constant(1.0))
+            scores.hide(s, j)
+            _store(s_t, s)
 
 
-def store_grid(rows: Rows, grid: list[list[Var]]) -> None:
+def _variables(shape: Shape, rows: Rows, factor: Value) -> Grid:
+    cells = [[rows[r, c].load(shape.lanes) for c in shape.columns()] for r in range(shape.rows)]
+    return [[Var(x * factor) for x in row] for row in cells]
+
+
+def _store(rows: Rows, grid: Grid) -> None:
     for r, row in enumerate(grid):
         for v, x in enumerate(row):
-            rows[r, 16 * v].store(x)
+            rows[r, v * x.type.count].store(x)

@@ -243,6 +243,8 @@ class BackwardPlan(Plan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
         config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
+        if _has_amx(problem):
+            config = replace(config, has_amx=True, vectors=next((v for v in (2, 4) if 0 < problem.seqlen_q <= 16 * v), 8))
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):

@@ -46,7 +46,7 @@ class Shape:
     """The sizes of one kernel, all known while it is built."""
 
     def __init__(self, config: Config, target: Target) -> None:
-        self.config = config
+        self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
         self.lanes = target.vector_bytes // self.item
