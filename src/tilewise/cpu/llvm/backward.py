@@ -39,7 +39,7 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Value, Var, fma, fold_sums, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
 
 KEY_BLOCK_BYTES = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
 MAX_KEY_BLOCK = 256  # a tile's transposes are then 2% of its products
@@ -123,8 +123,7 @@ class BackwardKernel:
         """One tile of queries against the item's keys."""
         shape = self.shape
         q0, block_k = t * shape.block_q, shape.block_k
-        self.load_queries(head, q0)
-        self.load_statistics(head, q0)
+        self.load_statistics(head, q0, self.load_queries(head, q0))
         fill_zero(shape, self.dq_t, shape.pad)
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
@@ -141,8 +140,8 @@ class BackwardKernel:
         self.add_query_gradients(j, begin, end)
         self.add_key_gradients(j, begin, end)
 
-    def load_queries(self, head: Head, q0: Value) -> None:
-        """q, do as rows and transposed; rowsum(do * out)."""
+    def load_queries(self, head: Head, q0: Value) -> Scalar:
+        """q, do as rows and transposed; rowsum(do * out). How many rows that are, repeated ones included."""
         shape, config, args = self.shape, self.config, self.args
         n, block_q = head.seqlen_q - q0, shape.block_q
         load_rows(shape, self.q, head.query_rows("q", q0), n, block_q, config.head_dim)
@@ -157,11 +156,12 @@ class BackwardKernel:
                     out, do = (area.at(i, c)[r, 0].load(shape.lanes) for area in (self.out, self.do))
                     total.set(fma(out, do, total))
             self.delta[0, i].store(fold_sums(sums))
+        return block_q
 
-    def load_statistics(self, head: Head, q0: Value) -> None:
+    def load_statistics(self, head: Head, q0: Value, count: Scalar) -> None:
         """lse and delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
         config, n = self.config, head.seqlen_q - q0
-        for i in loop(0, self.shape.block_q):
+        for i in loop(0, count):
             row = minimum(q0 + i, head.seqlen_q - 1)
             lse = head.statistic("lse", row).load()
             delta = self.delta[0, i].load() - head.statistic("dlse", row).load()

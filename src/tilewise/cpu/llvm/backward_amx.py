@@ -32,7 +32,7 @@ from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, load_rows, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, fma, fold_sums, maximum, minimum
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum
 
 
 class AmxBackwardKernel(BackwardKernel):
@@ -71,7 +71,7 @@ class AmxBackwardKernel(BackwardKernel):
         for area in (self.dk, self.dv):
             fill_zero(shape, area, count)
 
-    def load_queries(self, head: Head, q0: Value) -> None:
+    def load_queries(self, head: Head, q0: Value) -> Scalar:
         shape, config, lanes = self.shape, self.config, self.shape.lanes
         n = head.seqlen_q - q0
         count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
@@ -91,6 +91,7 @@ class AmxBackwardKernel(BackwardKernel):
                     out, do = self.out.at(0, c)[r, 0], do_rows.at(i, c)[r, 0]
                     total.set(fma(out.load(lanes), do.load(lanes), total))
             self.delta[0, i].store(fold_sums(sums))
+        return count
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
         shape = self.shape
@@ -127,8 +128,9 @@ class AmxBackwardKernel(BackwardKernel):
         self.scores.load(head, q0 + c, j0, b)
         scores = self.scores.at(head, q0 + c, j0)
         scale = self.args.vector("q_factor", part)
-        factor = part.constant(LOG2_E) if self.scores.has_options else scale * LOG2_E
-        lse = [self.lse.at(0, c)[0, x].load(lanes) * -LOG2_E for x in columns]
+        factor = scale * LOG2_E
+        lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
+        log2_lse = [x * -LOG2_E for x in lse]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(a, (b + (TILE - 1)) & -TILE, part.rows):
             finish_scores(part, scores, self.s_t.at(r, 0), r, scale, self.cap_slope)
@@ -137,7 +139,11 @@ class AmxBackwardKernel(BackwardKernel):
                 for k in (i, i + 1):
                     s = [self.s_t.at(r, 0)[k, x].load(lanes) for x in columns]
                     dp = [self.dp_t.at(r, 0)[k, x].load(lanes) for x in columns]
-                    p.append([exp2_avx512(fma(x, factor, y), DEGREE) for x, y in zip(s, lse)])
+                    if self.scores.has_options:
+                        exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
+                    else:
+                        exponents = [fma(x, factor, y) for x, y in zip(s, log2_lse)]
+                    p.append([exp2_avx512(x, DEGREE) for x in exponents])
                     ds.append([w * (x - y) for w, x, y in zip(p[-1], dp, delta)])
                     self.keep_bias_gradient(r, k, ds[-1])
                     self.p.at(r, c)[k, 0].store(rounded(*p[-1]))

@@ -12,6 +12,7 @@ K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the so
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tilewise.cpu.llvm.amx import TILE, copy_rows, Products, pair_rows, paired, tile_registers, words
 from tilewise.cpu.llvm.control import either, loop, when
@@ -19,10 +20,11 @@ from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, TileScores, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, any_lane, fma, maximum, minimum
+from tilewise.cpu.llvm.vector import Value, Var, absolute, any_lane, fma, maximum, minimum
 
 LOG2_E = 1 / math.log(2)
 DEGREE = 4
+FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 KEY_BYTES = 512 << 10  # K and V of a block that all tiles of an item go through: a quarter of a 2 MB L2
 
 
@@ -102,21 +104,36 @@ class AmxForwardKernel(ForwardKernel):
         ]
 
     def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
-        """p_t = exp(s_t - m) and the block's sums: exp2 of one multiply-add, which brings the scale with it."""
+        """p_t = exp(s_t - m) and the block's sums over keys."""
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
-        log2_m = [x * -LOG2_E for x in m]
-        factor = shape.constant(LOG2_E)
-        if not self.scores.has_options:
-            factor = factor * self.args.vector("q_factor", shape)
+        if self.scores.has_options:
+            self.sum_weights([lambda s, x=x: (s - x) * LOG2_E for x in m], l, first, n)
+            return l
+        scale = self.args.vector("q_factor", shape)
+        factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
+        is_far = any_lane(absolute(m[0]) > FAR)
+        for x in m[1:]:
+            is_far = is_far | any_lane(absolute(x) > FAR)
+        with either(is_far) as (far, near):
+            with far:
+                self.sum_weights([lambda s, x=x: (s * scale - x) * LOG2_E for x in m], l, first, n)
+            with near:
+                self.sum_weights([lambda s, x=x: fma(s, factor, x) for x in log2_m], l, first, n)
+        return l
+
+    def sum_weights(
+        self, exponents: list[Callable[[Value], Value]], l: list[Var], first: Value, n: Value
+    ) -> None:
+        """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t."""
+        shape = self.shape
         for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (exp2_avx512(fma(x, factor, log2_m[v]), DEGREE) for x in s)
+                    low, high = (exp2_avx512(exponents[v](x), DEGREE) for x in s)
                     l[v].set(l[v] + (low + high))
                     self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
-        return l
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
