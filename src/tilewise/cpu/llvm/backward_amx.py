@@ -27,11 +27,11 @@ from tilewise.cpu.llvm.amx import (
     words,
 )
 from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
-from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
-from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, load_rows, transpose_rows
+from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, TileScores, load_rows, transpose_rows
 from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum
 
 
@@ -49,7 +49,8 @@ class AmxBackwardKernel(BackwardKernel):
         self.q_t, self.do_t = (scratch.rows(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (scratch.rows(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out = scratch.rows(ROWS, shape.pad_v)
-        self.s_t, self.dp_t = (scratch.rows(shape.block_k, TILE) for _ in range(2))
+        self.s_t_rows = shape.block_k if self.config.has_dbias else 2 * TILE  # used in turn
+        self.s_t, self.dp_t = (scratch.rows(self.s_t_rows, TILE) for _ in range(2))
         self.p, self.ds = (scratch.rows(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
@@ -102,8 +103,7 @@ class AmxBackwardKernel(BackwardKernel):
             k0, k1 = head.key_range(q0 + c, minimum(q0 + c + TILE, head.seqlen_q))
             a = maximum(begin, k0 - (j0 + j)) & -TILE
             b = minimum(end, k1 - (j0 + j))
-            self.multiply_scores(c, j, a, b)
-            self.weigh(head, q0, j0 + j, c, a, b)
+            self.weigh(head, q0, j0, j, c, a, b)
             self.hide_rest(c, begin, a, b, end)
             self.products.start()
             for d in loop(0, shape.pad, TILE):
@@ -112,33 +112,49 @@ class AmxBackwardKernel(BackwardKernel):
             self.products.finish(2)
         self.add_key_gradients_over((first, last), j, begin, end)
 
-    def multiply_scores(self, c: Value, j: Value, a: Value, b: Value) -> None:
-        """s_t = k q_t and dp_t = v do_t for the queries of the part at c and the keys [a, b) of the block."""
-        shape = self.shape
-        self.products.start()
-        for r in loop(a, b, TILE):
-            k, v, q_t, do_t = self.k.at(j + r, 0), self.v.at(j + r, 0), self.q_t.at(0, c), self.do_t.at(0, c)
-            self.products.add(self.s_t.at(r, 0), k, q_t, (0, shape.pad), 2, False)
-            self.products.add(self.dp_t.at(r, 0), v, do_t, (0, shape.pad_v), 2, False)
-        self.products.finish(2)
+    def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
+        """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32.
 
-    def weigh(self, head: Head, q0: Value, j0: Value, c: Value, a: Value, b: Value) -> None:
-        """p = exp(s_t - lse), ds = p (dp_t - delta), for the keys j0 + [a, b); 0 up to a multiple of 32."""
+        The products of 32 keys run while the weights of the 32 before are worked out.
+        """
+        self.scores.load(head, q0 + c, j0 + j, b)
+        scores = self.scores.at(head, q0 + c, j0 + j)
+        last = (b + (TILE - 1)) & -TILE
+        self.products.start()
+        for r in loop(a, last + TILE, TILE):
+            with either(r < last) as (go_on, end):
+                with go_on:
+                    self.multiply_scores(r, c, j)
+                with end:
+                    self.products.finish(2)
+            with when(r > a):
+                self.round_weights(scores, r - TILE, c)
+        if self.config.has_dbias:
+            self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
+
+    def multiply_scores(self, r: Value, c: Value, j: Value) -> None:
+        """s_t = k q_t and dp_t = v do_t for 32 keys from j + r on and the part at c."""
+        shape, row = self.shape, r % self.s_t_rows
+        k, v, q_t, do_t = self.k.at(j + r, 0), self.v.at(j + r, 0), self.q_t.at(0, c), self.do_t.at(0, c)
+        self.products.add(self.s_t.at(row, 0), k, q_t, (0, shape.pad), 2, False)
+        self.products.add(self.dp_t.at(row, 0), v, do_t, (0, shape.pad_v), 2, False)
+
+    def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
+        """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        self.scores.load(head, q0 + c, j0, b)
-        scores = self.scores.at(head, q0 + c, j0)
         scale = self.args.vector("q_factor", part)
         factor = scale * LOG2_E
         lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
         log2_lse = [x * -LOG2_E for x in lse]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
-        for r in loop(a, (b + (TILE - 1)) & -TILE, part.rows):
-            finish_scores(part, scores, self.s_t.at(r, 0), r, scale, self.cap_slope)
+        for r in loop(first, first + TILE, part.rows):
+            s_t, dp_t = (area.at(r % self.s_t_rows, 0) for area in (self.s_t, self.dp_t))
+            finish_scores(part, scores, s_t, r, scale, self.cap_slope)
             for i in range(0, part.rows, 2):
                 p, ds = [], []
                 for k in (i, i + 1):
-                    s = [self.s_t.at(r, 0)[k, x].load(lanes) for x in columns]
-                    dp = [self.dp_t.at(r, 0)[k, x].load(lanes) for x in columns]
+                    s = [s_t[k, x].load(lanes) for x in columns]
+                    dp = [dp_t[k, x].load(lanes) for x in columns]
                     if self.scores.has_options:
                         exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
                     else:
@@ -150,8 +166,6 @@ class AmxBackwardKernel(BackwardKernel):
                     self.ds.at(r, c)[k, 0].store(rounded(*ds[-1]))
                 for v, x in enumerate(columns):
                     self.ds_pairs.at(r // 2, c)[i // 2, x].store(paired(ds[0][v], ds[1][v]))
-        if self.config.has_dbias:
-            self.scores.store_gradient(head, self.dp_t, q0 + c, j0, a, b)
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds before the softcap's derivative, which ds gets here."""
