@@ -41,8 +41,6 @@ from tilewise.cpu.llvm.tiles import (
 )
 from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
 
-KEY_BLOCK_BYTES = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
-MAX_KEY_BLOCK = 256  # a tile's transposes are then 2% of its products
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -71,11 +69,15 @@ def _kernel_class(config: Config) -> type[BackwardKernel]:
 class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    key_block_bytes = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
+    max_key_block = 256  # a tile's transposes are then 2% of its products
+
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.key_group = shape.rows  # keys whose scores are computed together
         row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
-        self.key_block = min(MAX_KEY_BLOCK, max(BLOCK_K, KEY_BLOCK_BYTES // row_bytes // BLOCK_K * BLOCK_K))
+        keys = self.key_block_bytes // row_bytes // BLOCK_K * BLOCK_K
+        self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
