@@ -21,7 +21,7 @@ import llvmlite.ir as ir
 from tilewise.cpu.llvm.control import loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.tiles import Scratch, Shape, pieces
-from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, Var, builder, emitter, minimum
+from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, builder, emitter, minimum
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
@@ -51,55 +51,32 @@ def tile_registers(scratch: Scratch) -> Iterator[None]:
     emitter().intrinsic("llvm.x86.tilerelease", VOID)
 
 
-class Products:
-    """out[32, 16 columns] = a b or out += a b, many in a row: `start`, any number of `add`, `finish`.
+def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
+    """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :]; `columns` is 1 or 2, the steps of k are 32.
 
-    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. The sums of one column of tiles go
-    into two registers, those of the next into the other two, and are stored only when the next column's
-    multiplications are under way: a register that waits to be stored holds up whatever writes it.
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. 2 x 2 tiles of sums stay in
+    registers while four loads, from the first-level cache, feed four multiplications of 16 cycles each.
     """
-
-    def __init__(self, scratch: Scratch) -> None:
-        self.nowhere = scratch.rows(2 * ROWS, ROW, "bool")  # takes what the registers held before the start
-
-    def start(self) -> None:
-        self.waiting = [Var(Value(self.nowhere[ROWS * i, 0].address)) for i in range(2)]
-        self.stride = Var(ROW)
-
-    def add(self, out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
-        """Sums over [k[0], k[1]), in steps of 32. What is added to must not be the product before."""
-        cells = [[(r, c) for r in range(2)] for c in range(columns)]
-        if columns % 2:  # the registers' halves must alternate
-            cells = [[(r, c)] for c in range(columns) for r in range(2)]
-        for part, column in enumerate(cells):
-            half = part % 2
-            registers = [C + 2 * half + i for i in range(len(column))]
-            for register, (r, c) in zip(registers, column):
-                if adds:
-                    _load(register, out, ROWS * r, LANES * c)
-                else:
-                    emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
-            for step in steps(*k):
-                _load(B + half, b, step // 2, LANES * column[0][1])
-                for i, (register, (r, _)) in enumerate(zip(registers, column)):
-                    _load(A + i, a, ROWS * r, step)
-                    factors = (_number(x) for x in (register, A + i, B + half))
-                    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
-            self._store(half ^ 1, len(column))
-            for place, (r, c) in zip(self.waiting, column):
-                place.set(Value(out[ROWS * r, LANES * c].address))
-            self.stride.set(out.stride * out.ptr.item)
-
-    def finish(self, columns: int) -> None:
-        self._store(1, 1 if columns % 2 else 2)
-
-    def _store(self, half: int, count: int) -> None:
-        for i, place in enumerate(self.waiting[:count]):
-            register = _number(C + 2 * half + i)
-            emitter().intrinsic("llvm.x86.tilestored64", VOID, register, place.raw, self.stride.raw)
+    sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
+    for register, r, c in sums:
+        if adds:
+            _load(register, out, r, c)
+        else:
+            emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
+    for step in _steps(*k):
+        for r in range(2):
+            _load(A + r, a, ROWS * r, step)
+            for c in range(columns):
+                if r == 0:
+                    _load(B + c, b, step // 2, LANES * c)
+                factors = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
+                emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+    for register, r, c in sums:
+        place = out[r, c].address, _stride(out)
+        emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), *place)
 
 
-def steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
+def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
     """Where the 32 products of each step begin; written out one by one where they are few and known."""
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 8 * TILE:
         yield from range(start, stop, TILE)
@@ -108,8 +85,12 @@ def steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
 
 
 def _load(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
-    stride = ir.Constant(I64, rows.stride * rows.ptr.item)
-    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), rows[r, c].address, stride)
+    place = rows[r, c].address, _stride(rows)
+    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), *place)
+
+
+def _stride(rows: Rows) -> ir.Constant:
+    return ir.Constant(I64, rows.stride * rows.ptr.item)
 
 
 def _number(register: int) -> ir.Constant:

@@ -18,12 +18,12 @@ from dataclasses import replace
 from tilewise.cpu.llvm.amx import (
     ROWS,
     TILE,
-    Products,
     copy_rows,
     pair_rows,
     paired,
     rounded,
     tile_registers,
+    tile_sums,
     words,
 )
 from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
@@ -58,7 +58,6 @@ class AmxBackwardKernel(BackwardKernel):
         self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
         self.scores = Scores(part, scratch)
-        self.products = Products(scratch)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -108,11 +107,9 @@ class AmxBackwardKernel(BackwardKernel):
             b = minimum(end, k1 - (j0 + j))
             self.weigh(head, q0, j0, j, c, a, b)
             self.hide_rest(c, begin, a, b, end)
-            self.products.start()
             for d in loop(0, shape.pad, TILE):
                 dq_t, k_t = self.dq_t.at(d, c), self.k_t.at(d, j)
-                self.products.add(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
-            self.products.finish(2)
+                tile_sums(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
         self.add_key_gradients_over((first, last), j, begin, end)
 
     def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
@@ -124,9 +121,7 @@ class AmxBackwardKernel(BackwardKernel):
         scores = self.scores.at(head, q0 + c, j0 + j)
         last = (b + (TILE - 1)) & -TILE
         for r in loop(a, last, TILE):
-            self.products.start()
             self.multiply_scores(r, c, j)
-            self.products.finish(2)
             self.round_weights(scores, r, c)
         if self.config.has_dbias:
             self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
@@ -135,8 +130,8 @@ class AmxBackwardKernel(BackwardKernel):
         """s_t = k q_t and dp_t = v do_t for 32 keys from j + r on and the part at c."""
         shape, row = self.shape, r % self.s_t_rows
         k, v, q_t, do_t = self.k.at(j + r, 0), self.v.at(j + r, 0), self.q_t.at(0, c), self.do_t.at(0, c)
-        self.products.add(self.s_t.at(row, 0), k, q_t, (0, shape.pad), 2, False)
-        self.products.add(self.dp_t.at(row, 0), v, do_t, (0, shape.pad_v), 2, False)
+        tile_sums(self.s_t.at(row, 0), k, q_t, (0, shape.pad), 2, False)
+        tile_sums(self.dp_t.at(row, 0), v, do_t, (0, shape.pad_v), 2, False)
 
     def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
@@ -186,11 +181,9 @@ class AmxBackwardKernel(BackwardKernel):
 
     def add_key_gradients_over(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
         """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
-        self.products.start()
         with when(queries[0] < queries[1]):
             for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
                 for r in loop(begin, end, TILE):
                     for c in loop(0, gradient.stride, TILE):
                         out = gradient.at(j + r, c)
-                        self.products.add(out, weights.at(r, 0), pairs.at(0, c), queries, 2, True)
-        self.products.finish(2)
+                        tile_sums(out, weights.at(r, 0), pairs.at(0, c), queries, 2, True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tilewise.cpu.llvm.amx import TILE, copy_rows, Products, pair_rows, paired, tile_registers, words
+from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
@@ -45,7 +45,6 @@ class AmxForwardKernel(ForwardKernel):
         self.s_t = scratch.rows(shape.block_k, shape.block_q)
         self.p_t = self.s_t
         self.q = scratch.rows(shape.block_q, shape.pad, "i16")
-        self.products = Products(scratch)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -83,20 +82,13 @@ class AmxForwardKernel(ForwardKernel):
         scores = self.scores.at(head, tile.q0, j0)
         highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
         scale = self.args.vector("q_factor", shape)
-        self.products.start()
-        last = (n + (TILE - 1)) & -TILE
-        for j in loop(first, last + TILE, TILE):  # the maximum is one step behind the product
-            with either(j < last) as (go_on, end):
-                with go_on:
-                    self.products.add(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, (0, shape.pad), shape.vectors, False)
-                with end:
-                    self.products.finish(shape.vectors)
-            with when(j > first):
-                for r in (j + (group - TILE) for group in range(0, TILE, shape.rows)):
-                    finish_scores(shape, scores, self.s_t.at(r, 0), r, scale)
-                    for i in range(shape.rows):
-                        for v, c in enumerate(shape.columns()):
-                            highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
+        for j in loop(first, n, TILE):
+            tile_sums(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, (0, shape.pad), shape.vectors, False)
+            for r in loop(j, j + TILE, shape.rows):
+                finish_scores(shape, scores, self.s_t.at(r, 0), r, scale)
+                for i in range(shape.rows):
+                    for v, c in enumerate(shape.columns()):
+                        highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
         if self.scores.has_options:
             scale = shape.constant(1.0)
         return [
@@ -145,10 +137,8 @@ class AmxForwardKernel(ForwardKernel):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t[d, c]
                     acc.store(acc.load(shape.lanes) * correction[v])
-        self.products.start()
         for d in loop(0, shape.pad_v, TILE):
-            self.products.add(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, (first, n), shape.vectors, True)
-        self.products.finish(shape.vectors)
+            tile_sums(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, (first, n), shape.vectors, True)
 
 
 def finish_scores(
