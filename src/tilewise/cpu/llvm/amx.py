@@ -4,10 +4,10 @@ A tile register is 16 rows of 64 bytes. One instruction adds a[16, 32] b[32, 16]
 
     c[i, n] += sum over p < 16 of  a[i, 2p] b[2p, n] + a[i, 2p + 1] b[2p + 1, n]
 
-A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the matrix
-interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Words move like float32 here, because a
-transposed matrix of words is what changes one kind into the other: rows of x are, transposed as words,
-the pairs of x^T; and the pairs of x are, transposed, the rows of x^T.
+A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the
+matrix interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Transposing words turns one kind
+into the other: rows of x become the pairs of x^T, and the pairs of x become the rows of x^T. For that,
+words move as float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.control import loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.tiles import Scratch, Shape, pieces
+from tilewise.cpu.llvm.tiles import Scratch, pieces
 from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, builder, emitter, minimum
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
@@ -52,7 +52,7 @@ def tile_registers(scratch: Scratch) -> Iterator[None]:
 
 
 def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
-    """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :]; `columns` is 1 or 2, the steps of k are 32.
+    """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :], 32 of them a step; 1 or 2 columns.
 
     The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. 2 x 2 tiles of sums stay in
     registers while four loads, from the first-level cache, feed four multiplications of 16 cycles each.
@@ -103,7 +103,7 @@ def words(rows: Rows) -> Rows:
 
 
 def copy_rows(dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
-    """dst[r, :dim] = source(r) as it is stored, with zeros up to dst's width; rows from n on repeat the last."""
+    """dst[r, :dim] = source(r) as stored, zeros up to dst's width; rows from n on repeat the last."""
     for r in loop(0, count):
         row = source(minimum(r, n - 1)).as_kind("i16")
         for c, width in pieces(0, dim, 2 * LANES):

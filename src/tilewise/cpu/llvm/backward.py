@@ -42,7 +42,6 @@ from tilewise.cpu.llvm.tiles import (
 from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
 
 
-
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
     shape = Shape(config, target)

@@ -52,8 +52,8 @@ class AmxBackwardKernel(BackwardKernel):
         self.q_t, self.do_t = (scratch.rows(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (scratch.rows(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out = scratch.rows(ROWS, shape.pad_v)
-        self.s_t_rows = shape.block_k if self.config.has_dbias else TILE
-        self.s_t, self.dp_t = (scratch.rows(self.s_t_rows, TILE) for _ in range(2))
+        self.area_rows = shape.block_k if self.config.has_dbias else TILE  # dbias takes a whole block
+        self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
         self.p, self.ds = (scratch.rows(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
@@ -110,28 +110,21 @@ class AmxBackwardKernel(BackwardKernel):
             for d in loop(0, shape.pad, TILE):
                 dq_t, k_t = self.dq_t.at(d, c), self.k_t.at(d, j)
                 tile_sums(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
-        self.add_key_gradients_over((first, last), j, begin, end)
+        with when(first < last):
+            self.add_over_queries((first, last), j, begin, end)
 
     def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
-        """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32.
-
-        The products of 32 keys run while the weights of the 32 before are worked out.
-        """
+        """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32."""
+        shape = self.shape
         self.scores.load(head, q0 + c, j0 + j, b)
         scores = self.scores.at(head, q0 + c, j0 + j)
-        last = (b + (TILE - 1)) & -TILE
-        for r in loop(a, last, TILE):
-            self.multiply_scores(r, c, j)
+        for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
+            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
+            tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
+            tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
             self.round_weights(scores, r, c)
         if self.config.has_dbias:
             self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
-
-    def multiply_scores(self, r: Value, c: Value, j: Value) -> None:
-        """s_t = k q_t and dp_t = v do_t for 32 keys from j + r on and the part at c."""
-        shape, row = self.shape, r % self.s_t_rows
-        k, v, q_t, do_t = self.k.at(j + r, 0), self.v.at(j + r, 0), self.q_t.at(0, c), self.do_t.at(0, c)
-        tile_sums(self.s_t.at(row, 0), k, q_t, (0, shape.pad), 2, False)
-        tile_sums(self.dp_t.at(row, 0), v, do_t, (0, shape.pad_v), 2, False)
 
     def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
@@ -142,7 +135,7 @@ class AmxBackwardKernel(BackwardKernel):
         log2_lse = [x * -LOG2_E for x in lse]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(first, first + TILE, part.rows):
-            s_t, dp_t = (area.at(r % self.s_t_rows, 0) for area in (self.s_t, self.dp_t))
+            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, scale, self.cap_slope)
             for i in range(0, part.rows, 2):
                 p, ds = [], []
@@ -179,11 +172,9 @@ class AmxBackwardKernel(BackwardKernel):
                 for rows in (self.p, self.ds):
                     words(rows)[r, c // 2].store(zero)
 
-    def add_key_gradients_over(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
+    def add_over_queries(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
         """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
-        with when(queries[0] < queries[1]):
-            for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
-                for r in loop(begin, end, TILE):
-                    for c in loop(0, gradient.stride, TILE):
-                        out = gradient.at(j + r, c)
-                        tile_sums(out, weights.at(r, 0), pairs.at(0, c), queries, 2, True)
+        for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
+            for r in loop(begin, end, TILE):
+                for c in loop(0, gradient.stride, TILE):
+                    tile_sums(gradient.at(j + r, c), weights.at(r, 0), pairs.at(0, c), queries, 2, True)

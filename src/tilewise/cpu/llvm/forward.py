@@ -17,6 +17,8 @@ in its item nor on which thread computes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, loop, when
@@ -36,7 +38,7 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -79,7 +81,6 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     most_tiles = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
-
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
@@ -134,9 +135,7 @@ class ForwardKernel:
     def load_queries(self, head: Head, tile: Tile) -> None:
         """Transpose and scale the queries."""
         shape, n = self.shape, head.seqlen_q - tile.q0
-        load_rows(
-            shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim
-        )
+        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim)
         factor = self.args.vector("q_factor", shape)
         transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
 
@@ -162,7 +161,7 @@ class ForwardKernel:
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
             self.add_values(tile, correction, first, n)
 
-    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Var]:
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; the new running maximum."""
         shape, head_dim = self.shape, self.shape.config.head_dim
         self.scores.load(head, tile.q0, j0, n)

@@ -11,8 +11,9 @@ K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the so
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
 from tilewise.cpu.llvm.control import either, loop, when
@@ -20,7 +21,7 @@ from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, TileScores, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, absolute, any_lane, fma, maximum, minimum
+from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fma, maximum, minimum
 
 LOG2_E = 1 / math.log(2)
 DEGREE = 4
@@ -75,7 +76,7 @@ class AmxForwardKernel(ForwardKernel):
             self.v_t = self.all_v_t.at(j // shape.block_k * shape.pad_v, 0)
             super().attend(head, tile, j0 + j)
 
-    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Value]:
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t, with every option if there are some; the new running maximum."""
         shape = self.shape
         self.scores.load(head, tile.q0, j0, n)
@@ -91,31 +92,26 @@ class AmxForwardKernel(ForwardKernel):
                         highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
         if self.scores.has_options:
             scale = shape.constant(1.0)
-        return [
-            maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)
-        ]
+        return [maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)]
 
     def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m) and the block's sums over keys."""
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
         if self.scores.has_options:
-            self.sum_weights([lambda s, x=x: (s - x) * LOG2_E for x in m], l, first, n)
+            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, first, n)
             return l
         scale = self.args.vector("q_factor", shape)
         factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
-        is_far = any_lane(absolute(m[0]) > FAR)
-        for x in m[1:]:
-            is_far = is_far | any_lane(absolute(x) > FAR)
-        with either(is_far) as (far, near):
+        with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
             with far:
-                self.sum_weights([lambda s, x=x: (s * scale - x) * LOG2_E for x in m], l, first, n)
+                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, first, n)
             with near:
-                self.sum_weights([lambda s, x=x: fma(s, factor, x) for x in log2_m], l, first, n)
+                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, first, n)
         return l
 
     def sum_weights(
-        self, exponents: list[Callable[[Value], Value]], l: list[Var], first: Value, n: Value
+        self, exponent: Callable[[Value, int], Value], l: list[Var], first: Value, n: Value
     ) -> None:
         """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t."""
         shape = self.shape
@@ -123,16 +119,13 @@ class AmxForwardKernel(ForwardKernel):
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (exp2_avx512(exponents[v](x), DEGREE) for x in s)
+                    low, high = (exp2_avx512(exponent(x, v), DEGREE) for x in s)
                     l[v].set(l[v] + (low + high))
                     self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
-        is_less = any_lane(correction[0] < 1.0)
-        for c in correction[1:]:
-            is_less = is_less | any_lane(c < 1.0)
-        with when(is_less):
+        with when(any_of(c < 1.0 for c in correction)):
             for d in loop(0, shape.pad_v):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t[d, c]
@@ -157,6 +150,11 @@ def finish_scores(
             s = _variables(shape, s_t, shape.constant(1.0))
             scores.hide(s, j)
             _store(s_t, s)
+
+
+def any_of(masks: Iterable[Value]) -> Value:
+    """Whether some lane of some mask is set."""
+    return functools.reduce(lambda a, b: a | b, (any_lane(mask) for mask in masks))
 
 
 def _variables(shape: Shape, rows: Rows, factor: Value) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ def exp2_avx512(x: Operand, degree: int) -> Value:
     lanes, mask = like(0.0, x).raw, ir.Constant(ir.IntType(x.type.count), -1)
     to_floor, current_rounding = ir.Constant(I32, 9), ir.Constant(I32, 4)
     call = emitter().intrinsic
-    f = Value(call("llvm.x86.avx512.mask.reduce.ps.512", x.type, x.raw, to_floor, lanes, mask, current_rounding))
+    rest = "llvm.x86.avx512.mask.reduce.ps.512"
+    f = Value(call(rest, x.type, x.raw, to_floor, lanes, mask, current_rounding))
     terms = _exp2_polynomial(degree)
     series = like(terms[degree], x)
     for k in range(degree - 1, -1, -1):
@@ -96,7 +98,7 @@ def _exp2_polynomial(degree: int) -> list[float]:
             slopes[k] = (slopes[k] - slopes[k - 1]) / (points[k] - points[k - order])
     terms = [0.0] * (degree + 1)
     for slope, point in zip(reversed(slopes), reversed(points)):
-        terms = [slope - point * terms[0]] + [a - point * b for a, b in zip(terms, terms[1:])]
+        terms = [slope - point * terms[0]] + [a - point * b for a, b in itertools.pairwise(terms)]
     return terms
 
 

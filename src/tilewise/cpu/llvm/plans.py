@@ -17,20 +17,18 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block, Config
+from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
+from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 CPU = torch.device("cpu")
-KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_ROWS = 32  # rows of the decode kernel's scratch
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
-# Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
-VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 
 
 class Local(threading.local):
@@ -186,10 +184,7 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
-        if _has_amx(problem):
-            config = replace(config, has_amx=True, vectors=1 if 0 < problem.seqlen_q <= 16 else 2)
-        self.kernel = load("forward", config)
+        self.kernel = load("forward", tile_config(problem, inputs, AMX_FORWARD))
         self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
@@ -217,7 +212,7 @@ class DecodePlan(OutputPlan):
         is_direct = (
             rows == 1 and not problem.is_paged and problem.head_dim % lanes == problem.head_dim_v % lanes == 0
         )
-        self.kernel = load("decode", replace(_config(problem, inputs, 1), is_direct=is_direct))
+        self.kernel = load("decode", replace(decode_config(problem, inputs), is_direct=is_direct))
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
@@ -242,9 +237,7 @@ class BackwardPlan(Plan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
-        if _has_amx(problem):
-            config = replace(config, has_amx=True, vectors=next((v for v in (2, 4) if 0 < problem.seqlen_q <= 16 * v), 8))
+        config = tile_config(problem, inputs, AMX_BACKWARD)
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
@@ -324,35 +317,6 @@ def rows_dense(t: Tensor) -> Tensor:
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
-
-
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:
-    return Config(
-        kind=KINDS[problem.dtype],
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        vectors=vectors,
-        has_softcap=problem.softcap > 0,
-        has_alibi=problem.has_alibi,
-        has_sinks=problem.has_sinks,
-        has_mask=problem.mask_shape is not None,
-        bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
-        is_paged=problem.is_paged,
-    )
-
-
-def _has_amx(problem: AttentionProblem) -> bool:
-    """Whether products run in tile registers; their kernels multiply by the scale after taking the maximum."""
-    return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
-
-
-def _vectors(problem: AttentionProblem, seqlen_q: int) -> int:
-    """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
-    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    def speed(vectors: int) -> float:
-        return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
-
-    return max(VECTOR_SPEED, key=speed) if seqlen_q else 3
 
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:

@@ -266,11 +266,11 @@ class Scores:
     def __init__(self, shape: Shape, scratch: Scratch) -> None:
         self.shape, self.config = shape, shape.config
         config = self.config
-        self.has_options = bool(
-            config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind
-        )
+        self.has_options = bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
         areas = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
-        self.areas = {name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used}
+        self.areas = {
+            name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used
+        }
         self.by_query = scratch.rows(shape.block_q, shape.block_k) if self.areas else None
 
     def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
