@@ -39,16 +39,18 @@ class _BFloat(ir.Type):
 
 @contextmanager
 def tile_registers(scratch: Scratch) -> Iterator[None]:
-    """Configure this thread's eight tile registers, all of full size; release them at the end."""
-    config = scratch.rows(1, 64, "bool").ptr
+    """Give this thread eight tile registers of full size; at the end, whatever it had before.
+
+    PyTorch keeps its own configuration between calls in places, and counts on finding it.
+    """
+    mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))
     palette = [1] + [0] * 15
-    row_bytes = [ROW, 0] * 8 + [0] * 16
-    rows = [ROWS] * 8 + [0] * 8
-    bytes_ = ir.Constant(ir.VectorType(I8, 64), palette + row_bytes + rows)
-    config.store(Value(bytes_))
-    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, config.address)
+    row_bytes, rows = [ROW, 0] * 8 + [0] * 16, [ROWS] * 8 + [0] * 8
+    mine.store(Value(ir.Constant(ir.VectorType(I8, 64), palette + row_bytes + rows)))
+    emitter().intrinsic("llvm.x86.sttilecfg", VOID, before.address)
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
     yield
-    emitter().intrinsic("llvm.x86.tilerelease", VOID)
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
 
 
 def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
