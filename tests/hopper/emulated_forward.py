@@ -29,7 +29,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
     "d192": (300, 200, 4, 4, 192, 192, {}),
     "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
-    "d256_steep": (200, 300, 2, 2, 256, 256, {"scale": 0.5}),  # maxima grow from tile to tile
+    "steep": (500, 700, 2, 2, 64, 64, {"scale": 8.0}),  # sums grow too large: all is done again, exactly
+    "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
+    "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
     "window_d64": (2500, 2500, 1, 1, 64, 64, {"window_left": 100, "window_right": 0}),

@@ -241,6 +241,8 @@ def _store(p: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    if mask is not None and not mask.any():
+        return tile(torch.zeros_like(mask, dtype=torch.int32))
     place = int(p.offset if mask is None else p.offset[mask])
     with _lock:
         before = int(p.base[place])
@@ -359,7 +361,7 @@ def install() -> None:
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
+        SliceLayout=_layout, BlockedLayout=_layout, DistributedLinearLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
         NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")

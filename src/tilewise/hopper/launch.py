@@ -215,7 +215,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
         HOLDS_Q=(parts, width, block_dv) == (1, 128, 128) and right is None,
-        LAGS=block_dv > 128,
+        LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
         HAS_LEFT=left is not None,

@@ -1,6 +1,7 @@
 """Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
+from tilewise.hopper.layouts import partial_layout
 
 
 @gluon.jit
@@ -40,40 +41,22 @@ def finite_or_zero(m):
 
 
 @gluon.jit
+def partial_sums(p):
+    """[64, 4] sums of a tile's rows, each over the columns of one thread."""
+    sums = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, partial_layout(), assert_trivial=True)
+
+
+@gluon.jit
 def online_softmax(s, m, l, scale_log2e):
     """(p, m, l, alpha) after one more tile of scores.
 
-    m is the running maximum in units of log2, l the running sum of p = exp2(s * scale - m), and alpha what
-    earlier sums must be multiplied by: exp2(m_before - m).
+    m is the running maximum in units of log2, l [64, 4] the running sums of p = exp2(s * scale - m) by thread,
+    and alpha what earlier sums must be multiplied by: exp2(m_before - m).
     """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
     p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]
-    return p, m_new, l * alpha + gl.sum(p, 1), alpha
-
-
-# What a score may exceed the reference of its row by, in units of log2, before the reference follows it
-LAG = gl.constexpr(8.0)
-
-
-@gluon.jit
-def lagging_softmax(s, m, l, scale_log2e):
-    """(p, m, l, alpha, has_grown): as `online_softmax`, but m follows the maximum only when it lags by LAG.
-
-    out and lse are the same for any m: p, l and acc are in units of 2^m, and no p exceeds 2^8, so nothing
-    overflows, in float16 neither. So exponentials need not wait for the maximum, and while no row of the
-    warpgroup grows, alpha is 1 and has_grown False. A row that has seen no key follows the first it sees.
-    """
-    m_tile = gl.max(s, 1) * scale_log2e
-    p = exp2(s * scale_log2e - finite_or_zero(m)[:, None])  # [64, BLOCK_N]
-    has_grown = gl.max((m_tile > m + LAG).to(gl.int32), 0) > 0
-    alpha = gl.full([64], 1.0, gl.float32, m.type.layout)
-    if has_grown:
-        m_new = gl.maximum(m, m_tile)
-        m_finite = finite_or_zero(m_new)
-        alpha = exp2(m - m_finite)
-        p = exp2(s * scale_log2e - m_finite[:, None])
-        l = l * alpha
-        m = m_new
-    return p, m, l + gl.sum(p, 1), alpha, has_grown
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
+    return p, m_new, l + partial_sums(p), alpha
