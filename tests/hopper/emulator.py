@@ -361,8 +361,8 @@ def install() -> None:
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        SliceLayout=_layout, BlockedLayout=_layout, DistributedLinearLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
-        NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+        SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
+        DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(

@@ -71,6 +71,16 @@ def test_options(name: str, dim: int):
     check_attention(draw(333, 4, dim), draw(517, 2, dim), draw(517, 2, dim), backend="hopper", **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("steepness", [4, 20, 60])
+def test_scores_that_grow_from_tile_to_tile(steepness: int, dim: int, dtype: torch.dtype):
+    """From 20 on, tiles of queries fail with a reference that stays, and are done again."""
+    q, k, v = (draw(s, 4, dim, batch=12, dtype=dtype) for s in (700, 1500, 1500))
+    for options in ({}, {"causal": True}, {"window": (300, 20)}):
+        forward_reports(q * steepness, k, v, **options)
+
+
 @pytest.mark.parametrize("seqlen_q", EDGES)
 @pytest.mark.parametrize("seqlen_k", EDGES)
 def test_edges_of_tiles(seqlen_q: int, seqlen_k: int):

@@ -62,7 +62,7 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
-    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 1] int32, back from them: slots of work that failed
+    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 1] int32, handed back: slots of work that failed
     smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function

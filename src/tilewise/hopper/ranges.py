@@ -42,8 +42,8 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
     plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
-    edge = plain_end * cfg.BLOCK_N  # the first key past the plain tiles: all see it, or a plain tile must come first
-    is_seen = (plain_first <= edge) & (edge <= plain_last)
+    edge = plain_end * cfg.BLOCK_N  # the first key past the plain tiles
+    is_seen = (plain_first <= edge) & (edge <= plain_last)  # by all rows
     steady_end = gl.where(is_seen | (plain_end >= end), plain_end, plain_end - 1)
     return KeyTiles(begin, end, plain_begin, plain_end, steady_end)
 
