@@ -51,8 +51,8 @@ def partial_sums(p):
 def online_softmax(s, m, l, scale_log2e):
     """(p, m, l, alpha) after one more tile of scores.
 
-    m is the running maximum in units of log2, l [64, 4] the running `partial_sums` of p = exp2(s * scale - m),
-    and alpha what earlier sums must be multiplied by: exp2(m_before - m).
+    m is the running maximum in units of log2, l the running `partial_sums` of p = exp2(s * scale - m), and
+    alpha what earlier sums must be multiplied by: exp2(m_before - m).
     """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
     m_finite = finite_or_zero(m_new)
