@@ -156,23 +156,13 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 
 
 @gluon.jit
-def queries(ring, use, cfg: gl.constexpr):
-    """Q of a use that has arrived: in registers if cfg.HOLDS_Q, else the use itself, to find it by."""
-    if cfg.HOLDS_Q:
-        q = ring.part(use, 0).reshape([64, cfg.PART_WIDTH]).load(operand_layout(cfg.BLOCK_N))
-    else:
-        q = use
-    return q
-
-
-@gluon.jit
-def scores(q_ring, q, k_ring, use, cfg: gl.constexpr):
-    """Start S = Q K^T on the tensor cores, once the use's K has arrived; q is from `queries`."""
+def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
+    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
     PARTS: gl.constexpr = cfg.PARTS
     k_ring.wait(use)
     s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
     for part in gl.static_range(PARTS):
-        q_part = q if cfg.HOLDS_Q else q_ring.part(q, part).reshape([64, cfg.PART_WIDTH])
+        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
         k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
         s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s  # [64, BLOCK_N]
@@ -202,13 +192,14 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
         l = l + partial_sums(p)
-        p_operand = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     else:
         if (j < tiles.plain_begin) | (j >= tiles.plain_end):  # only edge tiles are masked
             s = hide(s, j, row, work, sizes, cfg)
+        is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
+        l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
         p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
-        p_operand = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p_operand, m, l, alpha, is_steady
+    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
+    return p, m, l, alpha, is_steady
 
 
 @gluon.jit
@@ -255,10 +246,9 @@ def mma_role(
         use = skip(rings.k, rings.v, use, block.end - tiles.end)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
-        q = queries(rings.q, q_use, cfg)
 
         j = tiles.end - 1
-        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q, rings.k, use, cfg),))
+        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and turn > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
@@ -269,7 +259,7 @@ def mma_role(
         p, m, l, _, _ = weigh(s, m, l, j, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(rings.q, q, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
             acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
             s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             rings.k.release(use + 1)

@@ -194,7 +194,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     parts = -(-problem.head_dim // width)
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    is_short = right is not None and problem.seqlen_k <= 2048
+    is_short = problem.seqlen_k <= (1024 if right is None else 2048)
     if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
         tile = (128, 2, 4, 240) if is_short and not is_narrow else (128, 3, 6, 160)
     elif (
@@ -214,7 +214,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         PARTS=parts,
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
-        HOLDS_Q=(parts, width, block_dv) == (1, 128, 128) and right is None,
         LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
