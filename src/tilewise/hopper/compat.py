@@ -30,6 +30,11 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """Shared memory as one block of a TMA descriptor."""
         return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
+    @gluon.jit
+    def as_numbers(smem, COUNT: gl.constexpr):
+        """Shared memory of COUNT numbers, each of which can be indexed."""
+        return smem.reinterpret(smem.dtype, [COUNT, 1], smem.layout)
+
 else:
 
     @gluon.jit
@@ -41,6 +46,20 @@ else:
     def as_block(smem, desc):
         """Shared memory as one block of a TMA descriptor."""
         return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+    @gluon.jit
+    def as_numbers(smem, COUNT: gl.constexpr):
+        """Shared memory of COUNT numbers, each of which can be indexed."""
+        return smem._reinterpret(smem.dtype, [COUNT, 1], smem.layout)
+
+
+@gluon.jit
+def as_boxes(tiles, COUNT: gl.constexpr, desc):
+    """Tiles [n, rows, columns] as boxes of a TMA descriptor: by tile, then by columns, then by rows.
+
+    So they lie in swizzled shared memory, where up to 64 columns of 16 bits make a block of their own.
+    """
+    return as_blocks(tiles, COUNT, desc)
 
 
 if hasattr(tma, "async_atomic_add"):
@@ -63,18 +82,38 @@ def wait_for_writes():
     )
 
 
+@gluon.jit
+def start_next_kernel():
+    """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    """Wait until the stream's previous kernel has ended and what it wrote can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 __all__ = [
     "TensorDescriptor",
     "add_tile",
     "aggregate",
     "as_block",
     "as_blocks",
+    "as_boxes",
+    "as_numbers",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
+    "start_next_kernel",
     "store_tile",
+    "wait_for_previous_kernel",
     "wait_for_stores",
     "wait_for_writes",
     "warpgroup_mma",
