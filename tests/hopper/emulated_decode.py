@@ -89,7 +89,9 @@ def check(name: str) -> float:
         seen = exact_lse.isfinite()
         for ours, exact in ((out[b : b + 1], exact_out), (lse[b : b + 1][seen], exact_lse[seen])):
             if exact.numel():
-                worst = max(worst, ((ours.double() - exact).abs().max() / exact.abs().max().clamp(1e-3)).item())
+                worst = max(
+                    worst, ((ours.double() - exact).abs().max() / exact.abs().max().clamp(1e-3)).item()
+                )
         assert worst == worst, f"{name}: NaN in sequence {b}"
     return worst
 

@@ -324,6 +324,11 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The function along an axis; of one dimension of integers a number comes out."""
+    return lambda x, axis: int(function(x, axis)) if x.ndim == 1 else function(x, axis)
+
+
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(count, *desc.block_shape))
 
@@ -373,8 +378,9 @@ def install() -> None:
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=lambda x, axis: int(x.sum(axis)) if x.ndim == 1 else x.sum(axis), max=lambda x, axis: int(x.amax(axis)) if x.ndim == 1 else x.amax(axis), log=torch.log, log2=torch.log2,
-        cast=lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x, abs=torch.abs, expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
+        sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
+        cast=lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x,
+        expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],

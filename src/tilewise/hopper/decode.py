@@ -257,8 +257,44 @@ def attn_decode_kernel(
     if cfg.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, q, partial, partial_lse, slopes, k_ring, v_ring, plan, unit, end, b, sizes, factors, cfg)),
-                (mma_role, (1, q, partial, partial_lse, slopes, k_ring, v_ring, plan, unit, end, b, sizes, factors, cfg)),
+                (
+                    mma_role,
+                    (
+                        0,
+                        q,
+                        partial,
+                        partial_lse,
+                        slopes,
+                        k_ring,
+                        v_ring,
+                        plan,
+                        unit,
+                        end,
+                        b,
+                        sizes,
+                        factors,
+                        cfg,
+                    ),
+                ),
+                (
+                    mma_role,
+                    (
+                        1,
+                        q,
+                        partial,
+                        partial_lse,
+                        slopes,
+                        k_ring,
+                        v_ring,
+                        plan,
+                        unit,
+                        end,
+                        b,
+                        sizes,
+                        factors,
+                        cfg,
+                    ),
+                ),
                 (load_role, (k_desc, v_desc, k_ring, v_ring, plan, page_table, unit, end, b, sizes, cfg)),
             ],
             [4, 1],
@@ -267,7 +303,25 @@ def attn_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, q, partial, partial_lse, slopes, k_ring, v_ring, plan, unit, end, b, sizes, factors, cfg)),
+                (
+                    mma_role,
+                    (
+                        0,
+                        q,
+                        partial,
+                        partial_lse,
+                        slopes,
+                        k_ring,
+                        v_ring,
+                        plan,
+                        unit,
+                        end,
+                        b,
+                        sizes,
+                        factors,
+                        cfg,
+                    ),
+                ),
                 (load_role, (k_desc, v_desc, k_ring, v_ring, plan, page_table, unit, end, b, sizes, cfg)),
             ],
             [1],
@@ -349,4 +403,6 @@ def attn_decode_merge_kernel(
     mask = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, out_layout)) != 0
     offs_dv = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, out_layout))
     mask = mask[:, None] & (offs_dv < cfg.HEAD_DIM_V)[None, :]
-    gl.store(out + (row[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]), acc.to(out.dtype.element_ty), mask=mask)
+    gl.store(
+        out + (row[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]), acc.to(out.dtype.element_ty), mask=mask
+    )

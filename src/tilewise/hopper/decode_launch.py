@@ -29,7 +29,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and (problem.page_size < 8 or problem.page_size & (problem.page_size - 1)):
+    if problem.page_size is not None and (
+        problem.page_size < 8 or problem.page_size & (problem.page_size - 1)
+    ):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"

@@ -1,4 +1,4 @@
-"""Who does what when few queries meet many keys: one line of key tiles, of which all workers take equal parts.
+"""Who does what when few queries meet many keys: one line of key tiles, of which workers take equal parts.
 
 The rows of a score tile are queries of all heads that share a key head, so that each key is read once. A
 segment is one (sequence, key head, tile of rows); its key tiles stand on the line, segment after segment:
@@ -110,7 +110,7 @@ def read_number(smem, i, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def piece_at(unit, end, b, plan, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The piece that starts with tile `unit` of the line and stops before `end`; b: its sequence or earlier."""
+    """The piece from tile `unit` of the line on, before tile `end`; b is its sequence or an earlier one."""
     sequence_end = read_number(plan.ends, b, NUM_WARPS)
     while sequence_end <= unit:
         b += 1

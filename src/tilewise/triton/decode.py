@@ -195,14 +195,15 @@ def attn_decode_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     worker = tl.program_id(0)
+    if cfg.HAS_PDL:  # the kernel before has ended; the merging kernel may start, up to its own wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles, ends = tile_counts(sizes, ragged, cfg)
     total = tl.max(ends, 0)
     share = tl.cdiv(total, sizes.workers)
     unit = worker * share
     end = tl.minimum(unit + share, total)
     offs_m = tl.arange(0, BLOCK_M)
-    if cfg.HAS_PDL:  # the merging kernel may start, up to its gdc_wait
-        tl.extra.cuda.gdc_launch_dependents()
     while unit < end:
         b, first_unit, tiles_b = sequence_at(unit, tiles, ends, cfg)
         k_start, seqlen_kb, lo = sequence_keys(b, sizes, ragged)
@@ -252,8 +253,11 @@ def attn_decode_merge_kernel(
         row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0) // sizes.segments
     segment = tl.program_id(0) % sizes.segments
+    # The first kernel started this one after its own wait, so the lengths are there to be read.
     tiles, ends = tile_counts(sizes, ragged, cfg)
     index = tl.arange(0, cfg.BLOCK_B)
     tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)

@@ -72,7 +72,7 @@ class Cuts(NamedTuple):
     row_tiles: int
     segments: int  # of each sequence
     workers: int
-    has_pdl: bool  # programmatic dependent launch: the second kernel's start overlaps the first one's end
+    has_pdl: bool  # programmatic dependent launch: a kernel's start overlaps the end of the one before
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,7 +101,14 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_s
         *_sizes(problem, inputs, cuts),
         _config(problem, cuts, is_shared),
     )
-    return Launch(attn_decode_kernel, cuts.workers, arguments, cuts.tile.num_warps, cuts.tile.num_stages)
+    return Launch(
+        attn_decode_kernel,
+        cuts.workers,
+        arguments,
+        cuts.tile.num_warps,
+        cuts.tile.num_stages,
+        launch_pdl=cuts.has_pdl,
+    )
 
 
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
