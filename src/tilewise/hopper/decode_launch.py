@@ -14,6 +14,7 @@ from tilewise.problem import AttentionProblem, Inputs
 
 MAX_QUERIES = 16
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
+MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 4096
 SHARED_BYTES = 227 << 10
@@ -37,6 +38,11 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes neither 8-bit pages nor left padding"
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
     return "takes neither a mask nor a bias" if has_tensors or problem.dropout_p > 0 else None
+
+
+def is_faster(problem: AttentionProblem) -> bool:
+    """Whether the keys of a problem without a cache are better split, too: few queries, many keys."""
+    return problem.seqlen_k >= MANY_KEYS and supports(problem) is None
 
 
 def forward(

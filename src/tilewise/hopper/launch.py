@@ -96,7 +96,7 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    if config is None and _has_cache(problem):
+    if config is None and (_has_cache(problem) or decode_launch.is_faster(problem)):
         return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
     query, key, value = (tma_ready(t) for t in inputs[:3])
