@@ -24,6 +24,7 @@ LENGTHS = [300, 0, 1, 517, 64]
 CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]] = {
     "causal": (1, 8, 2, 128, 128, None, 3, {"causal": True}),
     "many_workers": (1, 2, 1, 128, 128, None, 40, {"causal": True}),
+    "one_sequence": (2, 2, 2, 64, 64, None, 3, {"causal": True}),
     "one_worker": (4, 2, 2, 64, 64, None, 1, {"causal": True}),
     "full": (3, 6, 2, 64, 64, None, 5, {}),
     "odd_sizes": (5, 3, 1, 80, 40, None, 4, {"causal": True}),

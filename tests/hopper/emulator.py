@@ -392,7 +392,6 @@ def install() -> None:
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
-        as_numbers=lambda smem, count: Shared(smem.data.view(count, 1)),
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,

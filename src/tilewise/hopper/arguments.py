@@ -87,7 +87,7 @@ class DecodeConfig:
 
     BLOCK_N: int  # keys of a tile
     WARPGROUPS: int  # consumers, which take turns at tiles
-    STAGES: int  # tiles of K and of V in flight
+    STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     HEAD_DIM: int
@@ -108,6 +108,7 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
+    IS_WARMED: bool
 
     @property
     def PAGES(self) -> int:

@@ -30,11 +30,6 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """Shared memory as one block of a TMA descriptor."""
         return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
-    @gluon.jit
-    def as_numbers(smem, COUNT: gl.constexpr):
-        """Shared memory of COUNT numbers, each of which can be indexed."""
-        return smem.reinterpret(smem.dtype, [COUNT, 1], smem.layout)
-
 else:
 
     @gluon.jit
@@ -46,11 +41,6 @@ else:
     def as_block(smem, desc):
         """Shared memory as one block of a TMA descriptor."""
         return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-    @gluon.jit
-    def as_numbers(smem, COUNT: gl.constexpr):
-        """Shared memory of COUNT numbers, each of which can be indexed."""
-        return smem._reinterpret(smem.dtype, [COUNT, 1], smem.layout)
 
 
 @gluon.jit
@@ -105,7 +95,6 @@ __all__ = [
     "as_block",
     "as_blocks",
     "as_boxes",
-    "as_numbers",
     "fence_async_shared",
     "gl",
     "gluon",

@@ -10,7 +10,7 @@
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
 what binds is memory, and the kernel's form follows from keeping many bytes under way: the rings take nearly
 all shared memory, and the load role runs ahead through them across the borders of pieces. The warpgroups take
-turns at tiles, each with an O of its own. Source: Dao et al., "Flash-Decoding" (2023).
+turns at tiles and slots, each with an O of its own. Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
@@ -20,7 +20,6 @@ from tilewise.hopper.arguments import DecodeSizes
 from tilewise.hopper.channel import make_ring
 from tilewise.hopper.compat import (
     as_boxes,
-    as_numbers,
     gl,
     gluon,
     load_tile,
@@ -31,11 +30,10 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode_plan import (
-    Plan,
-    batch_layout,
+    make_line,
+    number_of,
     piece_at,
     piece_index,
-    sequence_ends,
     worker_of,
     worker_start,
 )
@@ -92,18 +90,29 @@ def load_keys(
 
 
 @gluon.jit
-def load_role(k_desc, v_desc, k_ring, v_ring, plan, page_table, unit, end, b, sizes, cfg: gl.constexpr):
-    """Stream the worker's tiles [unit, end) of the line: K and V in turn."""
+def load_role(k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+    """Stream the worker's tiles of the line: K and V in turn."""
     k_boxes = as_boxes(k_ring.tiles, cfg.STAGES * cfg.PARTS * cfg.PAGES, k_desc)
     v_boxes = as_boxes(v_ring.tiles, cfg.STAGES * cfg.PARTS_V * cfg.PAGES, v_desc)
+    if cfg.IS_WARMED:
+        for which in gl.static_range(2):
+            desc = k_desc if which == 0 else v_desc
+            boxes = k_boxes if which == 0 else v_boxes
+            mbarrier.expect(bar_warm, desc.block_type.nbytes)
+            load_tile(desc, (1 << 30, 0, 1 << 30, 0, 0), bar_warm, boxes.index(0))
+            mbarrier.wait(bar_warm, which)
+    wait_for_previous_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 1)
+    total = gl.max(line.ends, 0)
+    unit = worker_start(gl.program_id(0), total, sizes.workers)
+    end = worker_start(gl.program_id(0) + 1, total, sizes.workers)
     use = 0  # of the rings
     while unit < end:
-        piece = piece_at(unit, end, b, plan, sizes, cfg, 1)
-        b = piece.batch
+        piece = piece_at(unit, end, line, sizes, cfg, 1)
         ptr_table = page_table
         held = 0
         if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
+            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
             held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         pages = load_pages(ptr_table, piece.tile, held, cfg)
         for tile in range(piece.tile, piece.tile + piece.count):
@@ -176,15 +185,21 @@ def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.co
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, q, partial, partial_lse, slopes, k_ring, v_ring, plan, unit, end, b, sizes, factors,
+    W: gl.constexpr, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: every WARPGROUPS-th tile of the worker's."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    wait_for_previous_kernel()
+    if W == 0:
+        start_next_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 4)
+    total = gl.max(line.ends, 0)
+    unit = worker_start(gl.program_id(0), total, sizes.workers)
+    end = worker_start(gl.program_id(0) + 1, total, sizes.workers)
     use = 0  # of the rings, by all warpgroups
     while unit < end:
-        piece = piece_at(unit, end, b, plan, sizes, cfg, 4)
-        b = piece.batch
+        piece = piece_at(unit, end, line, sizes, cfg, 4)
         q_tile = load_queries(q, piece, sizes, cfg)  # [64, BLOCK_D]
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
@@ -240,62 +255,20 @@ def attn_decode_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
     k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
     v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
-    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    smem_lengths = gl.allocate_shared_memory(gl.int32, [cfg.BLOCK_B], numbers)
-    smem_ends = gl.allocate_shared_memory(gl.int32, [cfg.BLOCK_B], numbers)
-
-    wait_for_previous_kernel()
-    start_next_kernel()
-    lengths, _, ends = sequence_ends(seqlens_k, sizes, cfg)
-    smem_lengths.store(lengths)
-    smem_ends.store(ends)
-    plan = Plan(as_numbers(smem_lengths, cfg.BLOCK_B), as_numbers(smem_ends, cfg.BLOCK_B))
-    total = gl.max(ends, 0)
-    unit = worker_start(gl.program_id(0), total, workers)
-    end = worker_start(gl.program_id(0) + 1, total, workers)
-    b = gl.sum((ends <= unit).to(gl.int32), 0)
+    bar_warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar_warm, count=1)
     if cfg.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (
                     mma_role,
-                    (
-                        0,
-                        q,
-                        partial,
-                        partial_lse,
-                        slopes,
-                        k_ring,
-                        v_ring,
-                        plan,
-                        unit,
-                        end,
-                        b,
-                        sizes,
-                        factors,
-                        cfg,
-                    ),
+                    (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
                 (
                     mma_role,
-                    (
-                        1,
-                        q,
-                        partial,
-                        partial_lse,
-                        slopes,
-                        k_ring,
-                        v_ring,
-                        plan,
-                        unit,
-                        end,
-                        b,
-                        sizes,
-                        factors,
-                        cfg,
-                    ),
+                    (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (k_desc, v_desc, k_ring, v_ring, plan, page_table, unit, end, b, sizes, cfg)),
+                (load_role, (k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg)),
             ],
             [4, 1],
             [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -305,24 +278,9 @@ def attn_decode_kernel(
             [
                 (
                     mma_role,
-                    (
-                        0,
-                        q,
-                        partial,
-                        partial_lse,
-                        slopes,
-                        k_ring,
-                        v_ring,
-                        plan,
-                        unit,
-                        end,
-                        b,
-                        sizes,
-                        factors,
-                        cfg,
-                    ),
+                    (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (k_desc, v_desc, k_ring, v_ring, plan, page_table, unit, end, b, sizes, cfg)),
+                (load_role, (k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg)),
             ],
             [1],
             [cfg.PRODUCER_REGISTERS],
@@ -357,11 +315,10 @@ def attn_decode_merge_kernel(
     # The first kernel started this one after its own wait, so the lengths are there to be read.
     b = gl.program_id(0) // BLOCKS // segments
     segment = gl.program_id(0) // BLOCKS % segments
-    _, all_tiles, ends = sequence_ends(seqlens_k, sizes, cfg)
-    index = gl.arange(0, cfg.BLOCK_B, batch_layout())
-    total = gl.max(ends, 0)
-    tiles = gl.sum(gl.where(index == b, all_tiles, 0), 0)
-    first = gl.sum(gl.where(index == b, ends, 0), 0) - (segments - segment) * tiles
+    line = make_line(seqlens_k, sizes, cfg, 4)
+    total = gl.max(line.ends, 0)
+    tiles = number_of(line.tiles, b, cfg, 4)
+    first = number_of(line.ends, b, cfg, 4) - (segments - segment) * tiles
     worker = worker_of(first, total, workers)
     piece = piece_index(b, segment, worker, sizes) * cfg.WARPGROUPS
     count = (worker_of(first + tiles - 1, total, workers) - worker + 1) * cfg.WARPGROUPS

@@ -16,8 +16,10 @@ MAX_QUERIES = 16
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
-MAX_BATCH = 4096
+MAX_BATCH = 512
 SHARED_BYTES = 227 << 10
+WARPGROUPS = 2
+USUAL_SMS = 132
 
 _N = len(Inputs._fields)
 
@@ -173,24 +175,25 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     visibility = problem.visibility()
     block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
-    block_b = max(128, 1 << (problem.batch - 1).bit_length())
     page_size = problem.page_size or 0
     box_rows = block_n if page_size == 0 else min(page_size, block_n)
     tile_bytes = 2 * block_n * (block_d + block_dv)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
-    is_small = problem.batch * problem.num_heads * problem.seqlen_q <= 512
+    # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
+    segments = problem.batch * problem.num_kv_heads
+    pieces = min(64, _power_of_two(WARPGROUPS * (2 + USUAL_SMS // segments)))
     return DecodeConfig(
         BLOCK_N=block_n,
-        WARPGROUPS=2,
-        STAGES=(SHARED_BYTES - 8 * block_b - 1024) // tile_bytes,
-        CONSUMER_REGISTERS=216,
-        PRODUCER_REGISTERS=64,
+        WARPGROUPS=WARPGROUPS,
+        STAGES=SHARED_BYTES // tile_bytes // WARPGROUPS * WARPGROUPS,
+        CONSUMER_REGISTERS=208,
+        PRODUCER_REGISTERS=88,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        BLOCK_B=block_b,
+        BLOCK_B=_power_of_two(problem.batch),
         PACK=pack,
         ROWS=rows,
         PAGE_SIZE=page_size,
@@ -202,6 +205,11 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_SINKS=problem.has_sinks,
-        MERGE_ROWS=1 if is_small else 4,
-        MERGE_PIECES=64 if is_small else 8,
+        MERGE_ROWS=max(1, min(4, 32 // pieces)),
+        MERGE_PIECES=pieces,
+        IS_WARMED=False,
     )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -7,7 +7,7 @@ segment is one (sequence, key head, tile of rows); its key tiles stand on the li
     tiles    | . . . . . . . | . . . . | . . . . . . |
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
-Worker w has the tiles from w * total // workers on, so tile u is worker ((u + 1) * workers - 1) // total's.
+Each worker has total // workers tiles, the first total % workers of them one more.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
@@ -16,15 +16,17 @@ from tilewise.hopper.compat import aggregate, gl, gluon
 
 
 @aggregate
-class Plan:
-    """The line, in shared memory: a sequence's number of keys, and where its last segment ends."""
+class Line:
+    """Of every sequence its number of keys, tiles of one of its segments, and the end of its last segment."""
 
-    lengths: gl.shared_memory_descriptor  # [BLOCK_B, 1]
-    ends: gl.shared_memory_descriptor  # [BLOCK_B, 1]
+    lengths: gl.tensor  # [BLOCK_B]
+    tiles: gl.tensor
+    ends: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, lengths, ends):
+    def __init__(self, lengths, tiles, ends):
         self.lengths = lengths
+        self.tiles = tiles
         self.ends = ends
 
 
@@ -54,9 +56,9 @@ class Piece:
 
 
 @gluon.constexpr_function
-def batch_layout():
-    """Of one number a sequence, over four warps."""
-    return gl.BlockedLayout([1], [32], [4], [0])
+def batch_layout(block_b, num_warps):
+    """Of one number a sequence: every warp holds all of them, so that no warp waits for another."""
+    return gl.BlockedLayout([max(1, block_b // 32)], [32], [num_warps], [0])
 
 
 @gluon.jit
@@ -74,9 +76,9 @@ def first_tile(seqlen_k, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def sequence_ends(seqlens_k, sizes, cfg: gl.constexpr):
-    """(keys of each sequence, tiles of one of its segments, where its last segment ends), each [BLOCK_B]."""
-    b = gl.arange(0, cfg.BLOCK_B, batch_layout())
+def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The line of all sequences, for a role of NUM_WARPS warps."""
+    b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
     exists = b < sizes.batch
     seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
     if cfg.HAS_LENGTHS:  # a wrong length must not lead outside of the cache
@@ -84,50 +86,47 @@ def sequence_ends(seqlens_k, sizes, cfg: gl.constexpr):
         seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)
-    return seqlen_k, tiles, gl.associative_scan(tiles * sizes.segments, 0, add)
+    return Line(seqlen_k, tiles, gl.associative_scan(tiles * sizes.segments, 0, add))
 
 
 @gluon.jit
 def worker_start(worker, total, workers):
-    """The first tile of a worker; those that are more than the tiles have none."""
-    workers = gl.minimum(workers, gl.maximum(total, 1))
-    worker = gl.minimum(worker, workers)
-    return gl.cast(gl.cast(worker, gl.int64) * total // workers, gl.int32)
+    """The first tile of a worker."""
+    return worker * (total // workers) + gl.minimum(worker, total % workers)
 
 
 @gluon.jit
 def worker_of(unit, total, workers):
     """The worker that has tile `unit`."""
-    workers = gl.minimum(workers, gl.maximum(total, 1))
-    return gl.cast((gl.cast(unit + 1, gl.int64) * workers - 1) // gl.maximum(total, 1), gl.int32)
+    share = total // workers
+    longer = total % workers * (share + 1)  # tiles of workers that have one more
+    rest = total % workers + (unit - longer) // gl.maximum(share, 1)
+    return gl.where(unit < longer, unit // (share + 1), rest)
 
 
 @gluon.jit
-def read_number(smem, i, NUM_WARPS: gl.constexpr):
-    """smem[i] of [n, 1] as a scalar."""
-    return gl.sum(smem.index(i).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
+def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """numbers[b]"""
+    index = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
+    return gl.sum(gl.where(index == b, numbers, 0), 0)
 
 
 @gluon.jit
-def piece_at(unit, end, b, plan, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The piece from tile `unit` of the line on, before tile `end`; b is its sequence or an earlier one."""
-    sequence_end = read_number(plan.ends, b, NUM_WARPS)
-    while sequence_end <= unit:
-        b += 1
-        sequence_end = read_number(plan.ends, b, NUM_WARPS)
-    seqlen_k = read_number(plan.lengths, b, NUM_WARPS)
-    first = first_tile(seqlen_k, sizes, cfg)
-    tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first
-    place = unit - (sequence_end - tiles * sizes.segments)
+def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The piece from tile `unit` of the line on, before tile `end`."""
+    is_before = line.ends <= unit
+    b = gl.sum(is_before.to(gl.int32), 0)
+    place = unit - gl.max(gl.where(is_before, line.ends, 0), 0)
+    seqlen_k = number_of(line.lengths, b, cfg, NUM_WARPS)
+    tiles = number_of(line.tiles, b, cfg, NUM_WARPS)
     segment = place // tiles
     tile = place % tiles
-    row_tile = segment % sizes.row_tiles
     return Piece(
         b,
         segment,
-        first + tile,
+        first_tile(seqlen_k, sizes, cfg) + tile,
         gl.minimum(tiles - tile, end - unit),
-        row_tile * (cfg.ROWS // cfg.PACK),
+        segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
         segment // sizes.row_tiles,
         sizes.seqlen_q + 0 * b,
         seqlen_k,
