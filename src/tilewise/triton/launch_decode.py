@@ -25,23 +25,11 @@ _N = len(Inputs._fields)
 
 
 def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
-    """Few queries to many keys, and nothing that these kernels have not done on a GPU.
-
-    That is bfloat16 on Hopper. Other dtypes, a window, softcap, sinks, ALiBi, a mask, a bias, left padding
-    and 8-bit pages have run under the interpreter only; the general kernels take those, and other GPUs.
-    """
-    if problem.device_type == "cuda" and not _has_run_on(gpu_capability(inputs.query.device), problem.dtype):
+    """Few queries to many keys, on a GPU on which these kernels have run: Hopper."""
+    if problem.device_type == "cuda" and gpu_capability(inputs.query.device)[0] != 9:
         return False
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
-    if not is_short or problem.is_packed or problem.dropout_p > 0 or problem.num_heads == 0:
-        return False
-    is_plain = not (problem.has_window or problem.softcap > 0 or problem.has_sinks or problem.has_alibi)
-    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
-    return is_plain and not has_tensors and not problem.is_quantized and inputs.leftpad_k is None
-
-
-def _has_run_on(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    return capability[0] == 9 and dtype == torch.bfloat16
+    return is_short and not problem.is_packed and problem.dropout_p == 0 and problem.num_heads > 0
 
 
 def forward(
