@@ -39,7 +39,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.forward import coords
-from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.layouts import accumulator_layout
 from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -56,7 +56,7 @@ class Channels:
     do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup, if it goes through shared memory
+    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
     bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
 
@@ -80,9 +80,7 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
-    p = ds
-    if cfg.P_IN_SHARED:
-        p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
+    p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
     stats_shape: gl.constexpr = [cfg.Q_STAGES] + stats_desc.block_shape  # noqa: RUF005
     stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
     bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -173,26 +171,24 @@ def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def leave_p(W: gl.constexpr, p, zero, ch, cfg: gl.constexpr):
-    """Store P^T [64, BLOCK_M] if it is to be a shared-memory operand of dV."""
-    if cfg.P_IN_SHARED:
-        ch.p.index(W + zero).store(p)
-        fence_async_shared()  # the stores above are visible to wgmma
+def leave_p(W: gl.constexpr, p, zero, ch):
+    """Store P^T [64, BLOCK_M] as an operand of dV.
+
+    As a register operand it would save shared-memory traffic, but ptxas then waits between the products.
+    """
+    ch.p.index(W + zero).store(p)
+    fence_async_shared()  # the stores above are visible to wgmma
 
 
 @gluon.jit
-def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
+def start_values(W: gl.constexpr, dv, use, zero, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
-    if cfg.P_IN_SHARED:
-        p_operand = ch.p.index(W + zero)
-    else:
-        p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
-    return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
+    return dp, warpgroup_mma(ch.p.index(W + zero), do, dv, is_async=True)  # dv [64, BLOCK_D]
 
 
 @gluon.jit
@@ -256,9 +252,9 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         ch.k.wait(turn)
         s = warpgroup_mma_wait(0, deps=(start_scores(W, use, zero, ch, cfg),))
         p, weight = probabilities(s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg)
-        leave_p(W, p, zero, ch, cfg)
+        leave_p(W, p, zero, ch)
         ch.v.wait(turn)
-        dp, dv = start_values(W, p, dv, use, zero, ch, cfg)
+        dp, dv = start_values(W, dv, use, zero, ch, cfg)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
         mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
@@ -275,10 +271,10 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             p, weight = probabilities(
                 s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
             )
-            leave_p(W, p, zero, ch, cfg)
+            leave_p(W, p, zero, ch)
             dq = start_queries(W, use, zero, ch, cfg)
             ch.dq.acquire(2 * use + W)
-            dp, dv = start_values(W, p, dv, use + 1, zero, ch, cfg)
+            dp, dv = start_values(W, dv, use + 1, zero, ch, cfg)
             dk, dq = warpgroup_mma_wait(2, deps=(dk, dq))  # dP' and dV' still run
             ch.q.release(use)
             leave_dq(W, dq, use, zero, ch)

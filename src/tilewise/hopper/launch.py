@@ -76,13 +76,6 @@ def _has_cache(problem: AttentionProblem) -> bool:
     return problem.is_cached or problem.is_paged
 
 
-def supports_backward(problem: AttentionProblem) -> str | None:
-    """None if the Hopper backward kernels serve a problem that the forward serves, else why not."""
-    from tilewise.hopper import backward_launch
-
-    return "has no gradient with a cache" if _has_cache(problem) else backward_launch.supports(problem)
-
-
 def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
