@@ -55,7 +55,12 @@ class ForwardConfig:
 
         The producer's one warp counts as a warpgroup.
         """
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+        return (
+            (self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS)
+            // (self.WARPGROUPS + 1)
+            // 8
+            * 8
+        )
 
 
 class Packing(NamedTuple):
@@ -109,6 +114,7 @@ class DecodeConfig:
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
     IS_WARMED: bool
+    PREFETCH: int  # tiles of K and of V that the L2 cache is asked for before the previous kernel has ended
 
     @property
     def PAGES(self) -> int:
@@ -127,7 +133,12 @@ class DecodeConfig:
     @property
     def maxnreg(self) -> int:
         """Registers of each thread at the start; the producer's one warp counts as a warpgroup."""
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+        return (
+            (self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS)
+            // (self.WARPGROUPS + 1)
+            // 8
+            * 8
+        )
 
 
 class DecodeSizes(NamedTuple):
@@ -149,3 +160,7 @@ class DecodeSizes(NamedTuple):
     stride_page_table: Any
     rows_k: Any  # rows from one sequence, or page, to the next
     rows_v: Any
+    stride_k_row: Any
+    stride_v_row: Any
+    stride_k_head: Any
+    stride_v_head: Any

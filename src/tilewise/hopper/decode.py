@@ -24,6 +24,7 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
+    prefetch_rows,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
@@ -59,9 +60,8 @@ def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    ring, boxes, use, desc, pages, piece, tile, rows_per_entry,
-    PARTS: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
+    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, cfg: gl.constexpr
+):
     """Start TMA copies of one tile of keys or values; rows past the sequence's end become zeros.
 
     A box's coordinates end its rows where the sequence ends: see `hopper.forward.coords`.
@@ -90,23 +90,56 @@ def load_keys(
 
 
 @gluon.jit
-def load_role(k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's tiles of the line: K and V in turn."""
-    k_boxes = as_boxes(k_ring.tiles, cfg.STAGES * cfg.PARTS * cfg.PAGES, k_desc)
-    v_boxes = as_boxes(v_ring.tiles, cfg.STAGES * cfg.PARTS_V * cfg.PAGES, v_desc)
-    if cfg.IS_WARMED:
-        for which in gl.static_range(2):
-            desc = k_desc if which == 0 else v_desc
-            boxes = k_boxes if which == 0 else v_boxes
-            mbarrier.expect(bar_warm, desc.block_type.nbytes)
-            load_tile(desc, (1 << 30, 0, 1 << 30, 0, 0), bar_warm, boxes.index(0))
-            mbarrier.wait(bar_warm, which)
-    wait_for_previous_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 1)
+def worker_tiles(line, sizes):
+    """The tiles [unit, end) of the line that this program works on."""
     total = gl.max(line.ends, 0)
     unit = worker_start(gl.program_id(0), total, sizes.workers)
-    end = worker_start(gl.program_id(0) + 1, total, sizes.workers)
-    use = 0  # of the rings
+    return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
+
+
+@gluon.jit
+def prefetch(
+    x, seqlens_k, stride_row, stride_head, rows_per_entry, sizes, DIM: gl.constexpr, cfg: gl.constexpr
+):
+    """Ask for the worker's first rows of keys or values while the kernel before may still run.
+
+    What that one writes can't be missed, for L2 is where everyone sees it. Lengths from before it are good
+    enough to guess by: they lead nowhere outside of the cache.
+    """
+    line = make_line(seqlens_k, sizes, cfg, 1)
+    unit, end = worker_tiles(line, sizes)
+    if unit < end:
+        piece = piece_at(unit, end, line, sizes, cfg, 1)
+        last = gl.minimum(piece.seqlen_k, (piece.tile + piece.count) * cfg.BLOCK_N) - 1
+        rows = piece.tile * cfg.BLOCK_N
+        rows += gl.arange(0, cfg.PREFETCH * cfg.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
+        rows = gl.minimum(rows, last) + gl.cast(piece.batch, gl.int64) * rows_per_entry
+        prefetch_rows(x + (rows * stride_row + piece.kv_head * stride_head), DIM * 2)
+
+
+@gluon.jit
+def load_role(
+    IS_VALUE: gl.constexpr, x, desc, ring, bar_warm, seqlens_k, page_table, sizes, cfg: gl.constexpr
+):
+    """Stream the worker's tiles of keys, or of values."""
+    PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
+    DIM: gl.constexpr = cfg.HEAD_DIM_V if IS_VALUE else cfg.HEAD_DIM
+    if IS_VALUE:
+        rows_per_entry, stride_row, stride_head = sizes.rows_v, sizes.stride_v_row, sizes.stride_v_head
+    else:
+        rows_per_entry, stride_row, stride_head = sizes.rows_k, sizes.stride_k_row, sizes.stride_k_head
+    boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
+    if cfg.IS_WARMED:
+        mbarrier.expect(bar_warm, desc.block_type.nbytes)
+        load_tile(desc, (1 << 30, 0, 1 << 30, 0, 0), bar_warm, boxes.index(0))
+    if cfg.PREFETCH > 0:
+        prefetch(x, seqlens_k, stride_row, stride_head, rows_per_entry, sizes, DIM, cfg)
+    if cfg.IS_WARMED:
+        mbarrier.wait(bar_warm, 0)
+    wait_for_previous_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 1)
+    unit, end = worker_tiles(line, sizes)
+    use = 0  # of the ring
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 1)
         ptr_table = page_table
@@ -117,8 +150,7 @@ def load_role(k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, s
         pages = load_pages(ptr_table, piece.tile, held, cfg)
         for tile in range(piece.tile, piece.tile + piece.count):
             next_pages = load_pages(ptr_table, tile + 1, held, cfg)  # answered while a slot is waited for
-            load_keys(k_ring, k_boxes, use, k_desc, pages, piece, tile, sizes.rows_k, cfg.PARTS, cfg)
-            load_keys(v_ring, v_boxes, use, v_desc, pages, piece, tile, sizes.rows_v, cfg.PARTS_V, cfg)
+            load_keys(ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
             pages = next_pages
             use += 1
         unit += piece.count
@@ -194,9 +226,7 @@ def mma_role(
     if W == 0:
         start_next_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
-    total = gl.max(line.ends, 0)
-    unit = worker_start(gl.program_id(0), total, sizes.workers)
-    end = worker_start(gl.program_id(0) + 1, total, sizes.workers)
+    unit, end = worker_tiles(line, sizes)
     use = 0  # of the rings, by all warpgroups
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
@@ -235,9 +265,10 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_kernel(
-    q, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
+    q, k, v, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
+    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
@@ -246,7 +277,8 @@ def attn_decode_kernel(
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
+        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     layout_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], k_desc.dtype)
@@ -255,8 +287,9 @@ def attn_decode_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
     k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
     v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
-    bar_warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar_warm, count=1)
+    bar_warm = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar_warm.index(0), count=1)
+    mbarrier.init(bar_warm.index(1), count=1)
     if cfg.WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -268,10 +301,11 @@ def attn_decode_kernel(
                     mma_role,
                     (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg)),
+                (load_role, (False, k, k_desc, k_ring, bar_warm.index(0), seqlens_k, page_table, sizes, cfg)),
+                (load_role, (True, v, v_desc, v_ring, bar_warm.index(1), seqlens_k, page_table, sizes, cfg)),
             ],
-            [4, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+            [4, 1, 1],
+            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -280,10 +314,11 @@ def attn_decode_kernel(
                     mma_role,
                     (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (k_desc, v_desc, k_ring, v_ring, bar_warm, seqlens_k, page_table, sizes, cfg)),
+                (load_role, (False, k, k_desc, k_ring, bar_warm.index(0), seqlens_k, page_table, sizes, cfg)),
+                (load_role, (True, v, v_desc, v_ring, bar_warm.index(1), seqlens_k, page_table, sizes, cfg)),
             ],
-            [1],
-            [cfg.PRODUCER_REGISTERS],
+            [1, 1],
+            [cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
         )
 
 
@@ -299,13 +334,15 @@ def merge_layout(cfg):
 def attn_decode_merge_kernel(
     partial, partial_lse, out, lse, seqlens_k, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
+    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
+        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
     )  # fmt: skip
     layout: gl.constexpr = merge_layout(cfg)
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))

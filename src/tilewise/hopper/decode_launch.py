@@ -100,7 +100,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
     query, key, value, partial, partial_lse, lengths, table, slopes = tensors
     arguments = (
-        query,
+        *(query, key, value),
         _key_descriptor(key, cfg),
         _key_descriptor(value, cfg),
         *(partial, partial_lse, lengths, table, slopes),
@@ -116,7 +116,9 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig
 
     sizes = _sizes(problem, cfg, workers)
     programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
-    return Launch(attn_decode_merge_kernel, programs, (*tensors, *sizes, cfg), num_warps=4, launch_pdl=True)
+    return Launch(
+        attn_decode_merge_kernel, programs, (*tensors, *sizes, cfg), num_warps=4, maxnreg=104, launch_pdl=True
+    )
 
 
 def _sizes(
@@ -147,6 +149,10 @@ def _sizes(
         stride_page_table=0 if table is None else table.shape[1],
         rows_k=_rows_per_entry(key),
         rows_v=_rows_per_entry(value),
+        stride_k_row=0 if key is None else key.stride(1),
+        stride_v_row=0 if value is None else value.stride(1),
+        stride_k_head=0 if key is None else key.stride(2),
+        stride_v_head=0 if value is None else value.stride(2),
     )
 
 
@@ -177,7 +183,6 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
     page_size = problem.page_size or 0
     box_rows = block_n if page_size == 0 else min(page_size, block_n)
-    tile_bytes = 2 * block_n * (block_d + block_dv)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
@@ -186,9 +191,9 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     return DecodeConfig(
         BLOCK_N=block_n,
         WARPGROUPS=WARPGROUPS,
-        STAGES=SHARED_BYTES // tile_bytes // WARPGROUPS * WARPGROUPS,
-        CONSUMER_REGISTERS=208,
-        PRODUCER_REGISTERS=88,
+        STAGES=4,
+        CONSUMER_REGISTERS=168,
+        PRODUCER_REGISTERS=72,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
@@ -208,6 +213,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         MERGE_ROWS=max(1, min(4, 32 // pieces)),
         MERGE_PIECES=pieces,
         IS_WARMED=False,
+        PREFETCH=4 if page_size == 0 else 0,
     )
 
 
