@@ -164,3 +164,4 @@ class DecodeSizes(NamedTuple):
     stride_v_row: Any
     stride_k_head: Any
     stride_v_head: Any
+    entries: Any  # sequences of a contiguous cache, or pages

@@ -99,12 +99,13 @@ def worker_tiles(line, sizes):
 
 @gluon.jit
 def prefetch(
-    x, seqlens_k, stride_row, stride_head, rows_per_entry, sizes, DIM: gl.constexpr, cfg: gl.constexpr
-):
+    x, seqlens_k, page_table, stride_row, stride_head, rows_per_entry, sizes,
+    DIM: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
     """Ask for the worker's first rows of keys or values while the kernel before may still run.
 
-    What that one writes can't be missed, for L2 is where everyone sees it. Lengths from before it are good
-    enough to guess by: they lead nowhere outside of the cache.
+    What that one writes is not missed: L2 is where everyone sees it. Lengths and pages from before it are
+    good enough to guess by; they are kept inside the cache, and nothing but this is done with them.
     """
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_tiles(line, sizes)
@@ -113,7 +114,14 @@ def prefetch(
         last = gl.minimum(piece.seqlen_k, (piece.tile + piece.count) * cfg.BLOCK_N) - 1
         rows = piece.tile * cfg.BLOCK_N
         rows += gl.arange(0, cfg.PREFETCH * cfg.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
-        rows = gl.minimum(rows, last) + gl.cast(piece.batch, gl.int64) * rows_per_entry
+        rows = gl.minimum(rows, last)
+        entry = 0 * rows + piece.batch
+        if cfg.PAGE_SIZE > 0:
+            entry = gl.cast(piece.batch, gl.int64) * sizes.stride_page_table + rows // cfg.PAGE_SIZE
+            entry = gl.load(page_table + entry, cache_modifier=".cg").to(gl.int32)
+            entry = gl.minimum(gl.maximum(entry, 0), sizes.entries - 1)
+            rows = rows % cfg.PAGE_SIZE
+        rows = gl.cast(entry, gl.int64) * rows_per_entry + rows
         prefetch_rows(x + (rows * stride_row + piece.kv_head * stride_head), DIM * 2)
 
 
@@ -133,7 +141,7 @@ def load_role(
         mbarrier.expect(bar_warm, desc.block_type.nbytes)
         load_tile(desc, (1 << 30, 0, 1 << 30, 0, 0), bar_warm, boxes.index(0))
     if cfg.PREFETCH > 0:
-        prefetch(x, seqlens_k, stride_row, stride_head, rows_per_entry, sizes, DIM, cfg)
+        prefetch(x, seqlens_k, page_table, stride_row, stride_head, rows_per_entry, sizes, DIM, cfg)
     if cfg.IS_WARMED:
         mbarrier.wait(bar_warm, 0)
     wait_for_previous_kernel()
@@ -268,7 +276,7 @@ def attn_decode_kernel(
     q, k, v, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
+    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
@@ -278,7 +286,7 @@ def attn_decode_kernel(
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
+        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     layout_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], k_desc.dtype)
@@ -335,14 +343,14 @@ def attn_decode_merge_kernel(
     partial, partial_lse, out, lse, seqlens_k, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
+    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head,
+        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
     )  # fmt: skip
     layout: gl.constexpr = merge_layout(cfg)
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))

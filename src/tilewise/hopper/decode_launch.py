@@ -16,7 +16,7 @@ MAX_QUERIES = 16
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
-MAX_BATCH = 512
+MAX_BATCH = 256
 SHARED_BYTES = 227 << 10
 WARPGROUPS = 2
 USUAL_SMS = 132
@@ -153,6 +153,7 @@ def _sizes(
         stride_v_row=0 if value is None else value.stride(1),
         stride_k_head=0 if key is None else key.stride(2),
         stride_v_head=0 if value is None else value.stride(2),
+        entries=0 if key is None else key.shape[0],
     )
 
 
@@ -192,8 +193,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         BLOCK_N=block_n,
         WARPGROUPS=WARPGROUPS,
         STAGES=4,
-        CONSUMER_REGISTERS=168,
-        PRODUCER_REGISTERS=72,
+        CONSUMER_REGISTERS=168 if problem.batch <= 128 else 184,
+        PRODUCER_REGISTERS=72 if problem.batch <= 128 else 88,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
@@ -213,7 +214,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         MERGE_ROWS=max(1, min(4, 32 // pieces)),
         MERGE_PIECES=pieces,
         IS_WARMED=False,
-        PREFETCH=4 if page_size == 0 else 0,
+        PREFETCH=4,
     )
 
 
