@@ -229,7 +229,7 @@ class Pointer:
         return Pointer(self.base, self.offset + n)
 
 
-def _load(p: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tile:
+def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:
         return tile(p.base[p.offset].clone())
     return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
@@ -333,11 +333,6 @@ def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(count, *desc.block_shape))
 
 
-def _prefetch_rows(p: Pointer, num_bytes: int) -> None:
-    assert int(p.offset.min()) >= 0, "before the tensor"
-    assert int(p.offset.max()) * p.base.itemsize + num_bytes <= p.base.nbytes, "past the tensor"
-
-
 class Boxes(Shared):
     """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by columns, then by rows."""
 
@@ -398,7 +393,7 @@ def install() -> None:
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
-        start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None, prefetch_rows=_prefetch_rows,
+        start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),

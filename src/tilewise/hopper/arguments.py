@@ -113,8 +113,6 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
-    IS_WARMED: bool
-    PREFETCH: int  # tiles of K and of V that the L2 cache is asked for before the previous kernel has ended
 
     @property
     def PAGES(self) -> int:
@@ -160,8 +158,3 @@ class DecodeSizes(NamedTuple):
     stride_page_table: Any
     rows_k: Any  # rows from one sequence, or page, to the next
     rows_v: Any
-    stride_k_row: Any
-    stride_v_row: Any
-    stride_k_head: Any
-    stride_v_head: Any
-    entries: Any  # sequences of a contiguous cache, or pages

@@ -88,16 +88,6 @@ def wait_for_previous_kernel():
     )
 
 
-@gluon.jit
-def prefetch_rows(ptrs, NUM_BYTES: gl.constexpr):
-    """Ask the L2 cache for NUM_BYTES, a multiple of 16, from each of ptrs on."""
-    num_bytes = gl.full(ptrs.shape, NUM_BYTES, gl.int32, ptrs.type.layout)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [ptrs, num_bytes],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 __all__ = [
     "TensorDescriptor",
     "add_tile",
@@ -110,7 +100,6 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
-    "prefetch_rows",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",

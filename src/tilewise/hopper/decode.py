@@ -24,7 +24,6 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
-    prefetch_rows,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
@@ -98,52 +97,11 @@ def worker_tiles(line, sizes):
 
 
 @gluon.jit
-def prefetch(
-    x, seqlens_k, page_table, stride_row, stride_head, rows_per_entry, sizes,
-    DIM: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
-    """Ask for the worker's first rows of keys or values while the kernel before may still run.
-
-    What that one writes is not missed: L2 is where everyone sees it. Lengths and pages from before it are
-    good enough to guess by; they are kept inside the cache, and nothing but this is done with them.
-    """
-    line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_tiles(line, sizes)
-    if unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 1)
-        last = gl.minimum(piece.seqlen_k, (piece.tile + piece.count) * cfg.BLOCK_N) - 1
-        rows = piece.tile * cfg.BLOCK_N
-        rows += gl.arange(0, cfg.PREFETCH * cfg.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
-        rows = gl.minimum(rows, last)
-        entry = 0 * rows + piece.batch
-        if cfg.PAGE_SIZE > 0:
-            entry = gl.cast(piece.batch, gl.int64) * sizes.stride_page_table + rows // cfg.PAGE_SIZE
-            entry = gl.load(page_table + entry, cache_modifier=".cg").to(gl.int32)
-            entry = gl.minimum(gl.maximum(entry, 0), sizes.entries - 1)
-            rows = rows % cfg.PAGE_SIZE
-        rows = gl.cast(entry, gl.int64) * rows_per_entry + rows
-        prefetch_rows(x + (rows * stride_row + piece.kv_head * stride_head), DIM * 2)
-
-
-@gluon.jit
-def load_role(
-    IS_VALUE: gl.constexpr, x, desc, ring, bar_warm, seqlens_k, page_table, sizes, cfg: gl.constexpr
-):
+def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr):
     """Stream the worker's tiles of keys, or of values."""
     PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
-    DIM: gl.constexpr = cfg.HEAD_DIM_V if IS_VALUE else cfg.HEAD_DIM
-    if IS_VALUE:
-        rows_per_entry, stride_row, stride_head = sizes.rows_v, sizes.stride_v_row, sizes.stride_v_head
-    else:
-        rows_per_entry, stride_row, stride_head = sizes.rows_k, sizes.stride_k_row, sizes.stride_k_head
+    rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
     boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
-    if cfg.IS_WARMED:
-        mbarrier.expect(bar_warm, desc.block_type.nbytes)
-        load_tile(desc, (1 << 30, 0, 1 << 30, 0, 0), bar_warm, boxes.index(0))
-    if cfg.PREFETCH > 0:
-        prefetch(x, seqlens_k, page_table, stride_row, stride_head, rows_per_entry, sizes, DIM, cfg)
-    if cfg.IS_WARMED:
-        mbarrier.wait(bar_warm, 0)
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_tiles(line, sizes)
@@ -273,10 +231,9 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_kernel(
-    q, k, v, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
+    q, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
@@ -285,8 +242,7 @@ def attn_decode_kernel(
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     layout_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], k_desc.dtype)
@@ -295,9 +251,6 @@ def attn_decode_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
     k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
     v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
-    bar_warm = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar_warm.index(0), count=1)
-    mbarrier.init(bar_warm.index(1), count=1)
     if cfg.WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -309,8 +262,8 @@ def attn_decode_kernel(
                     mma_role,
                     (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (False, k, k_desc, k_ring, bar_warm.index(0), seqlens_k, page_table, sizes, cfg)),
-                (load_role, (True, v, v_desc, v_ring, bar_warm.index(1), seqlens_k, page_table, sizes, cfg)),
+                (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
+                (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
             ],
             [4, 1, 1],
             [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -322,8 +275,8 @@ def attn_decode_kernel(
                     mma_role,
                     (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
                 ),
-                (load_role, (False, k, k_desc, k_ring, bar_warm.index(0), seqlens_k, page_table, sizes, cfg)),
-                (load_role, (True, v, v_desc, v_ring, bar_warm.index(1), seqlens_k, page_table, sizes, cfg)),
+                (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
+                (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
             ],
             [1, 1],
             [cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -342,15 +295,13 @@ def merge_layout(cfg):
 def attn_decode_merge_kernel(
     partial, partial_lse, out, lse, seqlens_k, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-    rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table,
-        rows_k, rows_v, stride_k_row, stride_v_row, stride_k_head, stride_v_head, entries,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     )  # fmt: skip
     layout: gl.constexpr = merge_layout(cfg)
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))

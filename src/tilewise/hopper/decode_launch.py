@@ -17,8 +17,9 @@ MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
-SHARED_BYTES = 227 << 10
 WARPGROUPS = 2
+STAGES = 4  # 4 x 32 KB under way; 6 were slower
+MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
 
 _N = len(Inputs._fields)
@@ -100,7 +101,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
     query, key, value, partial, partial_lse, lengths, table, slopes = tensors
     arguments = (
-        *(query, key, value),
+        query,
         _key_descriptor(key, cfg),
         _key_descriptor(value, cfg),
         *(partial, partial_lse, lengths, table, slopes),
@@ -117,7 +118,12 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig
     sizes = _sizes(problem, cfg, workers)
     programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
     return Launch(
-        attn_decode_merge_kernel, programs, (*tensors, *sizes, cfg), num_warps=4, maxnreg=104, launch_pdl=True
+        attn_decode_merge_kernel,
+        programs,
+        (*tensors, *sizes, cfg),
+        num_warps=4,
+        maxnreg=MERGE_REGISTERS,
+        launch_pdl=True,
     )
 
 
@@ -149,11 +155,6 @@ def _sizes(
         stride_page_table=0 if table is None else table.shape[1],
         rows_k=_rows_per_entry(key),
         rows_v=_rows_per_entry(value),
-        stride_k_row=0 if key is None else key.stride(1),
-        stride_v_row=0 if value is None else value.stride(1),
-        stride_k_head=0 if key is None else key.stride(2),
-        stride_v_head=0 if value is None else value.stride(2),
-        entries=0 if key is None else key.shape[0],
     )
 
 
@@ -189,12 +190,15 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     pieces = min(64, _power_of_two(WARPGROUPS * (2 + USUAL_SMS // segments)))
+    # Where it can be had without spills: room for the merging kernel beside this one, so that it starts early.
+    is_simple = problem.batch <= 128 and problem.softcap == 0 and not problem.has_alibi
+    registers = (168, 72) if is_simple else (184, 88)
     return DecodeConfig(
         BLOCK_N=block_n,
         WARPGROUPS=WARPGROUPS,
-        STAGES=4,
-        CONSUMER_REGISTERS=168 if problem.batch <= 128 else 184,
-        PRODUCER_REGISTERS=72 if problem.batch <= 128 else 88,
+        STAGES=STAGES,
+        CONSUMER_REGISTERS=registers[0],
+        PRODUCER_REGISTERS=registers[1],
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
@@ -213,8 +217,6 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=max(1, min(4, 32 // pieces)),
         MERGE_PIECES=pieces,
-        IS_WARMED=False,
-        PREFETCH=4,
     )
 
 

@@ -29,6 +29,8 @@ def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
     if problem.device_type == "cuda" and gpu_capability(inputs.query.device)[0] != 9:
         return False
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
+    if problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256:
+        return False  # sums of so many products in one chain are off by more than the error rule allows
     return is_short and not problem.is_packed and problem.dropout_p == 0 and problem.num_heads > 0
 
 
