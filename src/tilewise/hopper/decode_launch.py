@@ -190,7 +190,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     pieces = min(64, _power_of_two(WARPGROUPS * (2 + USUAL_SMS // segments)))
-    # Where it can be had without spills: room for the merging kernel beside this one, so that it starts early.
+    # where it can be had without spills, room for the merging kernel beside this one, which then starts early
     is_simple = problem.batch <= 128 and problem.softcap == 0 and not problem.has_alibi
     registers = (168, 72) if is_simple else (184, 88)
     return DecodeConfig(
