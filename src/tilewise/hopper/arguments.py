@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
 
@@ -90,8 +90,9 @@ class Sizes(NamedTuple):
 class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
+    WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
+
     BLOCK_N: int  # keys of a tile
-    WARPGROUPS: int  # consumers, which take turns at tiles
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int

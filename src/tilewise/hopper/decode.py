@@ -1,16 +1,17 @@
 """Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
 
-    role             warps   does
-    load_role        1       streams the key tiles of its worker's pieces into rings, by TMA
-    mma_role x 1..2  4 each  S by wgmma, softmax in registers, O by wgmma; stores each piece's O / l and lse
+    role           warps   does
+    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA: one K, one V
+    mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
 
     attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`
     attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
 
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
-what binds is memory, and the kernel's form follows from keeping many bytes under way: the rings take nearly
-all shared memory, and the load role runs ahead through them across the borders of pieces. The warpgroups take
-turns at tiles and slots, each with an O of its own. Source: Dao et al., "Flash-Decoding" (2023).
+what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
+across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own. A ring's slots
+are an even number, so that one warpgroup alone waits for a slot: with two, one could be a round ahead of the
+other, and a parity does not tell one round from the next but one. Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
@@ -251,36 +252,16 @@ def attn_decode_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
     k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
     v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
-    if cfg.WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    mma_role,
-                    (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
-                ),
-                (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
-                (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
-            ],
-            [4, 1, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    mma_role,
-                    (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg),
-                ),
-                (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
-                (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
-            ],
-            [1, 1],
-            [cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (mma_role, (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
+            (mma_role, (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
+            (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
+        ],
+        [4, 1, 1],
+        [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
+    )
 
 
 @gluon.constexpr_function

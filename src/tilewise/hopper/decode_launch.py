@@ -17,7 +17,6 @@ MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
-WARPGROUPS = 2
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
@@ -189,13 +188,12 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
-    pieces = min(64, _power_of_two(WARPGROUPS * (2 + USUAL_SMS // segments)))
+    pieces = min(64, _power_of_two(DecodeConfig.WARPGROUPS * (2 + USUAL_SMS // segments)))
     # where it can be had without spills, room for the merging kernel beside this one, which then starts early
     is_simple = problem.batch <= 128 and problem.softcap == 0 and not problem.has_alibi
     registers = (168, 72) if is_simple else (184, 88)
     return DecodeConfig(
         BLOCK_N=block_n,
-        WARPGROUPS=WARPGROUPS,
         STAGES=STAGES,
         CONSUMER_REGISTERS=registers[0],
         PRODUCER_REGISTERS=registers[1],
