@@ -131,13 +131,9 @@ class DecodeConfig:
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start; the producer's one warp counts as a warpgroup."""
-        return (
-            (self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS)
-            // (self.WARPGROUPS + 1)
-            // 8
-            * 8
-        )
+        """Registers of each thread at the start; the producers' two warps count as a warpgroup."""
+        total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS
+        return total // (self.WARPGROUPS + 1) // 8 * 8
 
 
 class DecodeSizes(NamedTuple):
