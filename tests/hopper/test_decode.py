@@ -112,8 +112,8 @@ def test_options(case: str, page_size: int | None):
     check(inputs, k, v, **OPTIONS[case])
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_fewer_stages(stages: int):
+@pytest.mark.parametrize("stages", [2, 6])
+def test_stages(stages: int):
     check(*cached(3, (8, 2), (128, 128)), {"STAGES": stages}, causal=True)
 
 
