@@ -65,8 +65,8 @@ def forward(
         for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
     )
     pieces = (partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :])
-    run(_decode_launch, problem, (query, key, value, *pieces, lengths, table, slopes), cfg, workers)
-    run(_merge_launch, problem, (*pieces, out, lse, lengths, sinks), cfg, workers)
+    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=pieces)
+    run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=(*pieces, out, lse))
     return out, lse
 
 
@@ -98,7 +98,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
     from tilewise.hopper.decode import attn_decode_kernel
     from tilewise.hopper.launch import factors
 
-    query, key, value, partial, partial_lse, lengths, table, slopes = tensors
+    query, key, value, lengths, table, slopes, partial, partial_lse = tensors
     arguments = (
         query,
         _key_descriptor(key, cfg),
@@ -114,15 +114,11 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.hopper.decode import attn_decode_merge_kernel
 
-    sizes = _sizes(problem, cfg, workers)
+    _, lengths, sinks, *pieces, out, lse = tensors
+    arguments = (*pieces, out, lse, lengths, sinks, *_sizes(problem, cfg, workers), cfg)
     programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
     return Launch(
-        attn_decode_merge_kernel,
-        programs,
-        (*tensors, *sizes, cfg),
-        num_warps=4,
-        maxnreg=MERGE_REGISTERS,
-        launch_pdl=True,
+        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
 
 

@@ -48,9 +48,9 @@ def forward(
     cuts = _cuts(problem, tile or _tile(problem, query.device, is_shared), query.device)
     slots = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
     partial = query.new_empty(slots * (problem.head_dim_v + 1), dtype=torch.float32)
-    tensors = (*inputs, out, lse, partial[slots:], partial[:slots])
-    run(_decode_launch, problem, tensors, cuts, is_shared)
-    run(_merge_launch, problem, tensors, cuts)
+    fresh = (out, lse, partial[slots:], partial[:slots])
+    run(_decode_launch, problem, inputs, cuts, is_shared, fresh=fresh)
+    run(_merge_launch, problem, inputs, cuts, fresh=fresh)
     return out, lse
 
 
