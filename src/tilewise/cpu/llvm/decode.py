@@ -147,16 +147,14 @@ class DecodeKernel:
         return blocks[0], blocks[1]
 
     def fetch(self, head: Head, name: str, r: Value, j: Value, ahead: tuple[Value, Value]) -> None:
-        """Ask for row r's share, of `ahead[0]` rows, of what lies AHEAD of the keys j + [0, lanes)."""
+        """Ask for row r's share, of `ahead[0]` rows, of the keys that lie AHEAD of j + [0, lanes)."""
         rows, end = ahead
-        dim = self.config.head_dim if name == "k" else self.config.head_dim_v
+        lanes, dim = self.shape.lanes, self.config.head_dim if name == "k" else self.config.head_dim_v
         source = head.key_rows(name, 0)
-        line = 64 // source(j).item
-        share = (-(-dim // line) + (rows - 1)) // rows * line
-        first, last = share * r, minimum(share * (r + 1), dim)
-        for key in range(self.shape.lanes):
-            later = source(minimum(j + (AHEAD + key), end - 1))
-            for c in loop(first, last, line):
+        share = (lanes + (rows - 1)) // rows
+        for key in loop(share * r, minimum(share * (r + 1), lanes)):
+            later = source(minimum(j + key + AHEAD, end - 1))
+            for c in range(0, dim, 64 // later.item):
                 prefetch(later[c])
 
     def score_row(
