@@ -124,6 +124,7 @@ CASES: dict[str, Any] = {
     "tiny_heads": lambda: (dense(dim=1, dim_v=3), Options(causal=True)),
     "odd_heads": lambda: (dense(dim=40, dim_v=24), Options(causal=True)),
     "wide_heads": lambda: (dense(5, 18, dim=288, dim_v=130), Options(causal=True)),
+    "latent_heads": lambda: (dense(dim=192, dim_v=128, dtype=torch.float16), Options(causal=True)),
     "float16": lambda: (dense(dtype=torch.float16, dim=64, dim_v=64), Options(causal=True, window_left=11)),
     "packed": lambda: (packed(), Options(causal=True)),
     "packed_window": lambda: (packed(), Options(window_left=6, window_right=2)),
@@ -299,7 +300,7 @@ def test_pages_hold_the_same_keys_as_a_cache():
     for padding in (None, lengths(3, 9, 0)):
         for options in (Options(causal=True), Options(window_left=7, softcap=2.0)):
             query = randn(3, 5, 4, 24)
-            key, value = randn(pages, page, 2, 24), randn(pages, page, 2, 40)
+            key, value = randn(pages, page, 2, 24), randn(pages, page, 2, 72)
             paged = Inputs(query, key, value, seqlens_k=ends, leftpad_k=padding, page_table=table)
             flat_key, flat_value = (t[table.long()].flatten(1, 2) for t in (key, value))
             flat = paged._replace(key=flat_key, value=flat_value, page_table=None)

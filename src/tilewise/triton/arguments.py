@@ -90,15 +90,22 @@ class Factors(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Columns:
+    """A head's DIM columns as powers of two: FIRST, and REST more unless that is 0. 192 = 128 + 64."""
+
+    DIM: int
+    FIRST: int
+    REST: int
+
+
+@dataclass(frozen=True)
 class KernelConfig:
-    """Compile-time choices of one kernel. BLOCK_D and BLOCK_DV are head sizes padded to a power of two."""
+    """Compile-time choices of one kernel."""
 
     BLOCK_M: int
     BLOCK_N: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int
-    BLOCK_DV: int
+    QK: Columns  # of query and key
+    V: Columns
     GROUP_SIZE: int  # query heads that share one key head
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
