@@ -26,6 +26,7 @@ from tilewise.triton.primitives import (
     keep_tile,
     key_regions,
     load_keys,
+    load_scores,
     load_stat,
     load_tile,
     packed_tile,
@@ -172,10 +173,12 @@ def dkdv_step(
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
-    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, lse_log2[None, :], factors, cfg)
     do_tile = load_tile(do, do_base, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
@@ -251,11 +254,13 @@ def dq_step(
     V: tl.constexpr = cfg.V
     k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
     v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
-    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    dp = dot_rows(do_tile, v_tile, cfg)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    dp = dot_rows(do_tile, v_tile, cfg)
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, lse_log2[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
@@ -349,9 +354,11 @@ def dbias_step(
         v_tile = load_tile(v, row_base(v, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, V, True)
         lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
         delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+        bias = load_scores(extras.bias, i, j, place, True)
+        mask = load_scores(extras.mask, i, j, place, True)
         s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
         dp = dot_rows(do_tile, v_tile, cfg)
-        s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
+        s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
         p = exponentials(s, lse_log2[:, None], factors, cfg)
         if extras.dropout_seed is not None:
             if ragged.leftpad_k is None:

@@ -25,6 +25,7 @@ from tilewise.triton.primitives import (
     keep_tile,
     key_regions,
     load_keys,
+    load_scores,
     load_tile,
     online_softmax,
     query_tile,
@@ -98,10 +99,12 @@ def forward_step(
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
-    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p, correction, m, l = online_softmax(s, m, l, factors, cfg)
     if extras.dropout_seed is not None:
         p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)

@@ -343,10 +343,29 @@ def score_ptrs(x, i, j, place):
 
 
 @triton.jit
-def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr):
+def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
+    """A tile of a score-shaped tensor, zero where it does not exist; a 0 that is not used if x is None.
+
+    To be called before the tile's products, which then hide the time that it takes.
+    """
+    if x is None:
+        return i * 0
+    else:
+        ptrs = score_ptrs(x, i, j, place)
+        if IS_EDGE:
+            exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+            return tl.load(ptrs, mask=exists, other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def scores_log2(
+    s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias=None, mask=None
+):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
-    In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
+    `bias` and `mask` are what `load_scores` gives for those of extras. In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
     the key is not visible. IS_EDGE=False promises that lengths and window hide nothing in this tile.
     """
     t = s
@@ -357,8 +376,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
         if not cfg.IS_FOLDED:
             s = s * (factors.scale * LOG2E)
     if extras.bias is not None:
-        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
-        s += tl.load(score_ptrs(extras.bias, i, j, place), mask=exists, other=0.0).to(tl.float32) * LOG2E
+        s += bias.to(tl.float32) * LOG2E
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
@@ -370,9 +388,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
             visible = visible & (j <= i + place.offset + sizes.window_right)
         s = tl.where(visible, s, float("-inf"))
     if extras.mask is not None:
-        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
-        allowed = tl.load(score_ptrs(extras.mask, i, j, place), mask=exists, other=0)
-        s = tl.where(allowed != 0, s, float("-inf"))
+        s = tl.where(mask != 0, s, float("-inf"))
     return s, t
 
 
