@@ -142,14 +142,16 @@ def rows(
     d: int, is_causal: bool, kernels: list[str] | tuple[str, ...], seqlen: int, dtype: torch.dtype
 ) -> Iterator[Row]:
     """The fastest tile of each kernel for 4 sequences of 2048 / d heads."""
+    from tilewise.triton.call import padded_dim
+
     shape = (4, seqlen, max(1, 2048 // d), d)
     inputs = Inputs(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(3)))
     problem = describe(inputs, Options(causal=is_causal))
     properties = torch.cuda.get_device_properties(0)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
     seconds = measured(problem, inputs)
+    padded = padded_dim(d)
     for kernel in kernels:
-        padded = max(16, 1 << (d - 1).bit_length())
         capability = torch.cuda.get_device_capability(0)
         current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
         tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes)

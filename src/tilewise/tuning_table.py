@@ -70,35 +70,42 @@ PORTABLE: Rows = {
 
 # Timed by a sweep of 6 to 12 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
 # torch 2.11.0+cu130, triton 3.6.0. `tilewise tune` repeats it. Data-centre Blackwell takes these tiles too,
-# not timed there. No rows for "dk" and "dv" (meant for head sizes above 128) before they have run on a GPU.
+# not timed there. The rows of 192 were timed with 192 columns of QK and 128 of V.
 HOPPER: Rows = PORTABLE | {
     "forward": [
         (64, KernelTile(128, 64, 8, 3)),
         (128, KernelTile(128, 128, 8, 3)),
+        (192, KernelTile(128, 64, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "forward_causal": [
         (64, KernelTile(128, 64, 8, 3)),
         (128, KernelTile(64, 64, 4, 3)),
+        (192, KernelTile(128, 64, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(64, 128, 8, 3)),
+        (192, KernelTile(32, 128, 8, 4)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
     "dkdv_causal": [
         (64, KernelTile(64, 64, 4, 2)),
         (128, KernelTile(32, 64, 4, 3)),
+        (192, KernelTile(32, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
+    "dk": [(192, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
+    "dv": [(192, None), (256, KernelTile(32, 128, 8, 3)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
+        (192, KernelTile(128, 32, 8, 3)),
         (256, KernelTile(128, 32, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],

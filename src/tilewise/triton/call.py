@@ -167,7 +167,7 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
     if is_interpreted():
         return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1)
     p = problem
-    padded = max(_padded(p.head_dim), _padded(p.head_dim_v))
+    padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
     has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
     has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
     float32_precision = p.precision if p.dtype == torch.float32 else None
@@ -195,6 +195,12 @@ def columns(head_dim: int) -> Columns:
     half, rest = padded // 2, _padded(head_dim - padded // 2)
     is_cut = padded > 64 and rest < half
     return Columns(head_dim, half, rest) if is_cut else Columns(head_dim, padded, 0)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns that a kernel computes for a head: what the tuning table's rows are found by."""
+    cut = columns(head_dim)
+    return cut.FIRST + cut.REST
 
 
 def _canonical_strides(t: Tensor) -> tuple[int, ...]:
