@@ -19,20 +19,22 @@ from tilewise.triton.arguments import Extras, Sizes
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
-    add_weighted_rows,
-    dot_rows,
     edge_tile,
     keep_tile,
     key_regions,
-    load_keys,
     load_scores,
-    load_tile,
     online_softmax,
     query_tile,
-    row_base,
-    scaled_tile,
     scores_log2,
     stat_start,
+)
+from tilewise.triton.tiles import (
+    add_weighted_rows,
+    dot_rows,
+    load_keys,
+    load_tile,
+    row_base,
+    scaled_tile,
     store_tile,
     zero_tile,
 )
