@@ -114,7 +114,7 @@ class Descriptor(NamedTuple):
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
-    layout: Any
+    layout: Any  # of Gluon's
     padding: str
 
 
@@ -134,7 +134,8 @@ def _fill(argument: Any, places: dict[int, int]) -> Fill:
         return lambda _, addresses: addresses[place]
     if is_descriptor(argument):
         place = places[id(argument.base)]
-        rest = (argument.shape, argument.strides, argument.block_shape, argument.layout, argument.padding)
+        layout = getattr(argument, "layout", None)
+        rest = (argument.shape, argument.strides, argument.block_shape, layout, argument.padding)
         argument.base = None
         return lambda tensors, _: Descriptor(tensors[place], *rest)
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides

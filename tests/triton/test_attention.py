@@ -23,6 +23,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.triton import launch  # noqa: E402
+from tilewise.triton.call import Call, Results, launchable  # noqa: E402
 from tilewise.tuning_table import KernelTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -277,6 +278,26 @@ def test_dk_and_dv_apart_are_as_together(name: str):
         apart = launch.backward(problem, inputs, out, lse, dout, None, {"dk": tile, "dv": tile})
     assert_close(apart.key, together.key.double(), 4e-6, "dkey")
     assert_close(apart.value, together.value.double(), 4e-6, "dvalue")
+
+
+@pytest.mark.parametrize("name", ["causal", slow_unless(False, "latent_heads"), slow_unless(False, "bias")])
+def test_boxes_hold_the_same_rows_as_addresses(name: str):
+    inputs, options = CASES[name]()
+    problem = solve(inputs, options)
+    results = []
+    for has_tma in (False, True):
+        tile = KernelTile(16, 16, 4, 1, has_tma)
+        call = Call(problem, (*launchable(inputs), *Results()))
+        described = call.descriptors((inputs.key,), 16, has_tma)
+        can_tma = IS_INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
+        assert (described[0] is not None) == (has_tma and can_tma)
+        with torch.no_grad():
+            out, lse = launch.forward(problem, inputs, tile)
+            tiles = dict.fromkeys(("dkdv", "dq"), tile)
+            gradients = launch.backward(problem, inputs, out, lse, out, None, tiles)
+        results.append((out, lse, *gradients[:3]))
+    for by_address, by_box in zip(*results):
+        assert_close(by_box, by_address.double(), TOLERANCE[inputs.query.dtype] / 4, "by box")
 
 
 def test_dropout_is_the_library_s_mask_bit_for_bit():

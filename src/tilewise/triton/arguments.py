@@ -22,6 +22,18 @@ class Rows(NamedTuple):
     stride_head: int
 
 
+class Source(NamedTuple):
+    """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
+
+    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, for a tile's first part and its second; None
+    where addresses serve. Built inside a kernel, since a kernel takes no descriptors inside of tuples.
+    """
+
+    rows: Rows
+    desc: Any
+    desc_rest: Any
+
+
 class ScoreTensor(NamedTuple):
     """A tensor that broadcasts to the score matrix; a stride of 0 is a broadcast dimension."""
 

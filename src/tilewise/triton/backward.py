@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
+from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes, Source
 from tilewise.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
@@ -38,6 +38,7 @@ from tilewise.triton.tiles import (
     add_weighted_rows,
     dot_rows,
     load_keys,
+    load_source,
     load_tile,
     row_base,
     scaled_tile,
@@ -100,7 +101,8 @@ def attn_bwd_prepare_kernel(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -112,6 +114,8 @@ def attn_bwd_dkdv_kernel(
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    q = Source(q, desc_q, desc_q_rest)
+    do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
@@ -170,10 +174,8 @@ def dkdv_step(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    q_base = row_base(q, place.b, place.h, q_start)
-    do_base = row_base(do, place.b, place.h, q_start)
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
+    q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
@@ -182,7 +184,7 @@ def dkdv_step(
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
     s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, lse_log2[None, :], factors, cfg)
-    do_tile = load_tile(do, do_base, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
+    do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
     if extras.dropout_seed is not None:
         keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
@@ -204,7 +206,8 @@ def dkdv_step(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dq, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -213,6 +216,8 @@ def attn_bwd_dq_kernel(
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    k = Source(k, desc_k, desc_k_rest)
+    v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,

@@ -100,6 +100,11 @@ class Call:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
         return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
+    def descriptors(self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool) -> list[Any]:
+        """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
+        is_possible = has_tma and can_tma(self.problem)
+        return [d for t in tensors for d in (_descriptors(t, num_rows) if is_possible else (None, None))]
+
     def ragged(self) -> Any:
         i = self.inputs
         return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
@@ -161,17 +166,50 @@ class Call:
         )
 
 
+def can_tma(problem: AttentionProblem) -> bool:
+    """Not where sequences end inside of a tensor: what lies behind them may be NaN."""
+    return not (problem.is_packed or problem.is_cached)
+
+
+def _descriptors(t: Tensor | None, num_rows: int) -> tuple[Any, Any]:
+    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t."""
+    if t is None or not _is_tma_ready(t):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, cut = list(t.shape), columns(t.shape[-1])
+    strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    parts = [
+        TensorDescriptor(t, shape, strides, [1, num_rows, 1, width]) if width else None
+        for width in (cut.FIRST, cut.REST)
+    ]
+    return parts[0], parts[1]
+
+
+def _is_tma_ready(t: Tensor) -> bool:
+    """Hopper and newer; addresses and strides of whole 16 bytes, none of them 0."""
+    if not is_interpreted() and gpu_capability(t.device) < (9, 0):
+        return False
+    size = t.dtype.itemsize
+    strides = [stride * size for n, stride in zip(t.shape[:-1], t.stride()) if n > 1]
+    is_aligned = t.data_ptr() % 16 == 0 and t.shape[-1] * size % 16 == 0
+    return t.numel() > 0 and is_aligned and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
 @functools.lru_cache(maxsize=4096)
 def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile | None:
     """The tuning table's row for a kernel on a device."""
     if is_interpreted():
-        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1)
+        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1, has_tma=True)
     p = problem
     padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
-    has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
-    has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
+    extras = "formula" if p.softcap > 0 or p.has_alibi else None
+    if p.mask_shape is not None or p.bias_shape is not None or p.dropout_p > 0:
+        extras = "tensors"
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, p.causal)
+    return kernel_tile(
+        kernel, gpu_capability(device), float32_precision, padded, extras, p.causal, can_tma(p)
+    )
 
 
 @functools.cache

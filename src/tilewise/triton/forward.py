@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.triton.arguments import Extras, Sizes
+from tilewise.triton.arguments import Extras, Sizes, Source
 from tilewise.triton.primitives import (
     LN2,
     LOG2E,
@@ -42,7 +42,8 @@ from tilewise.triton.tiles import (
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
-    q, k, v, out, lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -51,6 +52,8 @@ def attn_fwd_kernel(
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    k = Source(k, desc_k, desc_k_rest)
+    v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,

@@ -87,6 +87,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTil
     tensors_qkvo = (*call.inputs[:3], call.results.out)
     arguments = (
         *map(call.rows, tensors_qkvo),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         call.results.lse,
         call.ragged(),
         *call.extras(),
@@ -173,6 +174,7 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
     num_tiles = call.tiles_k(tile.block_n)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
         *(r.lse_log2, r.delta),
         call.ragged(),
         *call.extras(),
@@ -191,6 +193,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     section = problem.group_size * call.section(call.seqlen_k, 1)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.lse_log2, r.delta),
         call.ragged(),
         *call.extras(),

@@ -66,6 +66,28 @@ def load_tile(
 
 
 @triton.jit
+def load_source(
+    source, b, h, start, first_row, num_rows,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of rows start + [first_row, first_row + BLOCK) of one head.
+
+    A box is zero beyond its tensor, whatever IS_EDGE says.
+    """
+    FIRST: tl.constexpr = COLUMNS.FIRST
+    REST: tl.constexpr = COLUMNS.REST
+    if source.desc is None:
+        base = row_base(source.rows, b, h, start)
+        return load_tile(source.rows, base, first_row, num_rows, BLOCK, COLUMNS, IS_EDGE)
+    else:
+        first = source.desc.load([b, first_row, h, 0]).reshape(BLOCK, FIRST)
+        if REST == 0:
+            return (first,)
+        else:
+            return first, source.desc_rest.load([b, first_row, h, FIRST]).reshape(BLOCK, REST)
+
+
+@triton.jit
 def zero_tile(BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     FIRST: tl.constexpr = COLUMNS.FIRST
     REST: tl.constexpr = COLUMNS.REST
@@ -144,16 +166,18 @@ def load_paged(
 
 @triton.jit
 def load_keys(
-    x, j0, k_start, place, ragged, sizes,
+    source, j0, k_start, place, ragged, sizes,
     cfg: tl.constexpr, COLUMNS: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Rows [j0, j0 + BLOCK_N) of key or value, zero beyond the sequence."""
     kv_head = place.h // cfg.GROUP_SIZE
     if cfg.PAGE_SIZE > 0:
+        x = source.rows
         base = x.ptr + kv_head.to(tl.int64) * x.stride_head
         table = ragged.page_table + place.b.to(tl.int64) * sizes.stride_page_table
         tile = load_paged(x, base, table, k_start, j0, place.seqlen_k, cfg.PAGE_SIZE, cfg.BLOCK_N, COLUMNS)
     else:
-        base = row_base(x, place.b, kv_head, k_start)
-        tile = load_tile(x, base, j0, place.seqlen_k, cfg.BLOCK_N, COLUMNS, IS_EDGE)
+        tile = load_source(
+            source, place.b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, COLUMNS, IS_EDGE
+        )
     return tile
