@@ -56,8 +56,6 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
 
 def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
     reason = load(name).supports(problem)
-    if reason is None and is_backward and name == "hopper":
-        reason = load(name).supports_backward(problem)
     if reason is None and is_backward and name != "tiled":
         if problem.is_paged:
             return "has no gradient of keys in pages"
@@ -67,10 +65,6 @@ def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | N
 
 
 def _slower(name: str, problem: AttentionProblem, is_backward: bool) -> str | None:
-    if name == "triton" and problem.is_packed and problem.is_cached and problem.device_type == "cuda":
-        return "has not run packed queries with a cache on a GPU yet: only if asked for by name"
-    if name == "hopper" and is_backward and problem.head_dim <= 64:
-        return "is slower in the backward than the Triton kernels at head sizes up to 64"
     if name == "aten" and not load(name).is_faster(problem, is_backward):
         return "is measured slower than the tiles for this problem"
     if (

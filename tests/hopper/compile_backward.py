@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from tilewise.hopper import backward_launch, backward_wide_launch
 from tilewise.launch_plan import Launch
 from tilewise.problem import Inputs, Options, describe
 
-# P^T as a shared-memory operand of dV
-IN_SHARED = {"d64_shared": "d64_causal", "d128_shared": "d128"}
 # name: head sizes of QK and V, dtype, packed, options
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
@@ -57,7 +54,7 @@ class CompileOnlyDriver:
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    dim, dim_v, dtype, is_packed, options = CASES[IN_SHARED.get(name, name)]
+    dim, dim_v, dtype, is_packed, options = CASES[name]
     make = functools.partial(torch.empty, device="meta")
     lead = (1024,) if is_packed else (2, 512)
     cu_seqlens = make(3, dtype=torch.int32) if is_packed else None
@@ -76,10 +73,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         module.num_sms = lambda index: 132
         module.scheduler_counter = lambda device: make(2, dtype=torch.int32)
     problem = describe(inputs, Options(**options))
-    config = None
-    if name in IN_SHARED:
-        config = replace(backward_launch.backward_config(problem), P_IN_SHARED=True)
-    backward_launch.backward(problem, inputs, out, lse, out, lse, config)
+    backward_launch.backward(problem, inputs, out, lse, out, lse)
     return reports
 
 
@@ -103,7 +97,7 @@ def report(compiled: Any) -> dict[str, Any]:
 
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
-    for name in sys.argv[1:] or [*CASES, *IN_SHARED]:
+    for name in sys.argv[1:] or CASES:
         for row in compile_case(name):
             print(json.dumps(row), flush=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import replace
 
 import emulator
 import torch
@@ -92,7 +91,7 @@ def check(name: str) -> float:
 
 
 def emulate(problem, inputs, dout):
-    cfg = replace(backward_config(problem), P_IN_SHARED=problem.softcap > 0 or problem.deterministic)
+    cfg = backward_config(problem)
     query, key, value = inputs[:3]
     out, lse = reference_of(problem, inputs)
     tiles_q, starts, stats = row_statistics(problem, inputs, cfg, out, lse, dout)

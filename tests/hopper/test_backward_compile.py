@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
 # Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers.
-SPILL_BYTES = {"softcap": 1200, "shared": 96, "d256": 64, "d192": 32, "d64": 512, "d": 320}
+SPILL_BYTES = {"softcap": 400, "d256": 64, "d192": 32, "d": 96}
 AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_kernel")
 
 
@@ -24,7 +24,7 @@ def test_configurations_stay_within_registers_and_shared_memory():
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len({row["case"] for row in rows}) >= 13
+    assert len({row["case"] for row in rows}) >= 11
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert not row["serialized"], row

@@ -39,7 +39,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.forward import coords
-from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.layouts import accumulator_layout
 from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -56,7 +56,7 @@ class Channels:
     do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup, if it goes through shared memory
+    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
     bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
 
@@ -76,13 +76,11 @@ class Channels:
 
 @gluon.jit
 def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.constexpr):
-    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 2 x 16 + dS 2 x 16 + dQ 32 = 208 KB of 227 KB; d = 64 likewise."""
+    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 2 x 16 + dS 2 x 16 + P 16 + dQ 32 = 224 KB of 227 KB."""
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
-    p = ds
-    if cfg.P_IN_SHARED:
-        p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
+    p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
     stats_shape: gl.constexpr = [cfg.Q_STAGES] + stats_desc.block_shape  # noqa: RUF005
     stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
     bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -105,7 +103,6 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K, then Q and dO of each query tile of each head of the group."""
-    Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
@@ -120,27 +117,45 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        for step in range(tiles.count() * sizes.group_size):
-            place = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
-            ch.q.acquire(use)
-            bar_q = ch.q.full.index(use % cfg.Q_STAGES)
-            mbarrier.expect(bar_q, Q_BYTES)
-            load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
-            scratch = scratch_tile(work, head, tile, sizes, cfg)
-            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
-            if step == 0:
-                load_keys(ch.v, turn, v_desc, work, cfg)
-            ch.do.load(use, do_desc, place, 1)
+        load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg)
+        load_keys(ch.v, turn, v_desc, work, cfg)
+        for _ in range(1, tiles.count() * sizes.group_size):
+            ch.do.load(use, do_desc, query_coords(head, tile, work, cfg), 1)
             use += 1
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
-                head += 1
-        index = drawn(draw(counter))
+            head, tile = next_tile(head, tile, tiles)
+            load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg)
+        ticket = draw(counter)  # as late as possible, but answered while dO waits for its slot
+        ch.do.load(use, do_desc, query_coords(head, tile, work, cfg), 1)
+        use += 1
+        index = drawn(ticket)
         turn += 1
     nothing = 0 * index
     send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
     leave(counter)
+
+
+@gluon.jit
+def next_tile(head, tile, tiles):
+    """(head, tile) of the next query tile: after a head's last, the first of the group's next head."""
+    is_last = tile + 1 == tiles.end
+    return gl.where(is_last, head + 1, head), gl.where(is_last, tiles.begin, tile + 1)
+
+
+@gluon.jit
+def query_coords(head, tile, work, cfg: gl.constexpr):
+    """TMA coordinates of a query tile."""
+    return coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
+
+
+@gluon.jit
+def load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg: gl.constexpr):
+    """Start TMA copies of a query tile and its row statistics, on one barrier."""
+    ch.q.acquire(use)
+    bar_q = ch.q.full.index(use % cfg.Q_STAGES)
+    mbarrier.expect(bar_q, q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    load_tile(q_desc, query_coords(head, tile, work, cfg), bar_q, ch.q.part(use, 0))
+    scratch = scratch_tile(work, head, tile, sizes, cfg)
+    load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
 
 
 @gluon.jit
@@ -173,26 +188,24 @@ def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def leave_p(W: gl.constexpr, p, zero, ch, cfg: gl.constexpr):
-    """Store P^T [64, BLOCK_M] if it is to be a shared-memory operand of dV."""
-    if cfg.P_IN_SHARED:
-        ch.p.index(W + zero).store(p)
-        fence_async_shared()  # the stores above are visible to wgmma
+def leave_p(W: gl.constexpr, p, zero, ch):
+    """Store P^T [64, BLOCK_M] as an operand of dV.
+
+    As a register operand it would save shared-memory traffic, but ptxas then waits between the products.
+    """
+    ch.p.index(W + zero).store(p)
+    fence_async_shared()  # the stores above are visible to wgmma
 
 
 @gluon.jit
-def start_values(W: gl.constexpr, p, dv, use, zero, ch, cfg: gl.constexpr):
+def start_values(W: gl.constexpr, dv, use, zero, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
-    if cfg.P_IN_SHARED:
-        p_operand = ch.p.index(W + zero)
-    else:
-        p_operand = gl.convert_layout(p, operand_layout(cfg.BLOCK_D))
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
-    return dp, warpgroup_mma(p_operand, do, dv, is_async=True)  # dv [64, BLOCK_D]
+    return dp, warpgroup_mma(ch.p.index(W + zero), do, dv, is_async=True)  # dv [64, BLOCK_D]
 
 
 @gluon.jit
@@ -227,6 +240,7 @@ def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
 def leave_dq(W: gl.constexpr, dq, use, zero, ch):
     """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time."""
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
+    ch.dq.acquire(2 * use + W)
     ch.dq.tiles.index(W + zero).store(dq)
     fence_async_shared()  # the stores above are visible to the TMA addition
     ch.dq.publish(2 * use + W)
@@ -253,12 +267,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
 
         zero = opaque_zero(turn)
         tile = tiles.begin
+        head = work.head * sizes.group_size
         ch.k.wait(turn)
         s = warpgroup_mma_wait(0, deps=(start_scores(W, use, zero, ch, cfg),))
         p, weight = probabilities(s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg)
-        leave_p(W, p, zero, ch, cfg)
+        leave_p(W, p, zero, ch)
         ch.v.wait(turn)
-        dp, dv = start_values(W, p, dv, use, zero, ch, cfg)
+        dp, dv = start_values(W, dv, use, zero, ch, cfg)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
         mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
@@ -269,16 +284,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             dk = start_keys(W, dk, use, ch, cfg)
             s, dv = warpgroup_mma_wait(1, deps=(s, dv))  # dK still runs
             ch.do.release(use)
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
+            head, tile = next_tile(head, tile, tiles)
             p, weight = probabilities(
                 s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
             )
-            leave_p(W, p, zero, ch, cfg)
+            leave_p(W, p, zero, ch)
             dq = start_queries(W, use, zero, ch, cfg)
-            ch.dq.acquire(2 * use + W)
-            dp, dv = start_values(W, p, dv, use + 1, zero, ch, cfg)
+            dp, dv = start_values(W, dv, use + 1, zero, ch, cfg)
             dk, dq = warpgroup_mma_wait(2, deps=(dk, dq))  # dP' and dV' still run
             ch.q.release(use)
             leave_dq(W, dq, use, zero, ch)
@@ -290,15 +302,15 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         zero = opaque_zero(use)
         dk = start_keys(W, dk, use, ch, cfg)
         dq = start_queries(W, use, zero, ch, cfg)
-        dk, dq, dv = warpgroup_mma_wait(0, deps=(dk, dq, dv))
-        ch.k.release(turn)
-        ch.v.release(turn)
-        ch.q.release(use)
+        dv = warpgroup_mma_wait(2, deps=(dv,))  # dK and dQ still run
         ch.do.release(use)
-        ch.dq.acquire(2 * use + W)
+        ch.v.release(turn)
+        store_keys(W, dv, dv_desc, key, use, zero, work, ch, cfg)
+        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        ch.k.release(turn)
+        ch.q.release(use)
         leave_dq(W, dq, use, zero, ch)
         use += 1
-        store_keys(W, dv, dv_desc, key, use, zero, work, ch, cfg)
         store_keys(W, dk * factors.scale, dk_desc, key, use, zero, work, ch, cfg)
         turn += 1
         work = receive(ch.work, turn)
@@ -317,7 +329,7 @@ def store_keys(W: gl.constexpr, gradient, desc, key, use, zero, work, ch, cfg: g
 
 @gluon.jit
 def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
-    """Add each query tile's dQ to the scratch tensor, half a tile for each warpgroup."""
+    """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup."""
     turn = 0
     use = 0
     work = receive(ch.work, turn, 1)
@@ -340,10 +352,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
                 wait_for_writes()
                 gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
             use += 1
-            tile += 1
-            if tile == tiles.end:
-                tile = tiles.begin
-                head += 1
+            head, tile = next_tile(head, tile, tiles)
         turn += 1
         work = receive(ch.work, turn, 1)
 

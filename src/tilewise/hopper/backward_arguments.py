@@ -22,14 +22,8 @@ class BackwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
-    P_IN_SHARED: bool = False  # P^T is a shared-memory operand of dV: see the kernel notes; not yet timed
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
-
-    @property
-    def PINS_WEIGHTS(self) -> bool:
-        """Whether P^T is kept packed from the exponentials to dS^T: fewer registers, but P_IN_SHARED only."""
-        return self.P_IN_SHARED
 
     @property
     def DESCENDING(self) -> bool:
@@ -46,7 +40,7 @@ class BackwardConfig:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
         keys = 2 * self.BLOCK_N * self.BLOCK_D
         queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
-        scores = (2 + self.P_IN_SHARED) * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles, P^T
+        scores = 3 * self.BLOCK_N * self.BLOCK_M  # P^T, and dS^T of two query tiles
         return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 
@@ -88,7 +82,6 @@ class WideBackwardConfig:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
-    PINS_WEIGHTS: bool = True
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

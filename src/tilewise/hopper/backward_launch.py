@@ -31,18 +31,6 @@ NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers o
 Config = BackwardConfig | WideBackwardConfig
 
 
-def supports(problem: AttentionProblem) -> str | None:
-    """None if the Hopper backward serves a problem that the forward serves, else why not.
-
-    What compiles and is right in the emulator, but has not run on a GPU, is left to other backends.
-    """
-    if problem.head_dim > NARROW:
-        return f"takes head sizes up to {NARROW} in the backward, not {problem.head_dim}"
-    if problem.deterministic and (problem.causal or problem.has_window):
-        return "has a deterministic backward for full attention only"
-    return None
-
-
 class Scratch(NamedTuple):
     """Memory of one call beyond its inputs and outputs: 2 floats a row, and dQ in float32."""
 
@@ -92,7 +80,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
         BLOCK_D=block_d,
-        Q_STAGES=2,
+        Q_STAGES=2 if block_d == 64 or problem.softcap > 0 else 3,
         DO_STAGES=2,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,

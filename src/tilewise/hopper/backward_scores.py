@@ -18,9 +18,9 @@ def opaque_zero(x):
 def pinned(x):
     """x of 16 bits an element, converted and packed where this stands.
 
-    The compiler would move the conversion: up, where it takes registers, or down between the products that
-    have x as register operand. Those then no longer form one group, and every later wait for a number of
-    groups waits for more than it should.
+    The compiler would move the conversion: back, where unpacked values take registers, or down between the
+    products that have x as register operand. Those then no longer form one group, and every later wait for a
+    number of groups waits for more than it should.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
@@ -44,9 +44,7 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     p = exp2(x)
-    p_16bit = p.to(dtype)
-    if cfg.PINS_WEIGHTS:
-        p_16bit = pinned(p_16bit)
+    p_16bit = pinned(p.to(dtype))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:
         weight = (p * slope).to(dtype)
@@ -57,6 +55,4 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
 def score_gradient(weight, dp, stats, cfg: gl.constexpr):
     """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    if cfg.PINS_WEIGHTS:
-        weight = pinned(weight)
-    return (weight.to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
+    return (pinned(weight).to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)

@@ -70,13 +70,6 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
-def supports_backward(problem: AttentionProblem) -> str | None:
-    """None if the Hopper backward kernels serve a problem that the forward serves, else why not."""
-    from tilewise.hopper import backward_launch
-
-    return backward_launch.supports(problem)
-
-
 def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
