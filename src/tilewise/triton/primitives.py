@@ -210,9 +210,7 @@ def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
 
 
 @triton.jit
-def scores_log2(
-    s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias=None, mask=None
-):
+def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
     In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
