@@ -4,9 +4,9 @@
     python examples/generate.py --model llama        # a random model of Llama-3-8B's shape, on a GPU
     python examples/generate.py --model llama --dtype float32 --compare   # and transformers with SDPA
 
-Every step runs all tokens that are due, packed in one row: the next chunk of its prompt from a sequence that
-has just joined, one token from each other. Each layer has its `PagedKVCache`; all share one table of pages,
-so `reserve` is called once a step. Afterwards every token is checked against one pass without a cache.
+A step feeds the prompts of sequences that have joined, packed in one row, then one token of each other
+sequence: on a GPU that is a CUDA graph. Each layer has its `PagedKVCache`; all share one table of pages, so
+`reserve` is called once for all layers. Afterwards every token is checked against one pass without a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import tilewise
 from tilewise.demo.gpt import GPT, NUM_BYTES
 from tilewise.demo.scale import CPU, Scale
-from tilewise.pages import PagedBatch
+from tilewise.pages import PADDING, PagedBatch
 from tilewise.rotary import apply_rotary, rotary_tables
 
 # (layer, query, key, value) of packed tokens (total, heads, head_dim) -> (total, heads, head_dim)
@@ -125,11 +125,7 @@ class Request:
     wanted: int
     generated: list[int] = field(default_factory=list)
     sequence: int = -1
-    fed: int = 0  # tokens that are in the cache
-
-    def due(self, chunk: int) -> list[int]:
-        """The tokens to feed in the next step."""
-        return (self.prompt + self.generated)[self.fed : self.fed + chunk]
+    fed: int = 0  # tokens of the prompt that are in the cache
 
     @property
     def is_prompt_fed(self) -> bool:
@@ -137,60 +133,83 @@ class Request:
 
 
 class Engine:
-    """Runs requests with at most `most` sequences at a time, as pages allow."""
+    """Runs requests in `most` rows, as pages allow: a row is free again when its sequence has ended.
+
+    On a GPU a decoding step is one CUDA graph for all rows; a row without a sequence is padding.
+    """
 
     def __init__(
-        self,
-        model: Model,
-        num_pages: int,
-        page_size: int,
-        most: int,
-        chunk: int = 512,
+        self, model: Model, num_pages: int, page_size: int, most: int, longest: int, chunk: int = 4096,
         backend: str | None = None,
-    ) -> None:
-        self.model, self.most, self.chunk, self.backend = model, most, chunk, backend
+    ) -> None:  # fmt: skip
+        self.model, self.chunk, self.backend = model, chunk, backend
         shape, weight = model.shape, model.logits.weight
         self.caches: list[tilewise.PagedKVCache] = []
         for _ in range(shape.layers):
             self.caches.append(
                 tilewise.PagedKVCache(
-                    num_pages, page_size, shape.kv_heads, shape.head_dim, dtype=weight.dtype,
-                    device=weight.device, shares=self.caches[0] if self.caches else None,
+                    num_pages, page_size, shape.kv_heads, shape.head_dim, max_seqlen=longest,
+                    dtype=weight.dtype, device=weight.device, shares=self.caches[0] if self.caches else None,
                 )
             )  # fmt: skip
-        longest = num_pages * page_size
         tables = rotary_tables(torch.arange(longest), shape.head_dim, shape.rotary_base)
         self.cos, self.sin = (t.to(weight.device) for t in tables)
+        self.rows: list[Request | None] = [None] * most
+        self.graph = DecodingGraph(self, most) if weight.is_cuda else None
 
     @torch.no_grad()
     def run(self, requests: Sequence[Request]) -> int:
         """Generate for all requests; the number of steps."""
-        waiting, running, steps = deque(requests), [], 0
-        while waiting or running:
-            while waiting and len(running) < self.most and self._has_room(waiting[0], running):
-                waiting[0].sequence = self.caches[0].allocate()
-                running.append(waiting.popleft())
-            if not running:
-                raise ValueError(f"a prompt of {len(waiting[0].prompt)} tokens does not fit the cache")
-            self.step(running)
+        waiting, steps = deque(requests), 0
+        while waiting or any(self.rows):
+            self._join(waiting)
             steps += 1
-            for request in [r for r in running if len(r.generated) == r.wanted]:
-                self.caches[0].free(request.sequence)
-                running.remove(request)
+            self.step()
+            for row, request in enumerate(self.rows):
+                if request is not None and len(request.generated) == request.wanted:
+                    self.caches[0].free(request.sequence)
+                    self.rows[row] = None
         return steps
 
-    def step(self, running: list[Request]) -> None:
-        """Feed what is due, and choose the next token of every sequence whose prompt is fed."""
-        due = [request.due(self.chunk) for request in running]
-        batch = self.caches[0].reserve([r.sequence for r in running], [len(tokens) for tokens in due])
-        tokens = torch.tensor([t for part in due for t in part], device=self.cos.device)
-        hidden = self.model(tokens, functools.partial(self._attend, batch), batch.positions)
-        last = hidden[batch.cu_seqlens[1:].long() - 1]
-        best = self.model.logits(last).argmax(-1).tolist()
-        for request, part, token in zip(running, due, best):
+    def step(self) -> None:
+        """Feed prompts, up to `chunk` tokens; then the next token of every sequence whose prompt is fed."""
+        fed = [r if r is not None and r.is_prompt_fed else None for r in self.rows]
+        self._feed_prompts([r for r in self.rows if r is not None and not r.is_prompt_fed])
+        if any(fed):
+            self._decode(fed)
+
+    def _feed_prompts(self, joining: list[Request]) -> None:
+        parts, left = [], self.chunk
+        for request in joining:
+            parts.append(request.prompt[request.fed : request.fed + left])
+            left -= len(parts[-1])
+        fed = [(request, part) for request, part in zip(joining, parts) if part]
+        if not fed:
+            return
+        batch = self.caches[0].reserve([r.sequence for r, _ in fed], [len(part) for _, part in fed])
+        tokens = torch.tensor([token for _, part in fed for token in part], device=self.cos.device)
+        for (request, part), token in zip(fed, self.next_tokens(tokens, batch).tolist()):
             request.fed += len(part)
             if request.is_prompt_fed:
                 request.generated.append(token)
+
+    def _decode(self, fed: list[Request | None]) -> None:
+        if self.graph is None:  # no fixed sizes: padding would cost as much as a sequence
+            fed = [r for r in fed if r is not None]
+        sequences = [PADDING if r is None else r.sequence for r in fed]
+        tokens = torch.tensor([0 if r is None else r.generated[-1] for r in fed])
+        if self.graph is None:
+            best = self.next_tokens(tokens, self.caches[0].reserve(sequences, 1))
+        else:
+            best = self.graph.replay(sequences, tokens)
+        for request, token in zip(fed, best.tolist()):
+            if request is not None:
+                request.generated.append(token)
+
+    def next_tokens(self, tokens: Tensor, batch: PagedBatch) -> Tensor:
+        """The most likely token after each sequence's new ones."""
+        hidden = self.model(tokens, functools.partial(self._attend, batch), batch.positions)
+        return self.model.logits(hidden[batch.cu_seqlens[1:].long() - 1]).argmax(-1)
 
     def _attend(self, batch: PagedBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if len(q) == len(batch.sequences):  # one token each: rows of a batch, for the decoding kernel
@@ -202,14 +221,49 @@ class Engine:
         assert isinstance(out, Tensor)
         return out.flatten(0, -3)
 
-    def _has_room(self, request: Request, running: list[Request]) -> bool:
+    def _join(self, waiting: deque[Request]) -> None:
+        """Give free rows to those who wait, in their order."""
+        for row, request in enumerate(self.rows):
+            if request is None and waiting and self._has_room(waiting[0]):
+                waiting[0].sequence = self.caches[0].allocate()
+                self.rows[row] = waiting.popleft()
+        if not any(self.rows):
+            raise ValueError(f"a prompt of {len(waiting[0].prompt)} tokens does not fit the cache")
+
+    def _has_room(self, request: Request) -> bool:
         """Whether pages suffice until all have ended: nobody is ever put back."""
         cache = self.caches[0]
-        promised = sum(self._pages(r) - -(-r.fed // cache.page_size) for r in running)
+        running = [r for r in self.rows if r is not None]
+        promised = sum(self._pages(r) - -(-cache.length(r.sequence) // cache.page_size) for r in running)
         return promised + self._pages(request) <= cache.free_pages
 
     def _pages(self, request: Request) -> int:
         return -(-(len(request.prompt) + request.wanted) // self.caches[0].page_size)
+
+
+class DecodingGraph:
+    """One token of every row, captured once: lengths, pages and tokens are read from fixed memory."""
+
+    @torch.no_grad()
+    def __init__(self, engine: Engine, rows: int) -> None:
+        self.cache = engine.caches[0]
+        self.batch = self.cache.reserve([PADDING] * rows, 1)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=engine.cos.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles and allocates what is needed
+            engine.next_tokens(self.tokens, self.batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.best = engine.next_tokens(self.tokens, self.batch)
+
+    def replay(self, sequences: list[int], tokens: Tensor) -> Tensor:
+        """The most likely next token of each row."""
+        self.cache.reserve(sequences, 1, into=self.batch)
+        self.tokens.copy_(tokens.pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.best
 
 
 @torch.no_grad()
@@ -319,7 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     requests = make_requests(model.shape.vocabulary, count, prompt, new)
     page_size = 64 if is_large else 16
     backend = chosen.backend or ("triton" if device.type == "cuda" else None)
-    engine = Engine(model, most * -(-(prompt + new) // page_size), page_size, most, backend=backend)
+    longest = prompt + new
+    engine = Engine(model, most * -(-longest // page_size), page_size, most, longest, backend=backend)
     engine.run(make_requests(model.shape.vocabulary, 2, prompt, 2, seed=1))  # compiles what is needed
     steps, seconds = timed(lambda: engine.run(requests), device)
     total = sum(r.wanted for r in requests)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.problem import Inputs, Options, check_values, describe
+from tilewise.problem import Inputs, Options, describe
+from tilewise.values import check_values
 
 
 def x(*shape, dtype=torch.float32):
@@ -197,3 +198,39 @@ def test_explain_refuses_what_the_call_would():
         tilewise.explain(KV, KV, KV, softcap=-1)
     with pytest.raises(TypeError, match="unexpected keyword"):
         tilewise.explain(KV, KV, KV, sofcap=1)
+
+
+def test_offsets_on_a_gpu_are_read_again_only_if_something_changed(monkeypatch):
+    """Reading them waits for the GPU. A problem says where it is; its tensors may be anywhere."""
+    from dataclasses import replace
+
+    from tilewise import values
+
+    q, k, starts = torch.ones(6, 2, 8), torch.ones(9, 2, 8), torch.tensor([0, 2, 6])
+    ends = torch.tensor([0, 3, 9])
+    reads, read = [], values._check_cu_seqlens
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        values, "_check_cu_seqlens", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
+    )
+
+    def check(cu_seqlens_q=starts, cu_seqlens_k=ends, **options):
+        inputs = Inputs(q, k, k, cu_seqlens_q, cu_seqlens_k)
+        problem = replace(describe(inputs, Options(**options)), device_type="cuda")
+        reads.clear()
+        values.check_values(problem, inputs, Options(**options))
+        return len(reads)
+
+    assert [check() for _ in range(3)] == [2, 0, 0]
+    assert [check(max_seqlen_q=4), check(max_seqlen_q=4), check()] == [2, 0, 2]
+    assert check(cu_seqlens_k=ends.clone()) == 2
+    ends[1] = 4
+    assert [check(), check()] == [2, 0]
+    starts[1] = 7
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cu_seqlens_q"):
+            check()
+    starts[1] = 2
+    with torch.inference_mode():
+        unversioned = torch.tensor([0, 2, 6])
+    assert [check(unversioned) for _ in range(2)] == [2, 2]

@@ -109,6 +109,32 @@ def test_second_derivatives_agree_with_the_cpu():
         torch.testing.assert_close(found.cpu(), exact, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": (40, 0)}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_packed_queries_with_pages(dtype, options, page_size):
+    """Chunks of prompts and single tokens of three sequences, in one row."""
+    cache = tilewise.PagedKVCache(64, page_size, 2, 64, dtype=dtype, device="cuda")
+    chunks = [[100, 7, 0], [150, 60, 149], [50, 10, 1], [1, 1, 1], [0, 2, 130]]
+    tensors = [[draw(sum(n), h, 64, dtype=dtype) for h in (4, 2, 2)] for n in zip(*chunks)]
+    sequences = [cache.allocate() for _ in tensors]
+    outs: list[list[torch.Tensor]] = [[], [], []]
+    fed = [0, 0, 0]
+    for counts in chunks:
+        parts = [[t[a : a + n] for t in ts] for ts, a, n in zip(tensors, fed, counts)]
+        batch = cache.reserve(sequences, counts)
+        q, k, v = (torch.cat(p) for p in zip(*parts))
+        out = tilewise.attention_with_cache(q, cache, k, v, batch=batch, backend="triton", **options)
+        for own, part in zip(outs, out.split(counts)):
+            own.append(part)
+        fed = [a + n for a, n in zip(fed, counts)]
+    for (q, k, v), own in zip(tensors, outs):
+        exact, _ = reference.attention(q[None], k[None], v[None], causal=True, **options)
+        base, _ = reference.attention(q[None], k[None], v[None], causal=True, dtype=dtype, **options)
+        report = compare("out", torch.cat(own)[None], exact, base)
+        assert report.is_within, report
+
+
 def test_graph_capture_replays_with_new_values():
     q, k, v = (draw(1, 256, 4, 64) for _ in range(3))
     tilewise.attention(q, k, v, causal=True)

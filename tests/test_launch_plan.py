@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -13,24 +16,44 @@ class Recorder:
     """Stands for a kernel before and after compilation."""
 
     def __init__(self):
-        self.started, self.launched = [], []
+        self.started, self.launched, self.encoded = [], [], []
+        self.is_watched, self.is_bindable = False, True
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: self.started.append((grid, arguments)) or Compiled(self)
+        return lambda *arguments, **options: self.started.append((grid, arguments)) or self
 
 
-class Compiled:
-    def __init__(self, recorder):
-        self.recorder = recorder
+class Bound:
+    """Stands for `launcher.BoundKernel`."""
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.recorder.launched.append((grid, arguments))
+    def __init__(self, recorder, grid):
+        self.recorder, self.grid = recorder, grid
+
+    def launch(self, device, arguments):
+        self.recorder.launched.append((self.grid, tuple(arguments)))
+
+    def encode(self, index, descriptor):
+        self.recorder.encoded.append((index, descriptor.base.data_ptr()))
+        return [f"encoded {descriptor.base.data_ptr()}", *descriptor.shape]
+
+    def is_watched(self):
+        return self.recorder.is_watched
+
+
+@dataclass
+class Descriptor:
+    base: torch.Tensor | None
+    shape: list[int]
+    block_shape: list[int]
 
 
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "is_interpreted", lambda: False)
+    monkeypatch.setattr(
+        plan, "bind", lambda compiled, grid: Bound(compiled, grid) if compiled.is_bindable else None
+    )
     return Recorder()
 
 
@@ -80,8 +103,6 @@ def test_what_differs_gets_a_plan_of_its_own(recorder):
 
 
 def test_no_tensor_is_kept_alive(recorder):
-    import weakref
-
     x = torch.zeros(2, 5, 3, 8)
     storage = weakref.ref(x.untyped_storage())
     build = build_with(recorder)
@@ -103,3 +124,80 @@ def test_plans_are_bounded(recorder, monkeypatch):
     for n in range(5):
         plan.run(build_with(recorder), n, (x, x, None))
     assert len(plan._plans) <= 2
+
+
+def build_tma(recorder):
+    def build(problem, tensors):
+        q, out = tensors
+        return plan.Launch(
+            recorder, 2, (Descriptor(q, [2, 5], [1, 5]), out, Descriptor(out, [2, 5], [1, 5]), 7), 4
+        )
+
+    return build
+
+
+def test_a_descriptor_is_encoded_once_for_each_address(recorder):
+    build, tensors = build_tma(recorder), [torch.zeros(2, 5) for _ in range(4)]
+    for n in (0, 1, 0, 1, 2, 0):
+        plan.run(build, "problem", (tensors[n],), fresh=(tensors[3],))
+        if n != 2:
+            tensors[n].random_()  # what lives at an address does not matter
+    out = tensors[3].data_ptr()
+    expected = [
+        (f"encoded {tensors[n].data_ptr()}", 2, 5, out, f"encoded {out}", 2, 5, 7) for n in (1, 0, 1, 2, 0)
+    ]
+    assert [arguments for _, arguments in recorder.launched] == expected
+    # both are also encoded when the plan is made
+    assert len(recorder.encoded) == 2 + 4 and len(set(recorder.encoded)) == 4
+
+
+def test_addresses_are_bounded(recorder, monkeypatch):
+    monkeypatch.setattr(plan, "MAX_ADDRESSES", 2)
+    build, flat, out = build_tma(recorder), torch.zeros(200), torch.zeros(2, 5)
+    views = [flat[n : n + 10].view(2, 5) for n in range(0, 160, 16)]
+    for _ in range(2):
+        for view in views:
+            plan.run(build, "problem", (view,), fresh=(out,))
+            if recorder.launched:
+                assert recorder.launched[-1][1][0] == f"encoded {view.data_ptr()}"
+    (kept,) = plan._plans.values()
+    assert all(len(fill._encoded) <= 2 for _, fill in kept._fills if hasattr(fill, "_encoded"))
+
+
+def test_a_descriptor_keeps_no_tensor_alive(recorder):
+    build, tensors = build_tma(recorder), [torch.zeros(2, 5) for _ in range(2)]
+    storages = [weakref.ref(t.untyped_storage()) for t in tensors]
+    for _ in range(2):
+        plan.run(build, "problem", (tensors[0],), fresh=(tensors[1],))
+    recorder.started.clear()
+    recorder.launched.clear()
+    del tensors
+    assert [storage() for storage in storages] == [None, None]
+
+
+def test_a_profiler_sees_triton_launch(recorder):
+    build, x = build_with(recorder), torch.zeros(2, 5, 3, 8)
+    for recorder.is_watched in (False, True, False):
+        plan.run(build, "problem", (x, x, None))
+    assert len(recorder.started) == 2 and len(recorder.launched) == 1
+    assert recorder.started[1][1][1] is x
+
+
+def test_what_cannot_be_bound_is_launched_by_triton(recorder):
+    recorder.is_bindable = False
+    x = torch.zeros(2, 5, 3, 8)
+    for _ in range(3):
+        plan.run(build_with(recorder), "problem", (x, x, None))
+    assert len(recorder.started) == 3 and not plan._plans
+
+
+def test_of_fresh_tensors_only_those_that_are_none_count(recorder):
+    def build(problem, tensors):
+        return plan.Launch(recorder, 1, tensors, 4)
+
+    x = torch.zeros(2, 5)
+    for fresh in ((x, None), (None, x), (torch.zeros(1), None), (None, torch.zeros(1))):
+        plan.run(build, "problem", (x,), fresh=fresh)
+    assert len(recorder.started) == 2 and len(recorder.launched) == 2
+    assert plan.find(build, "problem", (x,), fresh=(x, None)) is not None
+    assert plan.find(build, "problem", (x,), fresh=(x, x)) is None

@@ -224,9 +224,14 @@ def test_padding_rows_see_nothing_and_write_nothing():
         check(out[row], lse[row], q[row], *own)
     again = cache.reserve([0, 1, -1], 1, into=batch)
     assert again.block is batch.block and batch.lengths.tolist() == [11, 22, 0]
+    cache.reserve([-1, 0, -1], 1, into=batch)  # other rows are padding
+    assert batch.lengths.tolist() == [0, 12, 0] and batch.slots.tolist() == [-1, 11, -1]
+    third = cache.allocate()
+    full = cache.reserve([0, 1, third], 1, into=cache.reserve([-1, 1, -1], 1))
+    assert full.lengths.tolist() == [13, 24, 1] and full.kept.tolist() == [12, 7, 0]
     with pytest.raises(ValueError, match="into"):
         cache.reserve([0, 1], 1, into=batch)
-    assert cache.length(0) == 11
+    assert cache.length(0) == 13
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

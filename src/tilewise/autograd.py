@@ -7,15 +7,16 @@ through two `autograd.Function`s that use the same formulas, because only those 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
-from tilewise.problem import Inputs, Options, check_values, describe
-from tilewise.repeat import is_plain_eager
+from tilewise.eager import is_plain_eager
+from tilewise.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.values import check_values
 
 _N = len(Inputs._fields)
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
@@ -29,7 +30,7 @@ def attention(
     `are_values_known`: lengths and pages come from a cache that has checked them itself.
 
     Raises:
-        ValueError, TypeError: see `tilewise.problem.describe` and `check_values`.
+        ValueError, TypeError: see `tilewise.problem.describe` and `tilewise.values.check_values`.
         NotImplementedError: see `tilewise.dispatch.choose`.
     """
     if torch.compiler.is_compiling():
@@ -126,10 +127,61 @@ class Attention(torch.autograd.Function):
 
 def _eager_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients; differentiable themselves where that is asked for."""
-    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
-    if torch.is_grad_enabled() or is_batched or not is_plain_eager(dout):
+    if _is_watched(dout, dlse):
         return AttentionBackward.apply(dout, dlse, *arguments)
     return ops.call("attention_backward", dout, dlse, *arguments)
+
+
+def _is_watched(dout: Tensor, dlse: Tensor | None) -> bool:
+    """Whether a backward has to be differentiable itself, or a transform has to see it."""
+    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
+    return torch.is_grad_enabled() or is_batched or not is_plain_eager(dout)
+
+
+class RepeatedCall(NamedTuple):
+    """A dense call without optional tensors that was made before: see `tilewise.repeat`."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as the caller has the tensors
+    problem: AttentionProblem
+    options: Options
+    backend: str | None
+    layout: str
+
+
+class RepeatedAttention(torch.autograd.Function):
+    """`Attention` for a repeated call in eager code, which costs a fraction of the general Function."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RepeatedCall
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return None, None, None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        call, dout = ctx.call, torch.zeros_like(out) if dout is None else dout
+        tensors = [query, key, value, out, dout]
+        if call.layout == "bhsd":
+            tensors = [t.transpose(1, 2) for t in tensors]
+        *qkv, out, dout = tensors
+        inputs = Inputs(*qkv)
+        grads: tuple[Tensor, ...]
+        if _is_watched(dout, dlse):
+            grads = AttentionBackward.apply(
+                dout, dlse, out, lse, *inputs, *call.options, call.backend, False
+            )[:3]
+        else:
+            grads = ops.launch_backward(call.problem, inputs, call.backend, False, out, lse, dout, dlse)[:3]
+        if call.layout == "bhsd":
+            grads = tuple(t.transpose(1, 2) for t in grads)
+        return (*grads, None)
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -18,6 +18,7 @@ BACKENDS = {
 }
 
 
+@functools.cache
 def load(name: str) -> ModuleType:
     """The backend's module.
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api import Window, canonical_inputs, window_bounds
 from tilewise.device import Device, device_for
-from tilewise.problem import AttentionProblem, Inputs, Options, check_values, describe, spans
+from tilewise.problem import AttentionProblem, Inputs, Options, describe, spans
+from tilewise.values import check_values
 
 
 @dataclass(frozen=True)

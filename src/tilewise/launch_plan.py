@@ -6,19 +6,24 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from tilewise.launcher import BoundKernel
+
 MAX_PLANS = 4096
+MAX_ADDRESSES = 256  # of one tensor of a launch
 ALIGNMENT = 16  # bytes: what Triton specializes pointers on
 
 Tensors = tuple[Tensor | None, ...]
-Fill = Callable[[Tensors, list[int | None]], Any]
+Fill = Callable[[Tensors], Any]
 
 
 @functools.cache
@@ -53,28 +58,51 @@ class Launch(NamedTuple):
         }
 
 
-def run(build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any) -> None:
-    """Launch `build(problem, tensors, *choices)` on the first tensor's device and the current stream.
+def run(
+    build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any, fresh: Tensors = ()
+) -> None:
+    """Launch `build(problem, (*tensors, *fresh), *choices)` on the current stream.
 
-    `build` may look at the shapes, strides, dtypes and devices of tensors, and at nothing else of them.
+    `build` may look at the shapes, strides, dtypes and devices of tensors, and at nothing else of them. Those
+    of `fresh` must follow from all other arguments: tensors just allocated, which need no look.
     """
     device = tensors[0].get_device()  # type: ignore[union-attr]
-    key = (build, problem, device, choices, *map(_signature, tensors))
-    plan = _plans.get(key)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return run(build, problem, tensors, *choices)
+            return run(build, problem, tensors, *choices, fresh=fresh)
+    key = _key(build, problem, tensors, choices, fresh)
+    plan = _plans.get(key)
     if plan is not None:
-        return plan(tensors)
+        return plan((*tensors, *fresh))
     # aliases: one tensor may stand in two places, which are two pointers in the next call
-    aliases = tuple(None if t is None else t.detach() for t in tensors)
+    aliases = tuple(None if t is None else t.detach() for t in (*tensors, *fresh))
     launch = build(problem, aliases, *choices)
     compiled = start(launch) if launch.programs > 0 else None
-    if compiled is not None:
+    bound = None if compiled is None else bind(compiled, (launch.programs, launch.programs_y, 1))
+    if bound is not None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        _plans[key] = LaunchPlan(launch, compiled, aliases)
+        rebuild = functools.partial(_rebuild, build, problem, choices)
+        _plans[key] = LaunchPlan(launch, bound, aliases, rebuild)
     return None
+
+
+def find(
+    build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any, fresh: Tensors = ()
+) -> LaunchPlan | None:
+    """The plan that `run` has made for such tensors; of `fresh` only those that are None matter."""
+    return _plans.get(_key(build, problem, tensors, choices, fresh))
+
+
+def _key(
+    build: Callable[..., Launch], problem: Any, tensors: Tensors, choices: tuple[Any, ...], fresh: Tensors
+) -> Any:
+    device, absent = tensors[0].get_device(), tuple([t is None for t in fresh])  # type: ignore[union-attr]
+    return (build, problem, choices, device, absent, *map(_signature, tensors))
+
+
+def _signature(t: Tensor | None) -> Any:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT)
 
 
 def start(launch: Launch) -> Any:
@@ -82,44 +110,82 @@ def start(launch: Launch) -> Any:
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
 
 
+def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
+    """See `tilewise.launcher`, which imports triton."""
+    from tilewise import launcher
+
+    return launcher.bind(compiled, grid)
+
+
+def _rebuild(
+    build: Callable[..., Launch], problem: Any, choices: tuple[Any, ...], tensors: Tensors
+) -> Launch:
+    return build(problem, tensors, *choices)
+
+
 class LaunchPlan:
     """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them."""
 
-    def __init__(self, launch: Launch, compiled: Any, tensors: Tensors) -> None:
-        self._run = compiled[(launch.programs, launch.programs_y, 1)]
-        self._arguments = list(launch.arguments)
+    def __init__(
+        self, launch: Launch, bound: BoundKernel, tensors: Tensors, rebuild: Callable[[Tensors], Launch]
+    ) -> None:
+        self._bound, self._rebuild = bound, rebuild
+        self._device = tensors[0].get_device()  # type: ignore[union-attr]
+        self._arguments: list[Any] = []
         self._fills: list[tuple[int, Fill]] = []
         places = {id(t): n for n, t in enumerate(tensors) if t is not None}
-        for position, argument in enumerate(launch.arguments):
+        num_descriptors = 0
+        for argument in launch.arguments:
             items = argument if isinstance(argument, tuple) else (argument,)
-            if is_descriptor(argument) or any(isinstance(item, Tensor) for item in items):
-                self._arguments[position] = None
-                self._fills.append((position, _fill(argument, places)))
+            if is_descriptor(argument):
+                encode = functools.partial(bound.encode, num_descriptors)
+                num_descriptors += 1
+                self._fills.append((len(self._arguments), EncodedDescriptors(argument, places, encode)))
+                self._arguments += [None, *encode(argument)[1:]]
+            elif any(isinstance(item, Tensor) for item in items):
+                self._fills.append((len(self._arguments), _fill(argument, places)))
+                self._arguments.append(None)
+            else:
+                self._arguments.append(argument)
 
     def __call__(self, tensors: Tensors) -> None:
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        """Launch on the current stream; the tensors' device must be the current one."""
+        if self._bound.is_watched():
+            start(self._rebuild(tensors))
+            return
         arguments = self._arguments.copy()
         for position, fill in self._fills:
-            arguments[position] = fill(tensors, addresses)
-        self._run(*arguments)
+            arguments[position] = fill(tensors)
+        self._bound.launch(self._device, arguments)
 
 
 _plans: dict[Any, LaunchPlan] = {}
 
 
-class Descriptor(NamedTuple):
-    """What a launcher reads of a TMA descriptor; made without the checks that its like has passed before."""
+class EncodedDescriptors:
+    """A TMA descriptor for each address that a tensor has had.
 
-    base: Tensor | None
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any  # of Gluon's
-    padding: str
+    All else that is encoded is the plan's own, so that what was made for an address stays right whatever
+    lives there.
+    """
 
+    def __init__(self, descriptor: Any, places: dict[int, int], encode: Callable[[Any], list[Any]]) -> None:
+        self._place, self._encode = places[id(descriptor.base)], encode
+        self._descriptor = copy.copy(descriptor)
+        self._descriptor.base = None
+        self._encoded: dict[int, Any] = {}
 
-def _signature(t: Tensor | None) -> Any:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT)
+    def __call__(self, tensors: Tensors) -> Any:
+        t = tensors[self._place]
+        address = t.data_ptr()  # type: ignore[union-attr]
+        encoded = self._encoded.get(address)
+        if encoded is None:
+            descriptor = copy.copy(self._descriptor)
+            descriptor.base = t
+            if len(self._encoded) >= MAX_ADDRESSES:
+                self._encoded.clear()
+            encoded = self._encoded[address] = self._encode(descriptor)[0]
+        return encoded
 
 
 def is_descriptor(argument: Any) -> bool:
@@ -128,18 +194,12 @@ def is_descriptor(argument: Any) -> bool:
 
 
 def _fill(argument: Any, places: dict[int, int]) -> Fill:
-    """A function from all tensors and their addresses to this argument."""
+    """A function from all tensors to this argument, whose pointers are integers."""
     if isinstance(argument, Tensor):
         place = places[id(argument)]
-        return lambda _, addresses: addresses[place]
-    if is_descriptor(argument):
-        place = places[id(argument.base)]
-        layout = getattr(argument, "layout", None)
-        rest = (argument.shape, argument.strides, argument.block_shape, layout, argument.padding)
-        argument.base = None
-        return lambda tensors, _: Descriptor(tensors[place], *rest)
+        return lambda tensors: tensors[place].data_ptr()  # type: ignore[union-attr]
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
         place, numbers = places[id(argument[0])], tuple(argument[1:])
-        return lambda _, addresses: (addresses[place], *numbers)
+        return lambda tensors: (tensors[place].data_ptr(), *numbers)  # type: ignore[union-attr]
     slots = [(places[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
-    return lambda _, addresses: tuple(item if n is None else addresses[n] for n, item in slots)
+    return lambda tensors: tuple(item if n is None else tensors[n].data_ptr() for n, item in slots)  # type: ignore[union-attr]

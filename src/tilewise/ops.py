@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.cpu import second_order
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, validate
-from tilewise.repeat import is_plain_eager
+from tilewise.eager import is_plain_eager
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, validate
+from tilewise.values import check_values
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
@@ -55,6 +56,23 @@ def launch(problem: AttentionProblem, inputs: Inputs, name: str) -> tuple[Tensor
     """Run the named backend."""
     with _own_dtypes(problem.device_type):
         return dispatch.load(name).forward(problem, inputs)
+
+
+def launch_backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    backend: str | None,
+    bias_needs_grad: bool,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Run the backward of the backend asked for, or of the one that is chosen."""
+    problem = _with_gradients(problem, bias_needs_grad, dlse is not None)
+    name = dispatch.choose(problem, backend, is_backward=True)
+    with _own_dtypes(problem.device_type):
+        return dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
 
 
 def _own_dtypes(device_type: str) -> AbstractContextManager[Any]:
@@ -91,11 +109,9 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs, options, backend = _rebuild(arguments[:-1])
-    problem = _with_gradients(describe(inputs, options), arguments[-1], dlse is not None)
-    name = dispatch.choose(problem, backend, is_backward=True)
-    with _own_dtypes(problem.device_type):
-        grads = dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
-    return _no_none(grads if problem.bias_needs_grad else grads._replace(bias=None), dout)
+    problem, bias_needs_grad = describe(inputs, options), arguments[-1]
+    grads = launch_backward(problem, inputs, backend, bias_needs_grad, out, lse, dout, dlse)
+    return _no_none(grads if bias_needs_grad else grads._replace(bias=None), dout)
 
 
 @functools.lru_cache(maxsize=4096)

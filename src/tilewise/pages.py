@@ -169,19 +169,20 @@ class PageTable:
         fields = self._fields(sequences, new_tokens, None if into is None else into.page_table.shape[1])
         on_host = torch.cat([t.flatten() for t in fields.values()]).to(torch.int32)
         if into is None:
-            # Pinned, so that the copy does not wait for the device.
-            pinned = on_host.pin_memory() if device.type == "cuda" else on_host
-            block = pinned.to(device, non_blocking=True)
+            # A later batch of the same sizes may write to more pages: `written` and `kept` come last.
+            most = sum(count // self.page_size + 2 for count in new_tokens)
+            spare = 2 * (most - len(fields["written"]))
+            block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
         else:
-            for name, t in fields.items():
-                if t.shape != getattr(into, name).shape:
-                    shapes = tuple(t.shape), tuple(getattr(into, name).shape)
-                    raise ValueError(
-                        f"into.{name} has shape {shapes[1]}, must have {shapes[0]} for this batch"
-                    )
             block = into.block
-            block.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
-        parts = block.split([t.numel() for t in fields.values()])
+            for name in ("lengths", "cu_seqlens", "page_table", "positions", "slots"):
+                shape, wanted = tuple(fields[name].shape), tuple(getattr(into, name).shape)
+                if shape != wanted:
+                    raise ValueError(f"into.{name} has shape {wanted}, must have {shape} for this batch")
+        used = block[: len(on_host)]
+        # Pinned, so that the copy does not wait for the device.
+        used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
+        parts = used.split([t.numel() for t in fields.values()])
         views = {name: part.view(t.shape) for (name, t), part in zip(fields.items(), parts)}
         return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block)
 

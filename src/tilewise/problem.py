@@ -154,8 +154,8 @@ class AttentionProblem:
 def describe(inputs: Inputs, options: Options) -> AttentionProblem:
     """Validate a call and describe it.
 
-    Checks everything that shapes, dtypes, devices and scalars can tell; `check_values` checks what only
-    values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
+    Checks everything that shapes, dtypes, devices and scalars can tell; `values.check_values` checks what
+    only values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
 
     Raises:
         ValueError: an argument has a wrong shape or value; the message names it and says what is right.
@@ -409,61 +409,3 @@ def spans(problem: AttentionProblem, inputs: Inputs) -> list[Span]:
     ends = [problem.seqlen_k] * problem.batch if inputs.seqlens_k is None else inputs.seqlens_k.tolist()
     starts = [0] * problem.batch if inputs.leftpad_k is None else inputs.leftpad_k.tolist()
     return [Span(*row, k0, k1) for row, k0, k1 in zip(rows_q, starts, ends)]
-
-
-def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) -> None:
-    """Check what only values can tell: offsets, lengths and page indices. Reads length tensors only.
-
-    Those of a cache on a GPU are not read: that would wait for the GPU in every call. There, kernels cut
-    lengths to the capacity.
-
-    Raises:
-        ValueError: naming the tensor, the offending value and what is right.
-    """
-    if problem.is_cached and problem.device_type != "cpu":
-        return
-    if problem.is_packed:
-        _check_cu_seqlens("q", inputs.cu_seqlens_q, inputs.query.shape[0], options.max_seqlen_q)
-    if problem.has_packed_keys:
-        _check_cu_seqlens("k", inputs.cu_seqlens_k, inputs.key.shape[0], options.max_seqlen_k)
-    if problem.is_cached:
-        _check_cached(problem, inputs)
-    if problem.is_packed:
-        longest_q = max((s.q1 - s.q0 for s in spans(problem, inputs)), default=0)
-        longest_k = max((s.k1 - s.k0 for s in spans(problem, inputs)), default=0)
-        longest_k = problem.seqlen_k if problem.is_cached else longest_k
-        for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
-            if t is not None and (
-                (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k)
-            ):
-                longest = (longest_q, longest_k)
-                raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
-
-
-def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:
-    for i, span in enumerate(spans(problem, inputs)):
-        if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
-            raise ValueError(
-                f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
-                f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
-            )
-        if inputs.page_table is not None and problem.page_size:
-            used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
-            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
-                raise ValueError(
-                    f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
-                )
-
-
-def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest: int | None) -> None:
-    offsets = cu_seqlens.tolist()  # type: ignore[union-attr]
-    name = f"cu_seqlens_{side}"
-    if offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(
-            f"{name}=[{offsets[0]}, ..., {offsets[-1]}] must start at 0 and end at total={total}"
-        )
-    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
-        if b < a:
-            raise ValueError(f"{name}[{i + 1}]={b} must be at least {name}[{i}]={a}: offsets never decrease")
-        if longest is not None and b - a > longest:
-            raise ValueError(f"max_seqlen_{side}={longest} must be at least the longest sequence, {b - a}")

@@ -1,13 +1,13 @@
 """Calls that were made before: from a few tuples of metadata straight to what the first call found.
 
 The first call of a kind takes the whole path: validation, the choice of a backend, its plan. Where a second
-one can differ in nothing but the values of query, key and value, and nothing watches it (gradients, function
-transforms, tracing), it takes what the first found. This is what makes a call on one token as cheap as
-PyTorch's own.
+one can differ in nothing but the values of query, key and value, and nothing watches it (function transforms,
+tracing), it takes what the first found. This is what makes a small call as cheap as PyTorch's own.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -15,34 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
+from tilewise import autograd, dispatch
+from tilewise.eager import PLAIN_TYPES, is_plain_eager
+from tilewise.launch_plan import ALIGNMENT
 from tilewise.problem import Inputs, Options, describe
 
 KEPT = 1024
 Run = Callable[[Tensor, Tensor, Tensor], Any]
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
 
 class _Local(threading.local):
-    """Each thread has its own: a plan serves one call at a time."""
+    """Each thread has its own: a plan serves one call at a time. None: such calls take the whole path."""
 
     def __init__(self) -> None:
-        self.runs: dict[Hashable, Run] = {}
+        self.runs: dict[Hashable, Run | None] = {}
 
 
 _local = _Local()
-
-
-def is_plain_eager(query: Tensor) -> bool:
-    """No transform, tracing mode or tensor subclass has to see the operator."""
-    return (
-        type(query) in _PLAIN_TYPES
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch.autograd.forward_ad._current_level < 0
-    )
 
 
 def find(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[Hashable | None, Run | None]:
@@ -50,20 +39,41 @@ def find(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[Hash
 
     `scalars` are all the other arguments. The signature is None where a call has to take the whole path.
     """
-    if not is_plain_eager(query) or type(key) not in _PLAIN_TYPES or type(value) not in _PLAIN_TYPES:
+    if not is_plain_eager(query) or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None, None
-    if not (query.is_cpu and key.is_cpu and value.is_cpu):
-        return None, None
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    place = _place(query, key, value)
+    if place is None:
         return None, None
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, torch.get_num_threads(), scalars,
+        query.dtype, key.dtype, value.dtype, place, _needs_grad(query, key, value), scalars,
     )  # fmt: skip
     try:
-        return signature, _local.runs.get(signature)
+        run = _local.runs.get(signature, _new)
     except TypeError:  # an argument of a wrong type, which the whole path names
         return None, None
+    return (signature, None) if run is _new else (None if run is None else signature, run)
+
+
+def _new(*_: Tensor) -> None:
+    """Stands for a signature that was not seen yet."""
+
+
+def _place(query: Tensor, key: Tensor, value: Tensor) -> Hashable | None:
+    """Where a call runs and what else a plan there depends on; None where calls are not repeated."""
+    if query.is_cpu and key.is_cpu and value.is_cpu:
+        return torch.get_num_threads()
+    if not (query.is_cuda and key.is_cuda and value.is_cuda):
+        return None
+    device = query.get_device()
+    if not device == key.get_device() == value.get_device() == torch.cuda.current_device():
+        return None
+    is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0
+    return ("cuda", device) if is_aligned else None
+
+
+def _needs_grad(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def keep(
@@ -79,16 +89,28 @@ def keep(
 
     `given` are query, key and value as the caller has them; `inputs` must be views of them.
     """
+    if len(_local.runs) >= KEPT:
+        _local.runs.clear()
+    _local.runs[signature] = None
     if any(t.data_ptr() != view.data_ptr() for t, view in zip(given, inputs[:3], strict=True)):
         return
-    problem = describe(inputs, options)
+    needs_grad = _needs_grad(*given)
+    with torch.no_grad():  # as inside of an autograd.Function
+        problem = describe(inputs, options)
     module = dispatch.load(dispatch.choose(problem, backend))
     make: Callable[..., Run | None] | None = getattr(module, "repeatable", None)
-    run = None if make is None else make(problem, inputs, layout, return_lse)
-    if run is not None:
-        if len(_local.runs) >= KEPT:
-            _local.runs.clear()
-        _local.runs[signature] = run
+    run = None if make is None else make(problem, inputs, layout, return_lse or needs_grad)
+    if run is not None and needs_grad:
+        call = autograd.RepeatedCall(run, problem, options, backend, layout)
+        run = functools.partial(_differentiable, call, return_lse)
+    _local.runs[signature] = run
+
+
+def _differentiable(
+    call: autograd.RepeatedCall, return_lse: bool, query: Tensor, key: Tensor, value: Tensor
+) -> Any:
+    out, lse = autograd.RepeatedAttention.apply(query, key, value, call)
+    return (out, lse) if return_lse else out
 
 
 def clear() -> None:

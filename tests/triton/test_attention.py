@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilewise import dispatch, reference
 from tilewise.dropout import keep_mask
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, check_values, describe, spans
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
+from tilewise.values import check_values
 
 pytest.importorskip("triton")
 

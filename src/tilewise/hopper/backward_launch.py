@@ -54,19 +54,18 @@ def backward(
         return wide_backward(problem, inputs, out, lse, dout, dlse)
     cfg = config or backward_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     scratch = make_scratch(problem, query, cfg)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
-    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, *scratch, cu_q), cfg)
+    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, cu_q), cfg, fresh=scratch)
     order, first_tile = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
     turns = None
     if cfg.IS_DETERMINISTIC:
         turns = torch.zeros(scratch.stats.shape[0], dtype=torch.int32, device=query.device)
-    counter = scheduler_counter(query.device)
-    tensors = (query, key, value, dout, dk, dv, *scratch, turns, cu_q, cu_k, order, first_tile, counter)
-    run(main_launch, problem, tensors, cfg)
-    run(finish_launch, problem, (scratch.dq, dq, cu_q), cfg)
+    fresh = (dk, dv, *scratch, turns, order, first_tile, scheduler_counter(query.device))
+    run(main_launch, problem, (query, key, value, dout, cu_q, cu_k), cfg, fresh=fresh)
+    run(finish_launch, problem, (dq, cu_q), cfg, fresh=(scratch.dq,))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch.stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
@@ -105,12 +104,14 @@ def make_scratch(problem: AttentionProblem, query: Tensor, cfg: BackwardConfig) 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, _, stats, *_ = tensors
+    out, dout, lse, dlse, cu_seqlens_q, stats, dq = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    arguments = (*tensors, *row_strides(out), *row_strides(dout), *integers)
-    constants = (problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M)
+    pointers = (out, dout, lse, dlse, stats, dq, cu_seqlens_q)
+    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
+    columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
@@ -122,7 +123,7 @@ def order_sequences(
         return None, None
     table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=tiled.device)
     order, first_tile = table[: problem.batch], table[problem.batch :]
-    run(order_launch, problem, (tiled, other, order, first_tile), rows)
+    run(order_launch, problem, (tiled, other), rows, fresh=(order, first_tile))
     return order, first_tile
 
 
@@ -136,7 +137,7 @@ def order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Laun
 def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     from tilewise.hopper.backward import attn_bwd_kernel
 
-    query, key, value, dout, dk, dv, stats, dq, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
@@ -147,7 +148,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         flat_descriptor(dq, (CHUNK // 128, 128)),
         *(descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *others,
+        *(turns, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
         cfg,
@@ -176,11 +177,11 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
-    sums, dq, _ = tensors
+    dq, cu_seqlens_q, sums = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch)
-    arguments = (*tensors, *row_strides(dq), problem.scale, *integers)
+    arguments = (sums, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
     constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M)
     return Launch(attn_bwd_finish_kernel, sums.numel() // CHUNK, (*arguments, *constants), num_warps=4)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise import repeated_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, find, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 LOG2_E = math.log2(math.e)
@@ -95,14 +97,31 @@ def forward(
     if problem.is_packed:
         table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
         order, first_tile = table[: problem.batch], table[problem.batch :]
-        run(_order_launch, problem, (*cu_seqlens, order, first_tile), cfg)
-    run(
-        _forward_launch,
-        problem,
-        (query, key, value, out, lse, sinks, *cu_seqlens, order, first_tile, scheduler_counter(query.device)),
-        cfg,
-    )
+        run(_order_launch, problem, cu_seqlens, cfg, fresh=(order, first_tile))
+    fresh = (out, lse, order, first_tile, scheduler_counter(query.device))
+    run(_forward_launch, problem, (query, key, value, sinks, *cu_seqlens), cfg, fresh=fresh)
     return out, lse
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in values only.
+
+    None where one of them has to be copied first.
+    """
+    if any(tma_ready(t) is not t for t in inputs[:3]):
+        return None
+    query, none = inputs.query, (None, None, None)
+    fresh = (query, query, None, None, query)
+    plan = find(_forward_launch, problem, (*inputs[:3], *none), forward_config(problem), fresh=fresh)
+    if plan is None:
+        return None
+
+    def arrange(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensors:
+        return (q, k, v, *none, out, lse, None, None, scheduler_counter(q.device))
+
+    return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange)
 
 
 def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
@@ -115,7 +134,7 @@ def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfi
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
     from tilewise.hopper.forward import attn_fwd_kernel
 
-    query, key, value, out, lse, sinks, *packing, counter = tensors
+    query, key, value, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors
     assert query is not None
     visibility = problem.visibility()
     positions = cfg.BLOCK_M // cfg.PACK
@@ -141,7 +160,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         descriptor(key, (cfg.BLOCK_N, 1, cfg.PART_WIDTH), problem.is_packed),
         descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
         descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, sinks, *packing, counter),
+        *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *sizes,
         *_factors(problem),
         cfg,
@@ -261,7 +280,7 @@ def scheduler_counter(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))  # the Stream object takes 3 us
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _COUNTERS[key]

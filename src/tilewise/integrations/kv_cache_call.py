@@ -16,8 +16,9 @@ from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.cached_step import has_triton
 from tilewise.integrations.tokens import check_integer_tensors, check_pages, counts_of
-from tilewise.problem import Inputs, Options, check_values, describe
+from tilewise.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary
+from tilewise.values import check_values
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ class Results(NamedTuple):
     dbias: Tensor | None = None
 
 
+GIVEN = 4  # of `Results`, to a backward: the rest is allocated for it
+
+
 def launchable(inputs: Inputs) -> Inputs:
     """The inputs as kernels take them; copies only what they could not read where it lies."""
     query, key, value, *others = inputs

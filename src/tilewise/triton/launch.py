@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
+from tilewise import repeated_launch
+from tilewise.launch_plan import Launch, Tensors, find, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
-from tilewise.triton.call import Call, Results, launchable, table_tile, with_dense_rows
+from tilewise.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
 from tilewise.tuning_table import KernelTile
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
@@ -58,8 +61,27 @@ def forward(
     *batch, seqlen, heads, _ = query.shape
     out = query.new_empty((*batch, seqlen, heads, problem.head_dim_v))
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
-    run(_forward_launch, problem, (*inputs, out, lse), tile)
+    run(_forward_launch, problem, inputs, tile, fresh=(out, lse))
     return out, lse
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in values only.
+
+    None where a seed is drawn or one of them has to be copied first.
+    """
+    is_copied = any(with_dense_rows(t) is not t for t in inputs[:3])
+    plan = find(_forward_launch, problem, inputs, None, fresh=inputs[:2])
+    if problem.dropout_p > 0 or is_copied or plan is None:
+        return None
+    others = inputs[3:]
+
+    def arrange(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensors:
+        return (q, k, v, *others, out, lse)
+
+    return repeated_launch.repeatable(problem, inputs.query, layout, return_lse, plan, arrange)
 
 
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
@@ -124,11 +146,11 @@ def backward(
     results = results._replace(dq=dq, dk=dk, dv=dv)
     dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, query.device) for n in ("dk", "dv"))
     if dk_tile is None or dv_tile is None or "dkdv" in tiles:
-        run(_dkdv_launch, problem, (*inputs, *results), tiles.get("dkdv"))
+        _run(_dkdv_launch, problem, inputs, results, tiles.get("dkdv"))
     else:
-        run(_dkdv_launch, problem, (*inputs, *results._replace(dv=None)), dk_tile)
-        run(_dkdv_launch, problem, (*inputs, *results._replace(dk=None)), dv_tile)
-    run(_dq_launch, problem, (*inputs, *results), tiles.get("dq"))
+        _run(_dkdv_launch, problem, inputs, results._replace(dv=None), dk_tile)
+        _run(_dkdv_launch, problem, inputs, results._replace(dk=None), dv_tile)
+    _run(_dq_launch, problem, inputs, results, tiles.get("dq"))
     dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
     dsinks = results.dsinks
     if dsinks is not None:
@@ -145,8 +167,15 @@ def _prepare(problem: AttentionProblem, inputs: Inputs, results: Results) -> Res
     lse_log2, delta = lse.new_empty(2, *heads, blocks * STAT_ROWS)
     dsinks = None if inputs.sinks is None else lse.new_empty(*heads, blocks)
     results = results._replace(lse_log2=lse_log2, delta=delta, dsinks=dsinks)
-    run(_prepare_launch, problem, (*inputs, *results))
+    _run(_prepare_launch, problem, inputs, results)
     return results
+
+
+def _run(
+    build: Callable[..., Launch], problem: AttentionProblem, inputs: Inputs, results: Results, *choices: Any
+) -> None:
+    """Launch a backward kernel; what the forward and the caller gave comes first in `results`."""
+    run(build, problem, (*inputs, *results[:GIVEN]), *choices, fresh=results[GIVEN:])
 
 
 def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
@@ -210,7 +239,7 @@ def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: Ke
     tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     partial = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
-    run(_dbias_launch, problem, (*inputs, *results._replace(dbias=partial)), tile, sizes)
+    _run(_dbias_launch, problem, inputs, results._replace(dbias=partial), tile, sizes)
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
 

@@ -1,0 +1,66 @@
+"""How Triton launches a compiled kernel (3.6 to 3.9): what it does anew in every call is done once here.
+
+Triton's own launch prepares what profilers are told and encodes every TMA descriptor, which takes several
+times as long as the launch itself. Below all that is one C function; this module alone knows what it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+
+class BoundKernel:
+    """A compiled kernel and its grid, with the C function that launches it."""
+
+    def __init__(self, compiled: Any, start: Callable[[int, list[Any]], None]) -> None:
+        self._compiled, self._start = compiled, start
+        self._current_stream = driver.active.get_current_stream
+        # what encodes one descriptor; releases differ in what else they hand it, which it does not read
+        self._unused = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
+
+    def launch(self, device: int, arguments: list[Any]) -> None:
+        """Launch on PyTorch's current stream of the device, which must be the current one.
+
+        Pointers are integers or None; a TMA descriptor is the items that `encode` returns.
+        """
+        self._start(self._current_stream(device), arguments)
+
+    def encode(self, index: int, descriptor: Any) -> list[Any]:
+        """The kernel's TMA descriptor number `index`: encoded, then shape and strides."""
+        metadata = self._compiled.metadata.tensordesc_meta[index]
+        return nvidia.make_tensordesc_arg(descriptor, metadata, *self._unused)
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches, which Triton's own launch does."""
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
+    """The kernel, bound to what launches it; None if only Triton can."""
+    launcher = compiled.run
+    if not isinstance(launcher, nvidia.CudaLauncher) or getattr(launcher, "gsan_enabled", False):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    rest: tuple[Any, ...]
+    options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    utils = driver.active.utils
+    if hasattr(utils, "launch"):  # since 3.7: one C function for all kernels
+        launch, kinds = utils.launch, (launcher.arg_annotations, launcher.kernel_signature)
+        rest = (*options, compiled.packed_metadata, *no_hooks, *no_scratch, *kinds)
+        return BoundKernel(compiled, lambda stream, arguments: launch(*grid, stream, *rest, arguments))
+    launch, rest = _unwrapped(launcher.launch), (*options, *no_scratch, compiled.packed_metadata, *no_hooks)
+    return BoundKernel(compiled, lambda stream, arguments: launch(*grid, stream, *rest, *arguments))
+
+
+def _unwrapped(launch: Any) -> Any:
+    """The C function of a kernel, below the Python function that encodes its descriptors if it has any."""
+    return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
