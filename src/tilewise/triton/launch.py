@@ -233,12 +233,13 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
 
 
 def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums over parts, added in a fixed order."""
+    """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
     bias = inputs.bias
     assert bias is not None
     tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
-    partial = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
+    dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
+    partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
     _run(_dbias_launch, problem, inputs, results._replace(dbias=partial), tile, sizes)
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
