@@ -171,10 +171,15 @@ HOPPER_DROPOUT: Rows = HOPPER_TENSORS | {
 FLOAT32: Rows = {
     "forward": [
         (64, KernelTile(32, 32, 4, 2)),
-        (256, KernelTile(16, 32, 4, 1)),
+        (128, KernelTile(16, 32, 4, 1)),
+        (256, KernelTile(16, 32, 8, 1)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
-    "forward_short": [(256, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+    "forward_short": [
+        (128, KernelTile(16, 32, 4, 1)),
+        (256, KernelTile(16, 32, 8, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
     "dkdv": [(64, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dq": [(64, KernelTile(32, 32, 4, 1)), (256, KernelTile(16, 16, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],

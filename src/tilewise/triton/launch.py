@@ -183,7 +183,8 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
 
     call = Call(problem, tensors)
     r, blocks = call.results, call.tiles_q(STAT_ROWS)
-    tile = KernelTile(32 if problem.head_dim_v > 256 else STAT_ROWS, 16, 4, 1)
+    is_wide = problem.head_dim_v * problem.dtype.itemsize > 512  # bytes of a row; 128 of them would spill
+    tile = KernelTile(32 if is_wide else STAT_ROWS, 16, 4, 1)
     arguments = (
         call.rows(r.out),
         call.rows(r.dout),
