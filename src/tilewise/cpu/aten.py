@@ -42,20 +42,14 @@ def is_faster(problem: AttentionProblem, is_backward: bool) -> bool:
 
 
 def beats_llvm(problem: AttentionProblem, is_backward: bool) -> bool:
-    """Whether this kernel beats the generated ones: in bfloat16, where the processor has instructions for it
-    that those do not use. Measured on one thread, as the generated kernels' time over this one's.
-
-    Dot products (AVX-512 BF16): 0.85 to 1.15 in the full backward, below 1 in all else.
-    Matrix products (AMX): forward 1.2 to 2.9 from 16 queries and 64 keys on, 0.6 to 1 below; backward 1.1
-    to 2 at head size 128 from 256 keys (causal: 1024) on, 0.5 to 1 below and at head size 64.
+    """Whether this kernel beats the generated ones: in the full backward in bfloat16, where the processor has
+    dot products (AVX-512 BF16) that those do not use, and no matrix products (AMX), which they do. Measured
+    as the generated kernels' time over this one's: 0.85 to 1.15 there, below 1 in all else.
     """
     if problem.dtype != torch.bfloat16 or problem.mask_shape is not None or problem.bias_shape is not None:
         return False
-    if not torch.cpu._is_amx_tile_supported():
-        return is_backward and not problem.causal and torch.cpu._is_avx512_bf16_supported()
-    if is_backward:
-        return problem.head_dim >= 128 and problem.seqlen_k >= (1024 if problem.causal else 256)
-    return problem.seqlen_q >= 16 and problem.seqlen_k >= 64
+    has_dot_products = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return is_backward and not problem.causal and has_dot_products
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:

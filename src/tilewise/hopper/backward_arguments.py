@@ -73,10 +73,12 @@ class WideBackwardConfig:
 
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
     BLOCK_N: int  # keys of a tile
-    BLOCK_D: int  # head size of QK, padded by TMA to a power of two
-    BLOCK_DV: int
-    Q_STAGES: int  # keys kernel
-    DO_STAGES: int
+    PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
+    PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
+    BLOCK_DV: int  # head size of V, padded by TMA to a power of two
+    STAGES: int  # tiles of Q and of dO in flight in the keys kernel
+    K_STAGES: int  # in the queries kernel
+    V_STAGES: int
     IS_PACKED: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -85,6 +87,11 @@ class WideBackwardConfig:
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
+
+    @property
+    def STORE_WIDTH(self) -> int:
+        """Columns of dK that are stored at a time, through V's tile, which may be narrower than dK."""
+        return min(self.PART_WIDTH, 128)
 
     @property
     def maxnreg(self) -> int:

@@ -110,7 +110,8 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
     pointers = (out, dout, lse, dlse, stats, dq, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
-    constants = (problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M)
+    columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 

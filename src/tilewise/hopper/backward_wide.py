@@ -45,9 +45,9 @@ class Channels:
     """All that the roles exchange; shapes are of one slot. `work` has a reader in each warpgroup."""
 
     work: Ring
-    q: Ring  # [BLOCK_M, BLOCK_D]; keys kernel: `stats` arrives on the same barrier
+    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; keys kernel: `stats` arrives on the same barrier
     do: Ring  # [BLOCK_M, BLOCK_DV]
-    k: Ring  # [64, BLOCK_D]
+    k: Ring  # [64, PART_WIDTH] x PARTS
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
@@ -71,11 +71,64 @@ def product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
+def product_of_parts(a, use_a, b, use_b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+    """Start a @ b^T [ROWS, COLUMNS] of two rings' tiles, one group of products for each part of the head."""
+    PARTS: gl.constexpr = cfg.PARTS
+    s = gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
+    for part in gl.static_range(PARTS):
+        a_part = a.part(use_a, part).reshape([ROWS, cfg.PART_WIDTH])
+        b_part = b.part(use_b, part).reshape([COLUMNS, cfg.PART_WIDTH])
+        s = warpgroup_mma(a_part, b_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def zero_parts(cfg: gl.constexpr):
+    """Accumulators of 64 rows, one for each part of the head."""
+    PARTS: gl.constexpr = cfg.PARTS
+    parts = ()
+    for _ in gl.static_range(PARTS):
+        zeros = gl.full([64, cfg.PART_WIDTH], 0.0, gl.float32, accumulator_layout(cfg.PART_WIDTH))
+        parts = parts + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
+
+
+@gluon.jit
+def accumulate_parts(a, ring, use, parts, cfg: gl.constexpr):
+    """Start parts += a @ the tile of a use, one group of products for each part of the head."""
+    PARTS: gl.constexpr = cfg.PARTS
+    sums = ()
+    for part in gl.static_range(PARTS):
+        b = ring.part(use, part).reshape([a.shape[1], cfg.PART_WIDTH])
+        sums = sums + (warpgroup_mma(a, b, parts[part], is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def await_parts(parts, cfg: gl.constexpr):
+    """Wait for all products, whose sums are `parts`."""
+    sums = warpgroup_mma_wait(0, deps=parts)
+    if cfg.PARTS == 1:
+        sums = (sums,)
+    return sums
+
+
+@gluon.jit
+def scaled(parts, factor):
+    """Each of the parts times a number."""
+    scaled_parts = ()
+    for i in gl.static_range(len(parts)):
+        scaled_parts = scaled_parts + (parts[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
+    return scaled_parts
+
+
+@gluon.jit
 def keys_load_role(
     q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
 ):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+    PARTS: gl.constexpr = cfg.PARTS
+    Q_BYTES: gl.constexpr = PARTS * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
@@ -87,7 +140,7 @@ def keys_load_role(
         work = locate_keys(index, sizes, packing, cfg)
         send(ch.work, turn, work)
         place_k = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
-        ch.k.load(turn, k_desc, place_k, 1)
+        ch.k.load(turn, k_desc, place_k, cfg.PARTS)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
@@ -95,11 +148,13 @@ def keys_load_role(
             row = tile * cfg.BLOCK_M
             place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
             ch.q.acquire(use)
-            bar_q = ch.q.full.index(use % cfg.Q_STAGES)
+            bar_q = ch.q.full.index(use % cfg.STAGES)
             mbarrier.expect(bar_q, Q_BYTES)
-            load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
+            for part in gl.static_range(PARTS):
+                part_place = place[:-1] + (part * cfg.PART_WIDTH,)  # noqa: RUF005
+                load_tile(q_desc, part_place, bar_q, ch.q.part(use, part))
             scratch = scratch_tile(work, head, tile, sizes, cfg)
-            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
+            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.STAGES))
             if step == 0:
                 ch.v.load(turn, v_desc, place_k, 1)
             ch.do.load(use, do_desc, place, 1)
@@ -123,7 +178,7 @@ def finish_work(ch, turn, index, counter):
 
 @gluon.jit
 def stats_of(use, ch, cfg: gl.constexpr):
-    return ch.stats.index(use % cfg.Q_STAGES).reshape([2 * cfg.BLOCK_M])
+    return ch.stats.index(use % cfg.STAGES).reshape([2 * cfg.BLOCK_M])
 
 
 @gluon.jit
@@ -137,12 +192,11 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
-        k = ch.k.part(turn, 0).reshape([64, cfg.BLOCK_D])
         ch.k.wait(turn)
-        s = warpgroup_mma_wait(0, deps=(start_s(k, use, ch, cfg),))
+        s = warpgroup_mma_wait(0, deps=(start_s(turn, use, ch, cfg),))
         p = leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
-            s = start_s(k, use + 1, ch, cfg)
+            s = start_s(turn, use + 1, ch, cfg)
             dv = start_dv(p, dv, use, ch, cfg)
             s = warpgroup_mma_wait(1, deps=(s,))  # P^T dO may still run
             tile += 1
@@ -155,18 +209,17 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         dv = warpgroup_mma_wait(0, deps=(start_dv(p, dv, use, ch, cfg),))
         ch.do.release(use)
         use += 1
-        store_rows(dv, dv_desc, ch.k.part(turn, 0), work.row, work.start_k, work.seqlen_k, work, cfg)
+        store_keys((dv,), dv_desc, ch.k.part(turn, 0), work, cfg)
         ch.k.release(turn)
         turn += 1
         work = receive(ch.work, turn)
 
 
 @gluon.jit
-def start_s(k, use, ch, cfg: gl.constexpr):
+def start_s(turn, use, ch, cfg: gl.constexpr):
     """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
     ch.q.wait(use)
-    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return product(k, q.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+    return product_of_parts(ch.k, turn, ch.q, use, 64, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit
@@ -198,7 +251,7 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
     work = receive(ch.work, turn)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+        dk = zero_parts(cfg)
         v = ch.v.part(turn, 0).reshape([64, cfg.BLOCK_DV])
         ch.v.wait(turn)
         dp = warpgroup_mma_wait(0, deps=(start_dp(v, use, ch, cfg),))
@@ -206,17 +259,17 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
         ds = take_weight(dp, use, ch, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
             dp = start_dp(v, use + 1, ch, cfg)
-            dk = start_dk(ds, dk, use, ch, cfg)
-            dp = warpgroup_mma_wait(1, deps=(dp,))  # dS^T Q may still run
+            dk = accumulate_parts(ds, ch.q, use, dk, cfg)
+            dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS^T Q may still run
             ch.do.release(use + 1)
             ds = take_weight(dp, use + 1, ch, cfg)
-            dk = warpgroup_mma_wait(0, deps=(dk,))
+            dk = await_parts(dk, cfg)
             ch.q.release(use)
             use += 1
-        dk = warpgroup_mma_wait(0, deps=(start_dk(ds, dk, use, ch, cfg),))
+        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), cfg)
         ch.q.release(use)
         use += 1
-        store_halves(dk * factors.scale, dk_desc, ch.v.part(turn, 0), work, cfg)
+        store_keys(scaled(dk, factors.scale), dk_desc, ch.v.part(turn, 0), work, cfg)
         ch.v.release(turn)
         turn += 1
         work = receive(ch.work, turn)
@@ -231,13 +284,6 @@ def start_dp(v, use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_dk(ds, dk, use, ch, cfg: gl.constexpr):
-    """Start dK += dS^T Q [64, BLOCK_D]."""
-    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return warpgroup_mma(ds, q, dk, is_async=True)
-
-
-@gluon.jit
 def take_weight(dp, use, ch, cfg: gl.constexpr):
     """dS^T [64, BLOCK_M] as operand, from finished dP^T and the weight role's P^T."""
     ch.weight.wait(use)
@@ -245,30 +291,22 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
     weight = ch.weight.part(use, 0).load(accumulator_layout(cfg.BLOCK_M))
     ch.weight.release(use)
     ds = score_gradient(weight, dp, stats_of(use, ch, cfg), cfg)
-    return pinned(gl.convert_layout(ds, operand_layout(cfg.BLOCK_D)))
+    return pinned(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)))
 
 
 @gluon.jit
-def store_rows(x, desc, smem, row, start, length, work, cfg: gl.constexpr):
-    """Store 64 rows through shared memory that is no longer needed; rows past the end are cut."""
-    tile = as_block(smem, desc)
-    tile.reshape([64, x.shape[1]]).store(x.to(desc.dtype))
-    fence_async_shared()  # the stores above are visible to the TMA copy
-    store_tile(desc, coords(start, length, row, work.head, work.batch, cfg.IS_PACKED), tile)
-    wait_for_stores(0)  # the tile has been read
-
-
-@gluon.jit
-def store_halves(x, desc, smem, work, cfg: gl.constexpr):
-    """Store [64, BLOCK_D], half of the columns at a time: V's tile may be narrower than dK's."""
-    HALF: gl.constexpr = cfg.BLOCK_D // 2
-    halves = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
+def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
+    """Store dK or dV of 64 keys, STORE_WIDTH columns at a time, through one tile that is no longer needed."""
+    WIDTH: gl.constexpr = cfg.STORE_WIDTH
+    pieces = parts
+    if parts[0].shape[1] > WIDTH:
+        pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
     tile = as_block(smem, desc)
     place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
-    for half in gl.static_range(2):
-        tile.reshape([64, HALF]).store(halves[half].to(desc.dtype))
+    for i in gl.static_range(len(pieces)):
+        tile.reshape([64, WIDTH]).store(pieces[i].to(desc.dtype))
         fence_async_shared()  # the stores above are visible to the TMA copy
-        store_tile(desc, place[:-1] + (half * HALF,), tile)  # noqa: RUF005
+        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
         wait_for_stores(0)  # the tile has been read
 
 
@@ -289,12 +327,12 @@ def attn_bwd_wide_keys_kernel(
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ch = Channels(
         make_work_ring(2),
-        make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
-        make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
-        make_tile_ring(k_desc, 1, 1, 1),
+        make_tile_ring(q_desc, cfg.STAGES, cfg.PARTS, 2),
+        make_tile_ring(do_desc, cfg.STAGES, 1, 2),
+        make_tile_ring(k_desc, 1, cfg.PARTS, 1),
         make_tile_ring(v_desc, 1, 1, 1),
         make_ring(gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], weight_layout), 2, 1, 1),
-        gl.allocate_shared_memory(gl.float32, [cfg.Q_STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+        gl.allocate_shared_memory(gl.float32, [cfg.STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
     )
     gl.warp_specialize(
         [

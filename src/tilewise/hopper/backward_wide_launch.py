@@ -45,15 +45,24 @@ def backward(
 
 
 def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
-    """d = 256: K + V + 2 x (Q + dO + P) = 64 + 2 x 72 = 208 KB; 2 x (Q + dO + K) + V = 224 KB of 227."""
+    """d = 256: K + V + 2 x (Q + dO + P) = 64 + 2 x 72 = 208 KB; 2 x (Q + dO + K) + V = 224 KB of 227.
+
+    192/128: K + V + 3 x (Q + dO) + 2 x P = 40 + 120 + 16 = 176 KB; 2 x (Q + dO + V) + 3 x K = 184 KB.
+    """
     visibility = problem.visibility()
+    block_dv = 128 if problem.head_dim_v <= 128 else 256
+    is_slim = problem.head_dim <= 192 and block_dv == 128
+    parts, width = (3, 64) if is_slim else (1, 256)
+    stages = (3, 3, 2) if is_slim else (2, 2, 1)
     return WideBackwardConfig(
         BLOCK_M=64,
         BLOCK_N=64,
-        BLOCK_D=256,
-        BLOCK_DV=128 if problem.head_dim_v <= 128 else 256,
-        Q_STAGES=2,
-        DO_STAGES=2,
+        PARTS=parts,
+        PART_WIDTH=width,
+        BLOCK_DV=block_dv,
+        STAGES=stages[0],
+        K_STAGES=stages[1],
+        V_STAGES=stages[2],
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,
@@ -68,11 +77,10 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
-    qk, v = (64, 1, cfg.BLOCK_D), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     arguments = (
         *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
-        descriptor(dk, (64, 1, cfg.BLOCK_D // 2), is_packed),
-        descriptor(dv, v, is_packed),
+        *(descriptor(t, (64, 1, cfg.STORE_WIDTH), is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *others,
         *sizes,
@@ -91,7 +99,7 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
-    qk, v = (64, 1, cfg.BLOCK_D), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
     arguments = (*descriptors, *others, *sizes, *score_factors(problem), cfg)

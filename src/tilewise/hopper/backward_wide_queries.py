@@ -9,9 +9,26 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import scratch_tile
 from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
-from tilewise.hopper.backward_wide import finish_work, product, store_rows
+from tilewise.hopper.backward_wide import (
+    accumulate_parts,
+    await_parts,
+    finish_work,
+    product,
+    product_of_parts,
+    scaled,
+    zero_parts,
+)
 from tilewise.hopper.channel import Ring, make_tile_ring
-from tilewise.hopper.compat import aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from tilewise.hopper.compat import (
+    aggregate,
+    as_block,
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma_wait,
+)
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
@@ -26,9 +43,9 @@ class Channels:
     """All that the roles exchange; shapes are of one slot."""
 
     work: Ring
-    q: Ring  # [64, BLOCK_D], a slot for each warpgroup
+    q: Ring  # [64, PART_WIDTH] x PARTS, a slot for each warpgroup
     do: Ring  # [64, BLOCK_DV], likewise
-    k: Ring  # [BLOCK_N, BLOCK_D]
+    k: Ring  # [BLOCK_N, PART_WIDTH] x PARTS
     v: Ring  # [BLOCK_N, BLOCK_DV]
 
     @gluon.constexpr_function
@@ -84,14 +101,14 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
         for w in gl.static_range(2):
             row = work.row + w * 64
             place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
-            ch.q.load(turn * 2 + w, q_desc, place, 1)
+            ch.q.load(turn * 2 + w, q_desc, place, cfg.PARTS)
             ch.do.load(turn * 2 + w, do_desc, place, 1)
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         head = work.head // sizes.group_size
         for j in range(tiles.begin, tiles.end):
             row = j * cfg.BLOCK_N
             place = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
-            ch.k.load(use, k_desc, place, 1)
+            ch.k.load(use, k_desc, place, cfg.PARTS)
             ch.v.load(use, v_desc, place, 1)
             use += 1
         index = drawn(draw(counter))
@@ -114,7 +131,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         own_use = turn * 2 + W
         ch.q.wait(own_use)
         ch.do.wait(own_use)
-        dq = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+        dq = zero_parts(cfg)
         s = start_s(W, opaque_zero(turn), use, ch, cfg)
         dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
@@ -125,24 +142,36 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
             s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
             dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
             dq = start_dq(ds, dq, use, ch, cfg)
-            s = warpgroup_mma_wait(2, deps=(s,))
+            s = warpgroup_mma_wait(1 + cfg.PARTS, deps=(s,))
             p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
-            dp = warpgroup_mma_wait(1, deps=(dp,))  # dS K may still run
+            dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS K may still run
             ch.v.release(use + 1)
             ds_next = pinned((p * slope * (dp - delta[:, None])).to(dtype))
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+            dq = await_parts(dq, cfg)
             ch.k.release(use)
             ds = ds_next
             use += 1
-        dq = warpgroup_mma_wait(0, deps=(start_dq(ds, dq, use, ch, cfg),))
+        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), cfg), factors.scale)
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
-        smem = ch.q.part(own_use, 0)
-        store_rows(dq * factors.scale, dq_desc, smem, row, work.start_q, work.seqlen_q, work, cfg)
+        store_queries(dq, dq_desc, ch.q, own_use, row, work, cfg)
         ch.q.release(own_use)
         turn += 1
         work = receive(ch.work, turn)
+
+
+@gluon.jit
+def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
+    """Store dQ of 64 queries, part by part, through the tile of Q; rows past the end are cut."""
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+    for i in gl.static_range(len(dq)):
+        tile = as_block(ring.part(use, i), desc)
+        tile.reshape([64, WIDTH]).store(dq[i].to(desc.dtype))
+        fence_async_shared()  # the stores above are visible to the TMA copy
+        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+    wait_for_stores(0)  # the tile has been read
 
 
 @gluon.jit
@@ -158,10 +187,8 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start S = Q K^T [64, BLOCK_N] of a key tile, once it has arrived."""
-    q = ch.q.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
     ch.k.wait(use)
-    k = ch.k.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    return product(q, k.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
+    return product_of_parts(ch.q, W + zero, ch.k, use, 64, cfg.BLOCK_N, cfg)
 
 
 @gluon.jit
@@ -175,9 +202,8 @@ def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_dq(ds, dq, use, ch, cfg: gl.constexpr):
-    """Start dQ += dS K [64, BLOCK_D]."""
-    k = ch.k.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    return warpgroup_mma(gl.convert_layout(ds, operand_layout(cfg.BLOCK_D)), k, dq, is_async=True)
+    """Start dQ += dS K."""
+    return accumulate_parts(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)), ch.k, use, dq, cfg)
 
 
 @gluon.jit
@@ -204,10 +230,10 @@ def attn_bwd_wide_queries_kernel(
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(
         make_work_ring(2),
-        make_tile_ring(q_desc, 2, 1, 1),
+        make_tile_ring(q_desc, 2, cfg.PARTS, 1),
         make_tile_ring(do_desc, 2, 1, 1),
-        make_tile_ring(k_desc, 2, 1, 2),
-        make_tile_ring(v_desc, 1, 1, 2),
+        make_tile_ring(k_desc, cfg.K_STAGES, cfg.PARTS, 2),
+        make_tile_ring(v_desc, cfg.V_STAGES, 1, 2),
     )
     gl.warp_specialize(
         [

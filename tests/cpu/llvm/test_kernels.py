@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +20,19 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.problem import Inputs, Options, describe
 
 HERE = Path(__file__).parent
+DEFAULT_ISA = getattr(kernels.target(), "isa", "")
 
 
-@pytest.mark.parametrize("group", range(12))
+def is_bfloat16(group: int) -> bool:
+    return random.Random(group).choice(random_cases.DTYPES) == torch.bfloat16
+
+
+BFLOAT16_GROUPS = [group for group in range(12, 60) if is_bfloat16(group)][
+    :8
+]  # with AMX, kernels of their own
+
+
+@pytest.mark.parametrize("group", [*range(12), *BFLOAT16_GROUPS])
 def test_random_problems_meet_the_error_budget(group):
     first = group * random_cases.CASES_A_KERNEL
     failures = [
@@ -38,9 +50,59 @@ def run_script(*args: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif("avx512" not in str(kernels.target()), reason="the default target is AVX2 already")
+@pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
 def test_avx2_code_meets_the_error_budget():
     run_script(str(HERE / "random_cases.py"), "60", "5", TILEWISE_CPU_ISA="avx2")
+
+
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="the default target has no AMX already")
+def test_code_without_amx_meets_the_error_budget():
+    first = BFLOAT16_GROUPS[0] * random_cases.CASES_A_KERNEL
+    run_script(str(HERE / "random_cases.py"), "12", str(first), TILEWISE_CPU_ISA="avx512")
+
+
+def test_no_amx_where_the_system_refuses_it(monkeypatch):
+    monkeypatch.setattr(kernels, "may_use_amx", lambda: False)
+    assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
+
+
+@pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 8)])
+def test_amx_code_compiles(builder, vectors):
+    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
+    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_amx=True)
+    ir_text, _ = builder.build(config, xeon)
+    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
+
+
+TILE_CONFIGURATION = """
+declare void @llvm.x86.{0}(ptr)
+define void @{0}(ptr %place) {{ call void @llvm.x86.{0}(ptr %place) ret void }}
+"""
+
+
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
+def test_the_tile_configuration_is_what_it_was_before():
+    found = (ctypes.c_uint8 * 64)()
+    set_, get = (
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+            kernels._link(
+                name,
+                kernels.generate(TILE_CONFIGURATION.format(name), kernels.current_target()),
+                kernels.current_target(),
+            )
+        )
+        for name in ("ldtilecfg", "sttilecfg")
+    )
+    inputs = qkv(dtype=torch.bfloat16)
+    problem = describe(inputs, Options())
+    for config in (bytes(64), bytes([1] + [0] * 15 + [32, 0] * 4 + [0] * 24 + [7] * 4 + [0] * 12)):
+        set_((ctypes.c_uint8 * 64)(*config))
+        out, lse = launch.forward(problem, inputs)
+        launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+        get(found)
+        assert bytes(found) == config
+    set_((ctypes.c_uint8 * 64)())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
@@ -65,10 +127,11 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1)])
-def test_any_number_of_threads_gives_the_same_bits(shape):
+def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     batch, seqlen_q, seqlen_k, heads, kv_heads = shape
-    inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads)
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, dtype=dtype)
     problem = describe(inputs, Options(window_left=300, window_right=200))
     dout = torch.randn_like(inputs.query)
     before, results = torch.get_num_threads(), []
@@ -84,20 +147,23 @@ def test_any_number_of_threads_gives_the_same_bits(shape):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen_q):
-    inputs = qkv(seqlen_q=seqlen_q)
+def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen_q, dtype):
+    inputs = qkv(seqlen_q=seqlen_q, dtype=dtype)
     getattr(inputs, where)[0, 0 if where == "query" else 33, 1, 5] = poison
     out, _ = launch.forward(describe(inputs, Options()), inputs)
-    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+    q, k, v = (t.float().transpose(1, 2) for t in inputs[:3])
     standard = (torch.softmax(q @ k.mT * 16**-0.5, -1) @ v).transpose(1, 2)
-    torch.testing.assert_close(out, standard, equal_nan=True, rtol=1e-4, atol=1e-5)
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
+    torch.testing.assert_close(out.float(), standard, equal_nan=True, rtol=rtol, atol=atol)
 
 
-def test_masked_keys_have_no_weight_whatever_they_hold():
-    inputs = qkv(seqlen_q=70, seqlen_k=70)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
+    inputs = qkv(seqlen_q=70, seqlen_k=70, dtype=dtype)
     clean = describe(inputs, Options(causal=True))
     expected, _ = launch.forward(clean, inputs)
     inputs.key[0, 40:] = float("nan")
@@ -106,13 +172,16 @@ def test_masked_keys_have_no_weight_whatever_they_hold():
     assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
 
 
-def test_logits_far_apart_and_rows_without_keys():
-    inputs = qkv(seqlen_q=100, seqlen_k=60)
-    inputs.query.mul_(1e4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e4, 1e8])
+def test_logits_far_apart_and_rows_without_keys(dtype, factor):
+    inputs = qkv(seqlen_q=100, seqlen_k=60, dtype=dtype)
+    inputs.query.mul_(factor)
     problem = describe(inputs, Options(causal=True))  # the first 40 queries see no key
     out, lse = launch.forward(problem, inputs)
     exact, exact_lse = reference.attention(*inputs[:3], causal=True)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     assert (out[:, :40] == 0).all() and (lse[:, :, :40] == float("-inf")).all()
     torch.testing.assert_close(lse[:, :, 40:].double(), exact_lse[:, :, 40:], rtol=1e-5, atol=1e-3)
     grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)

@@ -49,6 +49,7 @@ class Config:
     has_dbias: bool = False
     is_paged: bool = False
     is_direct: bool = False  # decode: read keys where they lie
+    has_amx: bool = False  # products in tile registers, from bfloat16
 
 
 class Block:

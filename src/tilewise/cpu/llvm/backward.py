@@ -39,17 +39,14 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Value, Var, fma, fold_sums, function, maximum, minimum, select
-
-KEY_BLOCK_BYTES = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
-MAX_KEY_BLOCK = 256  # a tile's transposes are then 2% of its products
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
     shape = Shape(config, target)
     with function("backward") as emitter:
-        kernel = BackwardKernel(shape, Arguments(emitter))
+        kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
         facts = {
             "block_q": shape.block_q,
@@ -60,22 +57,40 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
         return emitter.finish(), facts
 
 
+def _kernel_class(config: Config) -> type[BackwardKernel]:
+    if not config.has_amx:
+        return BackwardKernel
+    from tilewise.cpu.llvm.backward_amx import AmxBackwardKernel  # which is made of this file's parts
+
+    return AmxBackwardKernel
+
+
 class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    key_block_bytes = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
+    max_key_block = 256  # a tile's transposes are then 2% of its products
+
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
+        self.key_group = shape.rows  # keys whose scores are computed together
         row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
-        self.key_block = min(MAX_KEY_BLOCK, max(BLOCK_K, KEY_BLOCK_BYTES // row_bytes // BLOCK_K * BLOCK_K))
+        keys = self.key_block_bytes // row_bytes // BLOCK_K * BLOCK_K
+        self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        self.k, self.dk = (scratch.rows(self.key_block, shape.pad) for _ in range(2))
-        self.v, self.dv = (scratch.rows(self.key_block, shape.pad_v) for _ in range(2))
-        self.p_t, self.ds_t = (scratch.rows(BLOCK_K, shape.block_q) for _ in range(2))
-        self.q, self.dq = (scratch.rows(shape.block_q, shape.pad) for _ in range(2))
-        self.do, self.out = (scratch.rows(shape.block_q, shape.pad_v) for _ in range(2))
-        self.q_t, self.dq_t = (scratch.rows(shape.pad, shape.block_q) for _ in range(2))
-        self.do_t = scratch.rows(shape.pad_v, shape.block_q)
+        self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
+        self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
         self.lse, self.delta = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.reserve(scratch)
+
+    def reserve(self, scratch: Scratch) -> None:
+        """Room for the factors and for what comes of a block of keys and a tile of queries."""
+        shape = self.shape
+        self.k, self.v = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
+        self.p_t, self.ds_t = (scratch.rows(BLOCK_K, shape.block_q) for _ in range(2))
+        self.q = scratch.rows(shape.block_q, shape.pad)
+        self.do, self.out = (scratch.rows(shape.block_q, shape.pad_v) for _ in range(2))
+        self.q_t, self.do_t = (scratch.rows(width, shape.block_q) for width in (shape.pad, shape.pad_v))
         self.cap_slope = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_softcap else None
         self.scores = Scores(shape, scratch)
 
@@ -108,22 +123,26 @@ class BackwardKernel:
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
         shape = self.shape
-        q0 = t * shape.block_q
-        self.load_queries(head, q0)
+        q0, block_k = t * shape.block_q, shape.block_k
+        self.load_statistics(head, q0, self.load_queries(head, q0))
         fill_zero(shape, self.dq_t, shape.pad)
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
-        for j in loop(first & -BLOCK_K, last, BLOCK_K):
-            begin, end = maximum(0, first - j) & -shape.rows, minimum(last - j, BLOCK_K)
-            self.weights(head, q0, j0, j, begin, end)
-            self.score_gradients(head, q0, j0, j, begin, end)
-            self.add_query_gradients(j, begin, end)
-            self.add_key_gradients(j, begin, end)
+        for j in loop(first & -block_k, last, block_k):
+            begin, end = maximum(0, first - j) & -self.key_group, minimum(last - j, block_k)
+            self.step(head, q0, j0, j, begin, end)
         split = self.args.split_keys
         self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
 
-    def load_queries(self, head: Head, q0: Value) -> None:
-        """q, do as rows and transposed; lse; delta. Lanes past the end get p = 0."""
+    def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+        """The tile of queries from q0 on against the keys j0 + j + [begin, end)."""
+        self.weights(head, q0, j0, j, begin, end)
+        self.score_gradients(head, q0, j0, j, begin, end)
+        self.add_query_gradients(j, begin, end)
+        self.add_key_gradients(j, begin, end)
+
+    def load_queries(self, head: Head, q0: Value) -> Scalar:
+        """q, do as rows and transposed; rowsum(do * out). How many rows that are, repeated ones included."""
         shape, config, args = self.shape, self.config, self.args
         n, block_q = head.seqlen_q - q0, shape.block_q
         load_rows(shape, self.q, head.query_rows("q", q0), n, block_q, config.head_dim)
@@ -138,7 +157,12 @@ class BackwardKernel:
                     out, do = (area.at(i, c)[r, 0].load(shape.lanes) for area in (self.out, self.do))
                     total.set(fma(out, do, total))
             self.delta[0, i].store(fold_sums(sums))
-        for i in loop(0, block_q):
+        return block_q
+
+    def load_statistics(self, head: Head, q0: Value, count: Scalar) -> None:
+        """lse and delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
+        config, n = self.config, head.seqlen_q - q0
+        for i in loop(0, count):
             row = minimum(q0 + i, head.seqlen_q - 1)
             lse = head.statistic("lse", row).load()
             delta = self.delta[0, i].load() - head.statistic("dlse", row).load()

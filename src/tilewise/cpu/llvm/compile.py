@@ -68,6 +68,9 @@ def target(wanted: str = "") -> Target | str:
     candidates = []
     if platform.machine() in ("x86_64", "AMD64"):
         wide = all(has.get(f) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+        tiles = all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16"))
+        if wide and tiles and has.get("avx2") and may_use_amx():
+            candidates.append(Target("amx", 64, 8, name, f"{has.flatten()},-prefer-256-bit"))
         if wide and has.get("avx2"):
             candidates.append(Target("avx512", 64, 8, name, f"{has.flatten()},-prefer-256-bit"))
         if all(has.get(f) for f in ("avx2", "fma", "f16c")):
@@ -81,6 +84,14 @@ def target(wanted: str = "") -> Target | str:
     if wanted and candidates:
         return f"TILEWISE_CPU_ISA={wanted} is not one of {[c.isa for c in candidates]} that this machine has"
     return f"{platform.machine()} lacks AVX2 with FMA and F16C, or NEON"
+
+
+def may_use_amx() -> bool:
+    """Ask Linux for the tile registers, which it gives to a process that says it wants them."""
+    if sys.platform != "linux":
+        return False
+    arch_prctl, ask_for_state, tile_data = 158, 0x1023, 18  # x86-64
+    return ctypes.CDLL(None).syscall(arch_prctl, ask_for_state, tile_data) == 0
 
 
 def current_target() -> Target:

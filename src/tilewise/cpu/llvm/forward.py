@@ -17,6 +17,8 @@ in its item nor on which thread computes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, loop, when
@@ -36,21 +38,30 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
     shape = Shape(config, target)
     with function("forward") as emitter:
-        kernel = ForwardKernel(shape, Arguments(emitter))
+        kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
         facts = {
             "block_q": shape.block_q,
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": kernel.tile_bytes,
+            "most_tiles": kernel.most_tiles,
         }
         return emitter.finish(), facts
+
+
+def _kernel_class(config: Config) -> type[ForwardKernel]:
+    if not config.has_amx:
+        return ForwardKernel
+    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel  # which is made of this file's parts
+
+    return AmxForwardKernel
 
 
 class Tile:
@@ -59,7 +70,8 @@ class Tile:
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
-        self.q_t = self.scratch.rows(shape.pad, shape.block_q)  # scaled
+        height = shape.pad // 2 if shape.config.has_amx else shape.pad
+        self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
         self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
@@ -68,18 +80,27 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    most_tiles = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
+
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
+        self.key_group = shape.rows  # keys whose scores are computed together
+        self.load_k = shape.block_k  # keys that are converted together
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        self.k = scratch.rows(BLOCK_K, shape.pad)
-        self.v = scratch.rows(BLOCK_K, shape.pad_v)
-        self.p_t = scratch.rows(BLOCK_K, shape.block_q)  # s_t until the exponential is taken
+        self.reserve(scratch)
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
         self.scores = Scores(shape, scratch)
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
 
+    def reserve(self, scratch: Scratch) -> None:
+        """Room for one block of keys."""
+        shape = self.shape
+        self.k = scratch.rows(BLOCK_K, shape.pad)
+        self.v = scratch.rows(BLOCK_K, shape.pad_v)
+        self.p_t = scratch.rows(BLOCK_K, shape.block_q)  # s_t until the exponential is taken
+
     def run(self) -> None:
-        args, block_q = self.args, self.shape.block_q
+        args, block_q, load_k = self.args, self.shape.block_q, self.load_k
         for item in claim(args.counter, args.items):
             batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
             head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
@@ -89,8 +110,8 @@ class ForwardKernel:
             for t in loop(0, tiles):
                 self.start(head, self.tile(q0, t))
             k0, k1 = head.key_range(q0, q1)
-            for j0 in loop(k0 & -BLOCK_K, k1, BLOCK_K):
-                self.load_keys(head, j0, minimum(k1 - j0, BLOCK_K))
+            for j0 in loop(k0 & -load_k, k1, load_k):
+                self.load_keys(head, j0, minimum(k1 - j0, load_k))
                 for t in loop(0, tiles):
                     self.attend(head, self.tile(q0, t), j0)
             for t in loop(0, tiles):
@@ -101,18 +122,22 @@ class ForwardKernel:
         return Tile(self.shape, base, q0 + t * self.shape.block_q)
 
     def start(self, head: Head, tile: Tile) -> None:
-        """Transpose and scale the queries; m, l, acc = -inf, 0, 0, or the state after the sink."""
-        shape, dim = self.shape, self.shape.config.head_dim
-        n = head.seqlen_q - tile.q0
-        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, dim)
-        factor = self.args.vector("q_factor", shape)
-        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
+        """q_t; m, l, acc = -inf, 0, 0, or the state after the sink."""
+        shape = self.shape
+        self.load_queries(head, tile)
         for c in shape.columns():
             tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
         for d in loop(0, shape.pad_v):
             for c in shape.columns():
                 tile.acc_t[d, c].store(shape.constant(0.0))
+
+    def load_queries(self, head: Head, tile: Tile) -> None:
+        """Transpose and scale the queries."""
+        shape, n = self.shape, head.seqlen_q - tile.q0
+        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim)
+        factor = self.args.vector("q_factor", shape)
+        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
@@ -124,24 +149,19 @@ class ForwardKernel:
         """Fold the keys of one block that the tile can see into its running softmax."""
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
-        first, n = maximum(0, k0 - j0) & -shape.rows, minimum(k1 - j0, BLOCK_K)
+        first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
         with when(first < n):
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
             correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
-            l = [Var(shape.constant(0.0)) for _ in m]  # of this block: one chain over all keys errs more
-            for j in loop(first, n):
-                for v, c in enumerate(shape.columns()):
-                    p = exp(self.p_t[j, c].load(shape.lanes) - m_finite[v], shape.exp_degree)
-                    self.p_t[j, c].store(p)
-                    l[v].set(l[v] + p)
+            l = self.weigh(m_finite, first, n)
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
             self.add_values(tile, correction, first, n)
 
-    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> list[Var]:
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; the new running maximum."""
         shape, head_dim = self.shape, self.shape.config.head_dim
         self.scores.load(head, tile.q0, j0, n)
@@ -155,6 +175,17 @@ class ForwardKernel:
                     self.p_t.at(j, c)[r, 0].store(s[r][v])
                     m_new[v].set(maximum(m_new[v], s[r][v]))
         return m_new
+
+    def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
+        """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more."""
+        shape = self.shape
+        l = [Var(shape.constant(0.0)) for _ in m]
+        for j in loop(first, n):
+            for v, c in enumerate(shape.columns()):
+                p = exp(self.p_t[j, c].load(shape.lanes) - m[v], shape.exp_degree)
+                self.p_t[j, c].store(p)
+                l[v].set(l[v] + p)
+        return l
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""

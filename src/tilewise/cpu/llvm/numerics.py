@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
+
+import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.vector import (
     F32,
@@ -18,6 +22,7 @@ from tilewise.cpu.llvm.vector import (
     builder,
     copysign,
     element_of,
+    emitter,
     fma,
     like,
     maximum,
@@ -61,6 +66,40 @@ def exp(x: Operand, degree: int) -> Value:
     """e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
     power, fraction = _exp_parts(x, degree)
     return power * (fraction + 1.0)
+
+
+def exp2_avx512(x: Operand, degree: int) -> Value:
+    """2^x in `degree` + 2 instructions of AVX-512: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN.
+
+    One instruction leaves f = x - floor(x), another multiplies by 2^floor(x). The polynomial meets 2^f at
+    Chebyshev points that include both ends, so that x to the left and right of an integer agree.
+    """
+    lanes, mask = like(0.0, x).raw, ir.Constant(ir.IntType(x.type.count), -1)
+    to_floor, current_rounding = ir.Constant(I32, 9), ir.Constant(I32, 4)
+    call = emitter().intrinsic
+    rest = "llvm.x86.avx512.mask.reduce.ps.512"
+    f = Value(call(rest, x.type, x.raw, to_floor, lanes, mask, current_rounding))
+    terms = _exp2_polynomial(degree)
+    series = like(terms[degree], x)
+    for k in range(degree - 1, -1, -1):
+        series = fma(series, f, like(terms[k], x))
+    return Value(
+        call("llvm.x86.avx512.mask.scalef.ps.512", x.type, series.raw, x.raw, lanes, mask, current_rounding)
+    )
+
+
+@functools.cache
+def _exp2_polynomial(degree: int) -> list[float]:
+    """Coefficients, constant first, of the polynomial that equals 2^f at degree + 1 points of [0, 1]."""
+    points = [0.5 - 0.5 * math.cos(math.pi * k / degree) for k in range(degree + 1)]
+    slopes = [2.0**x for x in points]  # Newton's divided differences, in place
+    for order in range(1, degree + 1):
+        for k in range(degree, order - 1, -1):
+            slopes[k] = (slopes[k] - slopes[k - 1]) / (points[k] - points[k - order])
+    terms = [0.0] * (degree + 1)
+    for slope, point in zip(reversed(slopes), reversed(points)):
+        terms = [slope - point * terms[0]] + [a - point * b for a, b in itertools.pairwise(terms)]
+    return terms
 
 
 def tanh(x: Operand, degree: int) -> tuple[Value, Value]:

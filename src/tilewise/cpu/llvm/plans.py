@@ -17,21 +17,18 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block, Config
+from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
+from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 CPU = torch.device("cpu")
-KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
-MAX_TILES = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_ROWS = 32  # rows of the decode kernel's scratch
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
-# Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
-VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 
 
 class Local(threading.local):
@@ -187,7 +184,7 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        self.kernel = load("forward", _config(problem, inputs, _vectors(problem, problem.seqlen_q)))
+        self.kernel = load("forward", tile_config(problem, inputs, AMX_FORWARD))
         self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
@@ -215,7 +212,7 @@ class DecodePlan(OutputPlan):
         is_direct = (
             rows == 1 and not problem.is_paged and problem.head_dim % lanes == problem.head_dim_v % lanes == 0
         )
-        self.kernel = load("decode", replace(_config(problem, inputs, 1), is_direct=is_direct))
+        self.kernel = load("decode", replace(decode_config(problem, inputs), is_direct=is_direct))
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
@@ -240,7 +237,7 @@ class BackwardPlan(Plan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        config = _config(problem, inputs, _vectors(problem, problem.seqlen_q))
+        config = tile_config(problem, inputs, AMX_BACKWARD)
         self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
         self.wanted_threads = threads
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
@@ -322,34 +319,9 @@ def rows_dense(t: Tensor) -> Tensor:
 _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int) -> Config:
-    return Config(
-        kind=KINDS[problem.dtype],
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        vectors=vectors,
-        has_softcap=problem.softcap > 0,
-        has_alibi=problem.has_alibi,
-        has_sinks=problem.has_sinks,
-        has_mask=problem.mask_shape is not None,
-        bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
-        is_paged=problem.is_paged,
-    )
-
-
-def _vectors(problem: AttentionProblem, seqlen_q: int) -> int:
-    """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
-    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-
-    def speed(vectors: int) -> float:
-        return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
-
-    return max(VECTOR_SPEED, key=speed) if seqlen_q else 3
-
-
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(MAX_TILES, tiles_all, TILE_CACHE // facts["tile_bytes"]))
+    tiles = max(1, min(facts["most_tiles"], tiles_all, TILE_CACHE // facts["tile_bytes"]))
     while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
         tiles -= 1
     return tiles

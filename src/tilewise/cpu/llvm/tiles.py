@@ -16,6 +16,7 @@ from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import tanh
 from tilewise.cpu.llvm.vector import (
+    BYTES,
     Emitter,
     Operand,
     Scalar,
@@ -36,6 +37,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
+AMX_BLOCK_K = 128  # fewer sums are loaded and stored than with 64; 256 is the same
 INF = math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
@@ -44,14 +46,15 @@ class Shape:
     """The sizes of one kernel, all known while it is built."""
 
     def __init__(self, config: Config, target: Target) -> None:
-        self.config = config
+        self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
         self.lanes = target.vector_bytes // self.item
         self.rows = target.rows
         self.vectors = config.vectors
         self.block_q = self.lanes * config.vectors  # queries of a tile
-        step = max(self.lanes, self.rows)
+        self.block_k = AMX_BLOCK_K if config.has_amx else BLOCK_K
+        step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         self.exp_degree = {"f64": 13, "f32": 6}.get(config.kind, 5)
 
@@ -111,10 +114,10 @@ class Scratch:
     def __init__(self, shape: Shape, base: Ptr) -> None:
         self.shape, self.base, self.bytes = shape, base, 0
 
-    def rows(self, count: int, width: int) -> Rows:
-        offset = self.bytes
-        self.bytes = round_up(offset + count * width * self.shape.item, 64)
-        return Rows(self.base[offset].as_kind(self.shape.kind), width)
+    def rows(self, count: int, width: int, kind: str = "") -> Rows:
+        kind, offset = kind or self.shape.kind, self.bytes
+        self.bytes = round_up(offset + count * width * BYTES[kind], 64)
+        return Rows(self.base[offset].as_kind(kind), width)
 
 
 def pieces(start: int, stop: int, lanes: int) -> Iterator[tuple[int, int]]:
@@ -262,9 +265,13 @@ class Scores:
 
     def __init__(self, shape: Shape, scratch: Scratch) -> None:
         self.shape, self.config = shape, shape.config
+        config = self.config
+        self.has_options = bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
         areas = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
-        self.areas = {name: scratch.rows(BLOCK_K, shape.block_q) for name, used in areas.items() if used}
-        self.by_query = scratch.rows(shape.block_q, BLOCK_K) if self.areas else None
+        self.areas = {
+            name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used
+        }
+        self.by_query = scratch.rows(shape.block_q, shape.block_k) if self.areas else None
 
     def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
         """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
@@ -278,21 +285,21 @@ class Scores:
             rows = self.by_query
             assert rows is not None
             n_q = head.seqlen_q - q0
-            with either(n < BLOCK_K) as (part, whole):
+            with either(n < shape.block_k) as (part, whole):
                 with part:
                     for i in loop(0, shape.block_q):
                         row = source(minimum(i, n_q - 1))
                         for j in loop(0, n):
                             rows[i, j].store(as_kind(row[j].load(), shape.kind))
                 with whole:
-                    load_rows(shape, rows, source, n_q, shape.block_q, BLOCK_K)
-            transpose_rows(shape, area, rows, shape.block_q, BLOCK_K)
+                    load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
+            transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
 
     def store_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back."""
         shape, rows, kind = self.shape, self.by_query, self.config.bias_kind
         assert rows is not None
-        transpose_rows(shape, rows, ds_t, BLOCK_K, shape.block_q)
+        transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
         for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
             row = head.score_row("dbias", kind, q0 + i, j0)
             for j in loop(begin, end):
@@ -345,13 +352,21 @@ class TileScores:
                     x.set(fma(absolute(distance), self.slope, x))
                 if config.has_mask:
                     x.set(select(self._option("mask", j, r, v) > 0.0, x, -INF))
-        is_edge = (j_key < self.inner_lo) | (j_key + (shape.rows - 1) > self.inner_hi)
-        with when(is_edge):
-            for r, row in enumerate(s):
-                for v, x in enumerate(row):
-                    key = splat(int32(j_key + r), shape.lanes)
-                    is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
-                    x.set(select(is_visible, x, -INF))
+        with when(self.is_edge(j)):
+            self.hide(s, j)
+
+    def is_edge(self, j: Value) -> Value:
+        """Whether some query does not see all of the keys j0 + [j, j + rows)."""
+        j_key = self.j0 + j
+        return (j_key < self.inner_lo) | (j_key + (self.shape.rows - 1) > self.inner_hi)
+
+    def hide(self, s: Grid, j: Value) -> None:
+        """-inf where a query does not see one of the keys j0 + [j, j + rows)."""
+        for r, row in enumerate(s):
+            for v, x in enumerate(row):
+                key = splat(int32(self.j0 + j + r), self.shape.lanes)
+                is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
+                x.set(select(is_visible, x, -INF))
 
     def _option(self, name: str, j: Value, r: int, v: int) -> Value:
         shape = self.shape

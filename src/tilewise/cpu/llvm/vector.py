@@ -23,8 +23,11 @@ import llvmlite.ir as ir
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 I64, I32, I16, I8, I1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
 ADDRESS = ir.PointerType()
-STORED = {"f64": F64, "f32": F32, "f16": F16, "bf16": I16, "i64": I64, "i32": I32, "bool": I8, "ptr": ADDRESS}
-BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "bool": 1, "ptr": 8}
+STORED = {
+    "f64": F64, "f32": F32, "f16": F16, "bf16": I16,
+    "i64": I64, "i32": I32, "i16": I16, "bool": I8, "ptr": ADDRESS,
+}  # fmt: skip
+BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "bool": 1, "ptr": 8}
 
 
 class Emitter:

@@ -1,0 +1,140 @@
+"""Matrix products in Intel's tile registers (AMX): float32 sums of products of bfloat16.
+
+A tile register is 16 rows of 64 bytes. One instruction adds a[16, 32] b[32, 16] to c[16, 16]:
+
+    c[i, n] += sum over p < 16 of  a[i, 2p] b[2p, n] + a[i, 2p + 1] b[2p + 1, n]
+
+A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the
+matrix interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Transposing words turns one kind
+into the other: rows of x become the pairs of x^T, and the pairs of x become the rows of x^T. For that,
+words move as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.ir as ir
+
+from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.memory import Ptr, Rows
+from tilewise.cpu.llvm.tiles import Scratch, pieces
+from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, builder, emitter, minimum
+
+TILE = 32  # keys or queries that a product takes at once: two tile registers each way
+ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
+LANES = 16
+C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
+VOID = ir.VoidType()
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which only the conversion's signature needs."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+@contextmanager
+def tile_registers(scratch: Scratch) -> Iterator[None]:
+    """Give this thread eight tile registers of full size; at the end, whatever it had before.
+
+    PyTorch keeps its own configuration between calls in places, and counts on finding it.
+    """
+    mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))
+    palette = [1] + [0] * 15
+    row_bytes, rows = [ROW, 0] * 8 + [0] * 16, [ROWS] * 8 + [0] * 8
+    mine.store(Value(ir.Constant(ir.VectorType(I8, 64), palette + row_bytes + rows)))
+    emitter().intrinsic("llvm.x86.sttilecfg", VOID, before.address)
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
+    yield
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
+
+
+def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
+    """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :], 32 of them a step; 1 or 2 columns.
+
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. 2 x 2 tiles of sums stay in
+    registers while four loads, from the first-level cache, feed four multiplications of 16 cycles each.
+    """
+    sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
+    for register, r, c in sums:
+        if adds:
+            _load(register, out, r, c)
+        else:
+            emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
+    for step in _steps(*k):
+        for r in range(2):
+            _load(A + r, a, ROWS * r, step)
+            for c in range(columns):
+                if r == 0:
+                    _load(B + c, b, step // 2, LANES * c)
+                factors = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
+                emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+    for register, r, c in sums:
+        place = out[r, c].address, _stride(out)
+        emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), *place)
+
+
+def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
+    """Where the 32 products of each step begin; written out one by one where they are few and known."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 8 * TILE:
+        yield from range(start, stop, TILE)
+    else:
+        yield from loop(start, stop, TILE)
+
+
+def _load(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
+    place = rows[r, c].address, _stride(rows)
+    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), *place)
+
+
+def _stride(rows: Rows) -> ir.Constant:
+    return ir.Constant(I64, rows.stride * rows.ptr.item)
+
+
+def _number(register: int) -> ir.Constant:
+    return ir.Constant(I8, register)
+
+
+def words(rows: Rows) -> Rows:
+    """Rows of 16-bit numbers as rows of words of two."""
+    return Rows(rows.ptr.as_kind("f32"), rows.stride // 2)
+
+
+def copy_rows(dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
+    """dst[r, :dim] = source(r) as stored, zeros up to dst's width; rows from n on repeat the last."""
+    for r in loop(0, count):
+        row = source(minimum(r, n - 1)).as_kind("i16")
+        for c, width in pieces(0, dim, 2 * LANES):
+            dst[r, c].store(row[c].load(width))
+        for c, width in pieces(dim, dst.stride, 2 * LANES):
+            dst[r, c].store(Value(ir.Constant(ir.VectorType(I16, width), [0] * width)))
+
+
+def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
+    """dst[p, c] = (src[2p, c], src[2p + 1, c]) for 2p < count: the pairs of src, from its rows."""
+    wide = ir.VectorType(I32, LANES)
+    for r in loop(0, count, 2):
+        for c in range(0, src.stride, LANES):
+            low, high = (Value(builder().zext(src[r + i, c].load(LANES).raw, wide)) for i in range(2))
+            pair = builder().bitcast((low | (high << 16)).raw, ir.VectorType(F32, LANES))
+            dst[r // 2, c].store(Value(pair))
+
+
+def rounded(low: Operand, high: Operand) -> Value:
+    """Two float32 vectors as 32 bfloat16 numbers, low's first, rounded to nearest even."""
+    result = ir.VectorType(_BFloat(), 2 * LANES)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    both = emitter().intrinsic(name, result, high.raw, low.raw)
+    return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
+
+
+def paired(low: Operand, high: Operand) -> Value:
+    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high)."""
+    both = rounded(low, high)
+    order = [x for lane in range(LANES) for x in (lane, lane + LANES)]
+    mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
+    return Value(builder().bitcast(mixed, ir.VectorType(F32, LANES)))

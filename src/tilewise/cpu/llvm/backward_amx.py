@@ -1,0 +1,180 @@
+"""The backward's products in tile registers: `backward.py` with other factors, sums and weights.
+
+A tile of queries is made of parts of 32; a part meets the keys that it sees, its P and dS are rounded to
+bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, as either factor:
+
+    q_t, do_t: pairs of q^T, do^T; qs, dos: pairs of q, do    [head_dim / 2, block_q], [block_q / 2, head_dim]
+    k, v, k_t: rows of k, v, k^T                              [key_block, head_dim], [head_dim, key_block]
+    for each part:  s_t = k q_t;  dp_t = v do_t                                    [BLOCK_K, 32]
+                    p, ds = rows of p_t, ds_t                                      [BLOCK_K, block_q]
+                    ds_pairs = pairs of ds_t;  dq_t += k_t ds_pairs                [BLOCK_K / 2, block_q]
+    dv += p dos;  dk += ds qs
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewise.cpu.llvm.amx import (
+    ROWS,
+    TILE,
+    copy_rows,
+    pair_rows,
+    paired,
+    rounded,
+    tile_registers,
+    tile_sums,
+    words,
+)
+from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
+from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
+from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, TileScores, load_rows, transpose_rows
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum
+
+
+class AmxBackwardKernel(BackwardKernel):
+    """The steps that differ."""
+
+    key_block_bytes = 1 << 20  # half of a 2 MB L2
+    max_key_block = 512  # 10% faster than 256, because products are faster; 1024 is the same
+
+    def reserve(self, scratch: Scratch) -> None:
+        shape, block_q = self.shape, self.shape.block_q
+        self.key_group = TILE
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target)
+        self.k, self.v = (scratch.rows(self.key_block, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.k_t = scratch.rows(shape.pad, self.key_block, "i16")
+        self.k_pairs = scratch.rows(TILE // 2, shape.pad)
+        self.q, self.do = (scratch.rows(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.q_t, self.do_t = (scratch.rows(width // 2, block_q) for width in (shape.pad, shape.pad_v))
+        self.qs, self.dos = (scratch.rows(block_q // 2, width) for width in (shape.pad, shape.pad_v))
+        self.out = scratch.rows(ROWS, shape.pad_v)
+        self.area_rows = shape.block_k if self.config.has_dbias else TILE  # dbias takes a whole block
+        self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
+        self.p, self.ds = (scratch.rows(shape.block_k, block_q, "i16") for _ in range(2))
+        self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
+        self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
+        self.scores = Scores(part, scratch)
+
+    def run(self) -> None:
+        with tile_registers(self.scratch):
+            super().run()
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config = self.shape, self.config
+        count = (n + (TILE - 1)) & -TILE
+        copy_rows(self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        copy_rows(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
+        for j in loop(0, count, TILE):
+            pair_rows(self.k_pairs, self.k.at(j, 0), TILE)
+            transpose_rows(shape, words(self.k_t.at(0, j)), self.k_pairs, TILE // 2, shape.pad)
+        for area in (self.dk, self.dv):
+            fill_zero(shape, area, count)
+
+    def load_queries(self, head: Head, q0: Value) -> Scalar:
+        shape, config, lanes = self.shape, self.config, self.shape.lanes
+        n = head.seqlen_q - q0
+        count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
+        for rows, name, dim, turned, pairs in (
+            (self.q, "q", config.head_dim, self.q_t, self.qs),
+            (self.do, "do", config.head_dim_v, self.do_t, self.dos),
+        ):
+            copy_rows(rows, head.query_rows(name, q0), n, count, dim)
+            transpose_rows(shape, turned, words(rows), count, rows.stride // 2)
+            pair_rows(pairs, rows, count)
+        do_rows = Rows(self.do.ptr.as_kind("bf16"), self.do.stride)
+        for i in loop(0, count, ROWS):
+            load_rows(shape, self.out, head.query_rows("out", q0 + i), n - i, ROWS, config.head_dim_v)
+            sums = [Var(shape.constant(0.0)) for _ in range(ROWS)]
+            for c in loop(0, shape.pad_v, lanes):
+                for r, total in enumerate(sums):
+                    out, do = self.out.at(0, c)[r, 0], do_rows.at(i, c)[r, 0]
+                    total.set(fma(out.load(lanes), do.load(lanes), total))
+            self.delta[0, i].store(fold_sums(sums))
+        return count
+
+    def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+        shape = self.shape
+        q_begin, q_end = head.query_range(j0 + j + begin, j0 + j + end)
+        first = maximum(0, q_begin - q0) & -TILE
+        last = (minimum(q_end - q0, shape.block_q) + (TILE - 1)) & -TILE
+        for c in loop(first, last, TILE):
+            k0, k1 = head.key_range(q0 + c, minimum(q0 + c + TILE, head.seqlen_q))
+            a = maximum(begin, k0 - (j0 + j)) & -TILE
+            b = minimum(end, k1 - (j0 + j))
+            self.weigh(head, q0, j0, j, c, a, b)
+            self.hide_rest(c, begin, a, b, end)
+            for d in loop(0, shape.pad, TILE):
+                dq_t, k_t = self.dq_t.at(d, c), self.k_t.at(d, j)
+                tile_sums(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
+        with when(first < last):
+            self.add_over_queries((first, last), j, begin, end)
+
+    def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
+        """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32."""
+        shape = self.shape
+        self.scores.load(head, q0 + c, j0 + j, b)
+        scores = self.scores.at(head, q0 + c, j0 + j)
+        for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
+            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
+            tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
+            tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
+            self.round_weights(scores, r, c)
+        if self.config.has_dbias:
+            self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
+
+    def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
+        """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
+        part, lanes, columns = self.part, self.part.lanes, self.part.columns()
+        scale = self.args.vector("q_factor", part)
+        factor = scale * LOG2_E
+        lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
+        log2_lse = [x * -LOG2_E for x in lse]
+        delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
+        for r in loop(first, first + TILE, part.rows):
+            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
+            finish_scores(part, scores, s_t, r, scale, self.cap_slope)
+            for i in range(0, part.rows, 2):
+                p, ds = [], []
+                for k in (i, i + 1):
+                    s = [s_t[k, x].load(lanes) for x in columns]
+                    dp = [dp_t[k, x].load(lanes) for x in columns]
+                    if self.scores.has_options:
+                        exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
+                    else:
+                        exponents = [fma(x, factor, y) for x, y in zip(s, log2_lse)]
+                    p.append([exp2_avx512(x, DEGREE) for x in exponents])
+                    ds.append([w * (x - y) for w, x, y in zip(p[-1], dp, delta)])
+                    self.keep_bias_gradient(r, k, ds[-1])
+                    self.p.at(r, c)[k, 0].store(rounded(*p[-1]))
+                    self.ds.at(r, c)[k, 0].store(rounded(*ds[-1]))
+                for v, x in enumerate(columns):
+                    self.ds_pairs.at(r // 2, c)[i // 2, x].store(paired(ds[0][v], ds[1][v]))
+
+    def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
+        """dbias is ds before the softcap's derivative, which ds gets here."""
+        lanes = self.part.lanes
+        for v, x in enumerate(self.part.columns()):
+            if self.config.has_dbias:
+                self.dp_t.at(r, 0)[k, x].store(ds[v])
+            if self.cap_slope is not None:
+                ds[v] = ds[v] * self.cap_slope.at(r, 0)[k, x].load(lanes)
+
+    def hide_rest(self, c: Value, begin: Value, a: Value, b: Value, end: Value) -> None:
+        """p = ds = 0 for the keys of [begin, end) that the part at c does not see, though others do."""
+        zero = self.shape.constant(0.0)
+        all_end, seen_end = ((x + (TILE - 1)) & -TILE for x in (end, b))
+        for start, stop in ((begin, minimum(a, all_end)), (maximum(begin, seen_end), all_end)):
+            for r in loop(start, stop):
+                for rows in (self.p, self.ds):
+                    words(rows)[r, c // 2].store(zero)
+
+    def add_over_queries(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
+        """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
+        for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
+            for r in loop(begin, end, TILE):
+                for c in loop(0, gradient.stride, TILE):
+                    tile_sums(gradient.at(j + r, c), weights.at(r, 0), pairs.at(0, c), queries, 2, True)

@@ -1,0 +1,58 @@
+"""What is compiled for a problem: its options, the width of a tile, and which registers the products use."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import current_target
+from tilewise.problem import AttentionProblem, Inputs
+
+KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+# Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
+VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
+AMX_FORWARD, AMX_BACKWARD = (1, 2), (2, 4, 8)  # query vectors of a tile with tile registers
+
+
+def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    return _config(problem, inputs, 1)
+
+
+def tile_config(problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[int, ...]) -> Config:
+    """Of a kernel whose tiles of queries are as wide as suits their number."""
+    if not has_amx(problem):
+        return _config(problem, inputs, _vectors(problem))
+    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
+    wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), has_amx=True)
+
+
+def has_amx(problem: AttentionProblem) -> bool:
+    """Whether products run in tile registers. There the scale is applied after the maximum is taken."""
+    return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
+
+
+def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bool = False) -> Config:
+    return Config(
+        kind=KINDS[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        vectors=vectors,
+        has_softcap=problem.softcap > 0,
+        has_alibi=problem.has_alibi,
+        has_sinks=problem.has_sinks,
+        has_mask=problem.mask_shape is not None,
+        bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
+        is_paged=problem.is_paged,
+        has_amx=has_amx,
+    )
+
+
+def _vectors(problem: AttentionProblem) -> int:
+    """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
+    lanes, seqlen_q = current_target().vector_bytes // problem.compute_dtype.itemsize, problem.seqlen_q
+
+    def speed(vectors: int) -> float:
+        return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
+
+    return max(VECTOR_SPEED, key=speed) if seqlen_q else 3
