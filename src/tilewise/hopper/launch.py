@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
+from tilewise.hopper import decode_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
@@ -61,17 +62,22 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
+    if _has_cache(problem):
+        return decode_launch.supports(problem)
     lacking = {
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
         "ALiBi slopes": problem.has_alibi,
         "dropout": problem.dropout_p > 0,
-        "caches": problem.is_cached or problem.is_paged,
     }
     for feature, is_present in lacking.items():
         if is_present:
             return f"does not take {feature}"
     return None
+
+
+def _has_cache(problem: AttentionProblem) -> bool:
+    return problem.is_cached or problem.is_paged
 
 
 def backward(
@@ -87,6 +93,8 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if config is None and (_has_cache(problem) or decode_launch.is_faster(problem)):
+        return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
     query, key, value = (tma_ready(t) for t in inputs[:3])
     rows = query.shape[:-2]
@@ -164,15 +172,15 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *sizes,
-        *_factors(problem),
+        *factors(problem),
         cfg,
     )
     programs = min(num_sms(query.device.index), bound * num_slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
-def _factors(problem: AttentionProblem) -> tuple[float, float, float]:
-    """The kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
+def factors(problem: AttentionProblem) -> tuple[float, float, float]:
+    """A kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
     if problem.softcap > 0:
         return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap
     return problem.scale * LOG2_E, 0.0, 0.0
@@ -260,11 +268,12 @@ def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -
     else:
         shape = list(t.shape)
         block_shape = [1, *block]
-    return TensorDescriptor(t, shape, strides, block_shape, _shared_layout(tuple(block_shape), t.dtype))
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
 
 
 @functools.cache
-def _shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Swizzled shared memory of a TMA descriptor's block."""
     from tilewise.hopper.compat import gl
 
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
