@@ -244,6 +244,8 @@ def _store(p: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    if mask is not None and not mask.any():
+        return tile(torch.zeros_like(mask, dtype=torch.int32))
     place = int(p.offset if mask is None else p.offset[mask])
     with _lock:
         before = int(p.base[place])
@@ -386,7 +388,7 @@ def install() -> None:
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
         SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
-        NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+        DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(

@@ -26,6 +26,8 @@ LOG2_E = math.log2(math.e)
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
 SECTION_BYTES = 16 << 20
 
+NARROW_WINDOW = 256  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
+
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
@@ -195,32 +197,36 @@ def _section(num_keys: int, fitting: int) -> int:
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
+    left, right = visibility.left, visibility.right
+    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     parts = -(-problem.head_dim // width)
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    is_short = visibility.right is not None and problem.seqlen_k <= 2048
+    is_short = problem.seqlen_k <= (1024 if right is None else 2048)
     if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
-        tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
+        tile = (128, 2, 4, 240) if is_short and not is_narrow else (128, 3, 6, 160)
     elif (
         block_dv <= 128
     ):  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
         tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
     else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
         tile = (64, 2, 2, 240)
+    halves = 2 if is_narrow and tile[0] == 128 else 1  # tiles of 64 keys hold fewer that a window hides
     return ForwardConfig(
-        BLOCK_N=tile[0],
+        BLOCK_N=tile[0] // halves,
         WARPGROUPS=tile[1],
-        STAGES=2,
+        STAGES=2 * halves,
         Q_SLOTS=tile[2],
         CONSUMER_REGISTERS=tile[3],
         PRODUCER_REGISTERS=24,
         PARTS=parts,
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
+        LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
     )

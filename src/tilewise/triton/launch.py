@@ -265,7 +265,7 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
 
 
 def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
-    from tilewise.triton.backward import attn_bwd_dbias_kernel
+    from tilewise.triton.backward_bias import attn_bwd_dbias_kernel
 
     call = Call(problem, tensors)
     r = call.results
