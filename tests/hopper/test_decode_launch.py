@@ -11,13 +11,6 @@ from tilewise.hopper import decode_launch
 from tilewise.problem import Inputs, Options, describe
 
 
-@pytest.mark.parametrize(
-    ("segments", "workers"), [(8, 128), (128, 128), (512, 128), (130, 130), (1, 132), (100, 132), (3, 132)]
-)
-def test_even_lengths_are_cut_evenly_where_few_multiprocessors_idle(segments: int, workers: int):
-    assert decode_launch.even_workers(segments, 132) == workers
-
-
 def cached(queries: int = 1, heads: int = 4, dim: int = 64, page_size: int | None = None, **extras: Any):
     q = torch.empty(2, queries, heads, dim, dtype=torch.bfloat16, device="meta")
     lead = (2, 512) if page_size is None else (1024 // page_size, page_size)
