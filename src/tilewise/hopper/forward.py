@@ -291,7 +291,9 @@ def mma_role(
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
-        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + has_failed.to(gl.int32)
+        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + gl.where(
+            has_failed, 1, 0
+        )
         rings.failures.index(turn % 2 * WARPGROUPS + W).store(outcome)
         rings.work.release(turn)
         turn += 1
