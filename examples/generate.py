@@ -351,9 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=None, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=None, help="tokens generated at most")
     parser.add_argument("--most", type=int, default=None, help="sequences at a time")
-    parser.add_argument(
-        "--backend", default=None, help="default: triton on a GPU, else what tilewise chooses"
-    )
+    parser.add_argument("--backend", default=None, help="default: what tilewise chooses")
     parser.add_argument("--compare", action="store_true", help="time transformers with SDPA too")
     chosen = parser.parse_args(arguments)
     is_large = chosen.model == "llama"
@@ -372,9 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = model.to(dtype).eval()
     requests = make_requests(model.shape.vocabulary, count, prompt, new)
     page_size = 64 if is_large else 16
-    backend = chosen.backend or ("triton" if device.type == "cuda" else None)
     longest = prompt + new
-    engine = Engine(model, most * -(-longest // page_size), page_size, most, longest, backend=backend)
+    engine = Engine(model, most * -(-longest // page_size), page_size, most, longest, backend=chosen.backend)
     engine.run(make_requests(model.shape.vocabulary, 2, prompt, 2, seed=1))  # compiles what is needed
     steps, seconds = timed(lambda: engine.run(requests), device)
     total = sum(r.wanted for r in requests)

@@ -137,3 +137,18 @@ def test_offsets_are_read_once_and_not_in_a_graph(backend):
     starts[1] = 60  # and the next is 50
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         tilewise.attention_varlen(q, k, v, starts, starts, 150, 150, **options)
+
+
+def test_nothing_kept_holds_tensors(backend):
+    x = draw(2, 4096, 8, 64)  # 8 MB
+    tilewise.attention(x, x, x, backend=backend)
+    del x
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    leaves = [draw(2, 4096, 8, 64).requires_grad_() for _ in range(3)]
+    for _ in range(2):
+        tilewise.attention(*leaves, backend=backend).sum().backward()
+        tilewise.attention(*(t.detach() for t in leaves), backend=backend)
+    del leaves
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 20

@@ -62,6 +62,8 @@ def _refusal(name: str, problem: AttentionProblem, is_backward: bool) -> str | N
             return "has no gradient of keys in pages"
         if problem.is_packed and problem.is_cached:
             return "has no gradient of packed queries with a cache"
+        if name == "hopper" and problem.is_cached:
+            return "has no gradient of keys in a cache"
     return reason
 
 

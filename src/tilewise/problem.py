@@ -102,6 +102,7 @@ class AttentionProblem:
     has_sinks: bool = False
     is_packed: bool = False
     is_cached: bool = False  # each sequence has its own range of keys: seqlens_k, leftpad_k or both
+    has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
     needs_grad: bool = False  # of anything
@@ -236,6 +237,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         has_sinks=signatures.sinks is not None,
         is_packed=is_packed,
         is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
+        has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
         is_quantized=signatures.key_scale is not None,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),

@@ -44,7 +44,9 @@ class Row:
         return f'"{name}": ({self.head_dim}, {self.best}),  # {times}'
 
 
-def candidates(kernel: str, head_dim: int, element_size: int, shared_bytes: int) -> Iterator[KernelTile]:
+def candidates(
+    kernel: str, head_dim: int, element_size: int, shared_bytes: int, has_tma: bool = False
+) -> Iterator[KernelTile]:
     """Tiles that can be expected to fit a block's shared memory and a thread's registers.
 
     Example:
@@ -61,7 +63,7 @@ def candidates(kernel: str, head_dim: int, element_size: int, shared_bytes: int)
         shared = (kept_tensors * kept + 2 * stages * loaded) * head_dim * element_size
         registers = (accumulators + scores) // (32 * warps)
         if shared <= shared_bytes and 64 <= registers <= MAX_REGISTERS:
-            yield KernelTile(m, n, warps, stages)
+            yield KernelTile(m, n, warps, stages, has_tma)
 
 
 def fastest(
@@ -117,6 +119,7 @@ def tune(
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     seqlen: Annotated[int, typer.Option(help="Queries and keys of each of 4 sequences.", min=16)] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    tma: Annotated[bool, typer.Option("--tma", help="Tiles that the GPU's copy engine loads.")] = False,
 ) -> None:
     """Time tiles of the Triton kernels on this GPU; print the fastest as rows of tilewise.tuning_table."""
     if unknown := set(kernel or ()) - {*KERNELS, *APART}:
@@ -134,24 +137,31 @@ def tune(
     typer.echo(f"# {properties.name}, {date.today()}, {versions}, `{command}`")
     masks = (False, True) if causal is None else (causal,)
     for d, is_causal in itertools.product(head_dim or (64, 128, 256), masks):
-        for row in rows(d, is_causal, kernel or KERNELS, seqlen, getattr(torch, dtype)):
+        for row in rows(d, is_causal, kernel or KERNELS, seqlen, getattr(torch, dtype), tma):
             typer.echo(str(row))
 
 
 def rows(
-    d: int, is_causal: bool, kernels: list[str] | tuple[str, ...], seqlen: int, dtype: torch.dtype
+    d: int,
+    is_causal: bool,
+    kernels: list[str] | tuple[str, ...],
+    seqlen: int,
+    dtype: torch.dtype,
+    has_tma: bool = False,
 ) -> Iterator[Row]:
     """The fastest tile of each kernel for 4 sequences of 2048 / d heads."""
+    from tilewise.triton.call import padded_dim
+
     shape = (4, seqlen, max(1, 2048 // d), d)
     inputs = Inputs(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(3)))
     problem = describe(inputs, Options(causal=is_causal))
     properties = torch.cuda.get_device_properties(0)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
     seconds = measured(problem, inputs)
+    padded = padded_dim(d)
     for kernel in kernels:
-        padded = max(16, 1 << (d - 1).bit_length())
         capability = torch.cuda.get_device_capability(0)
         current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
-        tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes)
+        tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes, has_tma)
         best, time, current_time = fastest(tiles, current, functools.partial(seconds, kernel))
         yield Row(kernel, padded, is_causal, best, time, current, current_time)

@@ -13,6 +13,7 @@ class KernelTile:
     block_n: int
     num_warps: int
     num_stages: int
+    has_tma: bool = False  # the GPU's copy engine loads the tiles of the loop, where it can read the tensors
 
     def is_valid(self) -> bool:
         blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
@@ -68,43 +69,50 @@ PORTABLE: Rows = {
     ],
 }
 
-# Timed by a sweep of 6 to 12 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
+# Timed by sweeps of 6 to 16 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
 # torch 2.11.0+cu130, triton 3.6.0. `tilewise tune` repeats it. Data-centre Blackwell takes these tiles too,
-# not timed there. No rows for "dk" and "dv" (meant for head sizes above 128) before they have run on a GPU.
+# not timed there. The rows of 192 were timed with 192 columns of QK and 128 of V.
 HOPPER: Rows = PORTABLE | {
     "forward": [
         (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(128, 128, 8, 3)),
-        (256, KernelTile(128, 64, 8, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "forward_causal": [
-        (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 64, 4, 3, has_tma=True)),
+        (192, KernelTile(128, 64, 8, 3)),
         (256, KernelTile(128, 64, 8, 2)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
     "dkdv": [
         (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 128, 8, 3)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        (192, KernelTile(32, 128, 8, 3)),
         (256, KernelTile(32, 64, 8, 2)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
-    "dkdv_causal": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 3)),
-        (256, KernelTile(32, 64, 8, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
+    "dk": [(192, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
+    "dv": [(192, None), (256, KernelTile(32, 128, 8, 3)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(128, 64, 8, 3)),
-        (256, KernelTile(128, 32, 8, 2)),
+        (192, KernelTile(128, 32, 8, 3)),
+        (256, KernelTile(128, 64, 8, 1)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
 }
 
-# Scores with a bias, a mask, a softcap, ALiBi or dropout, on any GPU: these take registers.
+# Packed sequences and caches, which TMA does not read. Timed without them.
+HOPPER_ADDRESSES: Rows = HOPPER | {
+    "forward": [HOPPER["forward"][0], (128, KernelTile(128, 128, 8, 3)), *HOPPER["forward"][2:]],
+    "forward_causal": [HOPPER["forward"][0], (128, KernelTile(64, 64, 4, 3)), *HOPPER["forward"][2:]],
+    "dkdv": [HOPPER["dkdv"][0], (128, KernelTile(64, 128, 8, 3)), *HOPPER["dkdv"][2:]],
+    "dkdv_causal": [HOPPER["dkdv"][0], (128, KernelTile(32, 64, 4, 3)), *HOPPER["dkdv"][2:]],
+}
+
+# Scores with a softcap or ALiBi: a few registers more. Timed likewise.
+HOPPER_FORMULA: Rows = HOPPER | {
+    "forward": [(128, KernelTile(64, 64, 4, 3)), *HOPPER["forward"][2:]],
+    "dkdv": HOPPER_ADDRESSES["dkdv"],
+}
+
+# Scores with a bias, a mask or dropout, and on other GPUs with a softcap or ALiBi: these take registers.
 EXTRAS: Rows = PORTABLE | {
     "forward": [
         (64, KernelTile(64, 64, 4, 2)),
@@ -130,14 +138,48 @@ EXTRAS: Rows = PORTABLE | {
     ],
 }
 
+# Timed with a mask (head size 128) and with a bias (64 and 128).
+HOPPER_TENSORS: Rows = EXTRAS | {
+    "forward": [
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        *EXTRAS["forward"][2:],
+    ],
+    "dkdv": [
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(64, 128, 8, 2, has_tma=True)),
+        *EXTRAS["dkdv"][1:],
+    ],
+    "dq": [
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        *EXTRAS["dq"][2:],
+    ],
+    "dbias": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dbias"][1:]],
+}
+
+# Timed at head size 128, without other options.
+HOPPER_DROPOUT: Rows = HOPPER_TENSORS | {
+    "dkdv": [
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(32, 64, 4, 2, has_tma=True)),
+        *EXTRAS["dkdv"][1:],
+    ],
+}
+
 # float32 in full precision runs on the plain arithmetic units: small tiles, or the code explodes.
 FLOAT32: Rows = {
     "forward": [
         (64, KernelTile(32, 32, 4, 2)),
-        (256, KernelTile(16, 32, 4, 1)),
+        (128, KernelTile(16, 32, 4, 1)),
+        (256, KernelTile(16, 32, 8, 1)),
         (1024, KernelTile(16, 16, 4, 1)),
     ],
-    "forward_short": [(256, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+    "forward_short": [
+        (128, KernelTile(16, 32, 4, 1)),
+        (256, KernelTile(16, 32, 8, 1)),
+        (1024, KernelTile(16, 16, 4, 1)),
+    ],
     "dkdv": [(64, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dq": [(64, KernelTile(32, 32, 4, 1)), (256, KernelTile(16, 16, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
     "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
@@ -171,26 +213,32 @@ def kernel_tile(
     capability: tuple[int, int],
     float32_precision: str | None,
     padded_dim: int,
-    has_extras: bool = False,
+    extras: str | None = None,
     is_causal: bool = False,
+    can_tma: bool = True,
 ) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
     For "dk" and "dv", None where "dkdv" serves both.
 
     `float32_precision`: "ieee" or "tf32", None for 16-bit types.
-    `has_extras`: scores take more than a product and a mask of positions, so a tile needs more registers.
+    `extras`: what makes scores more than a product and a mask of positions, so that a tile needs more
+    registers: "formula" for a softcap or ALiBi, "tensors" for a bias or a mask, "dropout".
+    `can_tma`: sequences fill their tensors, so that TMA may read them.
 
     Example:
         >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
-        KernelTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
+        KernelTile(block_m=64, block_n=64, num_warps=4, num_stages=3, has_tma=True)
     """
+    is_hopper = capability[0] in (9, 10)
     if float32_precision is not None:
         table = TF32 if float32_precision == "tf32" else FLOAT32
-    elif has_extras:
-        table = EXTRAS
+    elif is_hopper:
+        plain = HOPPER if can_tma else HOPPER_ADDRESSES
+        optional = {"formula": HOPPER_FORMULA, "tensors": HOPPER_TENSORS, "dropout": HOPPER_DROPOUT}
+        table = plain if extras is None else optional[extras]
     else:
-        table = HOPPER if capability[0] in (9, 10) else PORTABLE
+        table = PORTABLE if extras is None else EXTRAS
     causal = f"{kernel}_causal"
     rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
     return next(tile for largest, tile in rows if padded_dim <= largest)

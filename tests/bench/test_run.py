@@ -182,6 +182,25 @@ def test_filter_and_budget(tiny):
     assert found["not_run"] == [tiny[0].name, tiny[2].name]
 
 
+def test_a_peer_that_sets_up_for_too_long_sits_the_case_out():
+    def compile_stubbornly(*_):
+        while True:
+            try:
+                time.sleep(10.0)
+            except Exception:  # as compilers do, which then try something else
+                continue
+
+    started = time.monotonic()
+    settings = Settings("cpu", setup_limit=0.2)
+    peers = [Scripted("flex", compile_stubbornly), Scripted("tilewise")]
+    record = runner.run_case(CASE, peers, "cpu", OneCall(), settings, 0)
+    assert time.monotonic() - started < 5.0
+    slow, right = record["peers"]["flex"], record["peers"]["tilewise"]
+    assert slow["status"] == "refused" and "took more than 0.2 s; --setup-limit" in slow["reason"]
+    assert right["status"] == "ok"
+    time.sleep(0.6)  # no alarm is left over
+
+
 def test_default_peers_are_the_suites(tiny):
     assert [peer.name for peer in runner.plan(Settings("tiny")).peers] == ["sdpa-flash"]
 

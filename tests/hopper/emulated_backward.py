@@ -130,7 +130,12 @@ def emulate_wide(problem, inputs, dout):
     _, _, stats = row_statistics(problem, inputs, cfg, *reference_of(problem, inputs), dout)
     gradients = [torch.full(t.shape, float("nan"), dtype=t.dtype) for t in inputs[:3]]
     tile = lambda t, width: describe_tensor(t, (64, 1, width), problem.is_packed)  # noqa: E731
-    streams = [tile(query, cfg.PART_WIDTH), tile(key, cfg.PART_WIDTH), tile(value, cfg.BLOCK_DV), tile(dout, cfg.BLOCK_DV)]
+    streams = [
+        tile(query, cfg.PART_WIDTH),
+        tile(key, cfg.PART_WIDTH),
+        tile(value, cfg.BLOCK_DV),
+        tile(dout, cfg.BLOCK_DV),
+    ]
     keys = [tile(t, cfg.STORE_WIDTH) for t in gradients[1:3]]
     rows = Descriptor(stats, list(stats.shape), [stats.shape[1], 1], [1, 128])
     for kernel, tensors, length, side, width in (

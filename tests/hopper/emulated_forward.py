@@ -29,6 +29,11 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
     "d192": (300, 200, 4, 4, 192, 192, {}),
     "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
+    "steep": (500, 700, 2, 2, 64, 64, {"scale": 8.0}),  # sums grow too large: all is done again, exactly
+    "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
+    # sums that are too large for float16, and then scaled down under a masked edge
+    "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": True}),
+    "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
     "window_d64": (2500, 2500, 1, 1, 64, 64, {"window_left": 100, "window_right": 0}),
@@ -58,18 +63,23 @@ def check(name: str) -> float:
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
     is_packed = isinstance(lengths_q, list)
     lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
+    options = dict(options)
+    is_ramp = options.pop("ramp", False)
+    dtype = torch.float16 if is_ramp else torch.bfloat16
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(*lead, h, d).bfloat16()
+        torch.randn(*lead, h, d).to(dtype)
         for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v))
     )
+    if is_ramp:  # scores grow by 24 from tile to tile, in the order of visits
+        q[..., 0], k[..., 0] = 8, 3.0 * (torch.arange(lengths_k - 1, -1, -1) // 64)[:, None]
+        q[..., 1:] *= 0.1
     extras: dict[str, torch.Tensor] = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
             extras[f"cu_seqlens_{side}"] = torch.tensor(
                 [0, *itertools.accumulate(lengths)], dtype=torch.int32
             )
-    options = dict(options)
     if options.pop("sinks", False):
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
@@ -77,7 +87,13 @@ def check(name: str) -> float:
     out, lse = launch.forward(problem, inputs)
     visibility = problem.visibility()
     exact_out, exact_lse = reference.attention(
-        q, k, v, window=(visibility.left, visibility.right), softcap=problem.softcap, **extras
+        q,
+        k,
+        v,
+        scale=problem.scale,
+        window=(visibility.left, visibility.right),
+        softcap=problem.softcap,
+        **extras,
     )
     assert torch.equal(lse.isneginf(), exact_lse.isneginf()), name
     seen = exact_lse.isfinite()

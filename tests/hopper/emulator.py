@@ -171,7 +171,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 def load_tile(desc: Descriptor, coords: Sequence[Any], bar: Shared, smem: Shared) -> None:
     exists, offset = desc.locate(coords)
     with _lock:
-        smem.data.copy_(torch.where(exists, desc.flat[offset], 0).view(smem.data.shape))
+        smem.data.copy_(torch.where(exists, desc.flat[offset], 0).reshape(smem.data.shape))
         (barrier,) = bar.barriers  # type: ignore[misc]
         barrier.bytes -= smem.data.numel() * smem.data.itemsize
         barrier.settle()
@@ -223,6 +223,8 @@ class Pointer:
     def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
         self.base, self.offset = base.view(-1), offset
 
+    dtype = property(lambda self: types.SimpleNamespace(element_ty=self.base.dtype))
+
     def __add__(self, n: Any) -> Pointer:
         return Pointer(self.base, self.offset + n)
 
@@ -237,10 +239,13 @@ def _store(p: Pointer, value: Any, mask: Any = None) -> None:
     if mask is None:
         p.base[p.offset] = value
     else:
-        p.base[p.offset[mask]] = value[mask]
+        mask = mask.expand(p.offset.shape)
+        p.base[p.offset[mask]] = value[mask].to(p.base.dtype)
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
+    if mask is not None and not mask.any():
+        return tile(torch.zeros_like(mask, dtype=torch.int32))
     place = int(p.offset if mask is None else p.offset[mask])
     with _lock:
         before = int(p.base[place])
@@ -321,8 +326,29 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The function along an axis; of one dimension of integers a number comes out."""
+    return lambda x, axis: int(function(x, axis)) if x.ndim == 1 else function(x, axis)
+
+
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(count, *desc.block_shape))
+
+
+class Boxes(Shared):
+    """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by columns, then by rows."""
+
+    def __init__(self, smem: Shared, desc: Descriptor) -> None:
+        super().__init__(smem.data)
+        self.block_shape = [d for d in desc.block_shape if d > 1]
+
+    def index(self, i: Any) -> Shared:
+        _, rows, columns = self.data.shape
+        box_rows, box_columns = self.block_shape
+        tile, rest = divmod(int(i), (rows // box_rows) * (columns // box_columns))
+        part, n = divmod(rest, rows // box_rows)
+        part_of_tile = self.data[tile].narrow(1, part * box_columns, box_columns)
+        return Shared(part_of_tile.narrow(0, n * box_rows, box_rows))
 
 
 def _as_block(smem: Shared, desc: Descriptor) -> Shared:
@@ -354,18 +380,22 @@ def install() -> None:
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=lambda x, axis: int(x.sum(axis)) if x.ndim == 1 else x.sum(axis), max=torch.amax, log=torch.log,
+        sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
+        cast=lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x,
+        expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
         SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
-        NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+        DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
+        as_boxes=lambda smem, count, desc: Boxes(smem, desc),
+        start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),

@@ -71,6 +71,24 @@ def test_options(name: str, dim: int):
     check_attention(draw(333, 4, dim), draw(517, 2, dim), draw(517, 2, dim), backend="hopper", **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("steepness", [4, 20, 60])
+def test_scores_that_grow_from_tile_to_tile(steepness: int, dim: int, dtype: torch.dtype):
+    """From 20 on, tiles of queries fail with a reference that stays, and are done again."""
+    q, k, v = (draw(s, 4, dim, batch=12, dtype=dtype) for s in (700, 1500, 1500))
+    for options in ({}, {"causal": True}, {"window": (300, 20)}):
+        forward_reports(q * steepness, k, v, **options)
+
+
+@pytest.mark.parametrize("window", [(300, 20), (310, 0), (290, 100)])
+def test_sums_too_large_for_float16_that_a_masked_tile_scales_down(window: tuple[int, int]):
+    q, k, v = (draw(700, 1, 64, dtype=torch.float16) for _ in range(3))
+    q[..., 0], k[..., 0] = 8, 3.0 * (torch.arange(699, -1, -1, device="cuda") // 64)[:, None]
+    q[..., 1:] *= 0.1
+    forward_reports(q, k, v, window=window, scale=1.0)
+
+
 @pytest.mark.parametrize("seqlen_q", EDGES)
 @pytest.mark.parametrize("seqlen_k", EDGES)
 def test_edges_of_tiles(seqlen_q: int, seqlen_k: int):

@@ -18,7 +18,6 @@ from tilewise import launch_plan
 from tilewise.launch_plan import Launch
 from tilewise.triton.arguments import Ragged, Rows
 
-CUDA = ctypes.CDLL("libcuda.so.1")
 BYTES = {"i1": 1, "i32": 4, "i64": 8, "fp32": 4}
 
 
@@ -54,8 +53,12 @@ def tiles_kernel(desc_x, out, desc_y, count, SCALE: gl.constexpr):
     gl.store(out + offs, (offs * SCALE).to(gl.float32), mask=offs < count)
 
 
+def libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def int_of(name: str) -> ctypes.c_int:
-    return ctypes.c_int.in_dll(CUDA, name)
+    return ctypes.c_int.in_dll(libcuda(), name)
 
 
 def sizes_of(types) -> list[int]:
@@ -76,16 +79,16 @@ def given(compiled, launch, *arguments) -> tuple:
     """What the kernel is given by `launch(*arguments)`: its parameters, grid and stream."""
     sizes = sizes_of(compiled.src.signature.values())
     int_of("num_sizes").value = len(sizes)
-    (ctypes.c_int * 256).in_dll(CUDA, "sizes")[: len(sizes)] = sizes
+    (ctypes.c_int * 256).in_dll(libcuda(), "sizes")[: len(sizes)] = sizes
     before = int_of("launches").value
     launch(*arguments)
     assert int_of("launches").value == before + 1
-    parameters = bytes((ctypes.c_ubyte * sum(sizes)).in_dll(CUDA, "parameters"))
+    parameters = bytes((ctypes.c_ubyte * sum(sizes)).in_dll(libcuda(), "parameters"))
     int_of("num_sizes").value = 0
     return (
         parameters,
-        tuple((ctypes.c_uint * 2).in_dll(CUDA, "grid")),
-        ctypes.c_void_p.in_dll(CUDA, "stream").value,
+        tuple((ctypes.c_uint * 2).in_dll(libcuda(), "grid")),
+        ctypes.c_void_p.in_dll(libcuda(), "stream").value,
     )
 
 

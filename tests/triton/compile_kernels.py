@@ -106,9 +106,9 @@ def case_inputs(case: Case) -> Inputs:
         fields |= {f"cu_seqlens_{n}": make(3, dtype=torch.int32) for n in "qk"}
     if "paged" in case.extras:
         lead |= dict.fromkeys("kv", (64, 16))
-        fields["page_table"] = make(2, 32, dtype=torch.int32)
+        fields["page_table"] = make(case.batch, 32, dtype=torch.int32)
     if "lengths" in case.extras or "paged" in case.extras:
-        fields["seqlens_k"] = make(2, dtype=torch.int32)
+        fields["seqlens_k"] = make(case.batch, dtype=torch.int32)
     if "mask" in case.extras:
         fields["mask"] = make(2, 1, lengths["q"], 512, dtype=torch.bool)
     if "bias" in case.extras:

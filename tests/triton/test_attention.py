@@ -24,6 +24,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.triton import launch  # noqa: E402
+from tilewise.triton.call import Call, Results, launchable  # noqa: E402
 from tilewise.tuning_table import KernelTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -125,6 +126,7 @@ CASES: dict[str, Any] = {
     "tiny_heads": lambda: (dense(dim=1, dim_v=3), Options(causal=True)),
     "odd_heads": lambda: (dense(dim=40, dim_v=24), Options(causal=True)),
     "wide_heads": lambda: (dense(5, 18, dim=288, dim_v=130), Options(causal=True)),
+    "latent_heads": lambda: (dense(dim=192, dim_v=128, dtype=torch.float16), Options(causal=True)),
     "float16": lambda: (dense(dtype=torch.float16, dim=64, dim_v=64), Options(causal=True, window_left=11)),
     "packed": lambda: (packed(), Options(causal=True)),
     "packed_window": lambda: (packed(), Options(window_left=6, window_right=2)),
@@ -279,6 +281,26 @@ def test_dk_and_dv_apart_are_as_together(name: str):
     assert_close(apart.value, together.value.double(), 4e-6, "dvalue")
 
 
+@pytest.mark.parametrize("name", ["causal", slow_unless(False, "latent_heads"), slow_unless(False, "bias")])
+def test_boxes_hold_the_same_rows_as_addresses(name: str):
+    inputs, options = CASES[name]()
+    problem = solve(inputs, options)
+    results = []
+    for has_tma in (False, True):
+        tile = KernelTile(16, 16, 4, 1, has_tma)
+        call = Call(problem, (*launchable(inputs), *Results()))
+        described = call.descriptors((inputs.key,), 16, has_tma)
+        can_tma = IS_INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
+        assert (described[0] is not None) == (has_tma and can_tma)
+        with torch.no_grad():
+            out, lse = launch.forward(problem, inputs, tile)
+            tiles = dict.fromkeys(("dkdv", "dq"), tile)
+            gradients = launch.backward(problem, inputs, out, lse, out, None, tiles)
+        results.append((out, lse, *gradients[:3]))
+    for by_address, by_box in zip(*results):
+        assert_close(by_box, by_address.double(), TOLERANCE[inputs.query.dtype] / 4, "by box")
+
+
 def test_dropout_is_the_library_s_mask_bit_for_bit():
     """With identity values the output is the dropped weights themselves."""
     keys = 32 if IS_INTERPRETED else 512
@@ -300,7 +322,7 @@ def test_pages_hold_the_same_keys_as_a_cache():
     for padding in (None, lengths(3, 9, 0)):
         for options in (Options(causal=True), Options(window_left=7, softcap=2.0)):
             query = randn(3, 5, 4, 24)
-            key, value = randn(pages, page, 2, 24), randn(pages, page, 2, 40)
+            key, value = randn(pages, page, 2, 24), randn(pages, page, 2, 72)
             paged = Inputs(query, key, value, seqlens_k=ends, leftpad_k=padding, page_table=table)
             flat_key, flat_value = (t[table.long()].flatten(1, 2) for t in (key, value))
             flat = paged._replace(key=flat_key, value=flat_value, page_table=None)

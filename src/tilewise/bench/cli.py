@@ -34,6 +34,12 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the inpu
 BudgetOption = Annotated[
     float | None, typer.Option("--budget", help="Start no case after this many seconds.")
 ]
+SetupLimitOption = Annotated[
+    float,
+    typer.Option(
+        "--setup-limit", help="A peer that compiles and warms up for more seconds sits a case out.", min=0.0
+    ),
+]
 FilesArgument = Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")]
 
 
@@ -48,6 +54,7 @@ def bench(
     rounds: RoundsOption = 5,
     seed: SeedOption = None,
     budget: BudgetOption = None,
+    setup_limit: SetupLimitOption = 60.0,
 ) -> None:
     """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
     if context.invoked_subcommand is not None:
@@ -55,7 +62,7 @@ def bench(
     if suite is None:
         typer.echo(context.get_help())
         raise typer.Exit(0)
-    run(suite, filter, peers, json, quick, rounds, seed, budget)
+    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit)
 
 
 @app.command()
@@ -68,6 +75,7 @@ def run(
     rounds: RoundsOption = 5,
     seed: SeedOption = None,
     budget: BudgetOption = None,
+    setup_limit: SetupLimitOption = 60.0,
 ) -> None:
     """Check every peer against float64, then time them in turn. Exit status 1 if tilewise is wrong."""
     from tilewise.bench.report import tables
@@ -80,7 +88,7 @@ def run(
         if rounds < MIN_ROUNDS:
             raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
         names = tuple(name.strip() for name in peers.split(",")) if peers else ()
-        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget)
+        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit)
         planned = plan(settings)
         with _progress(len(planned.cases)) as step:
             found = run_plan(planned, step)

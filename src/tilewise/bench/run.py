@@ -21,6 +21,7 @@ from tilewise.bench import gate, memory, results
 from tilewise.bench.cases import Case, find_suite
 from tilewise.bench.errors import BenchError, Refusal
 from tilewise.bench.inputs import Data
+from tilewise.bench.limit import setup_limit
 from tilewise.bench.peer import Peer, Prepared
 from tilewise.bench.peers import find_peers
 from tilewise.bench.timing import Stopwatch, stopwatch
@@ -30,7 +31,11 @@ MIN_ROUNDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to run. `budget` is seconds: no case is started after it; None is no limit."""
+    """What to run.
+
+    `budget` is seconds: no case is started after it. `setup_limit` is seconds too: a peer that takes longer
+    to compile and warm up sits a case out. None is no limit.
+    """
 
     suite: str
     filter: str | None = None
@@ -40,6 +45,7 @@ class Settings:
     seed: int | None = None
     json: Path | None = None
     budget: float | None = None
+    setup_limit: float | None = None
 
 
 @dataclasses.dataclass
@@ -203,7 +209,8 @@ def _prepare(
     ready: dict[str, tuple[Prepared, int, int]],
 ) -> results.Entry:
     """Set up, pick the better layout, warm up, check. Only what passes is put into `ready`."""
-    layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
+    with setup_limit(settings.setup_limit):
+        layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
     verdict = gate.check(case, data, found)
     entry: results.Entry = {"layout": layout, "error": verdict.error, "limit": verdict.limit}
     if prepared.detail is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
 
@@ -21,6 +21,7 @@ class ForwardConfig:
     PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
     PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
+    LARGEST_SUM: float  # of a row's p, by thread, that no p or O overflows with: see `weigh`
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
@@ -55,7 +56,12 @@ class ForwardConfig:
 
         The producer's one warp counts as a warpgroup.
         """
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+        return (
+            (self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS)
+            // (self.WARPGROUPS + 1)
+            // 8
+            * 8
+        )
 
 
 class Packing(NamedTuple):
@@ -79,3 +85,74 @@ class Sizes(NamedTuple):
     section: Any  # slots whose keys and values stay in L2 together
     window_left: Any
     window_right: Any
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Compile-time choices of the decoding kernels."""
+
+    WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
+
+    BLOCK_N: int  # keys of a tile
+    STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # padded to 64 or 128
+    BLOCK_DV: int
+    BLOCK_B: int  # batch, padded to a power of two
+    PACK: int  # query heads that share a key head: row = position * PACK + head
+    ROWS: int  # rows of a tile in use, at most 64: a multiple of PACK
+    PAGE_SIZE: int  # 0: keys are not paged
+    BOX_ROWS: int  # of one TMA copy: no more than a page has
+    BOX_WIDTH: int
+    HAS_LENGTHS: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_SINKS: bool
+    MERGE_ROWS: int
+    MERGE_PIECES: int  # held at a time by a merging program
+
+    @property
+    def PAGES(self) -> int:
+        """Boxes of a tile along its keys."""
+        return self.BLOCK_N // self.BOX_ROWS
+
+    @property
+    def PARTS(self) -> int:
+        """Boxes of a tile of keys along its columns."""
+        return self.BLOCK_D // self.BOX_WIDTH
+
+    @property
+    def PARTS_V(self) -> int:
+        return self.BLOCK_DV // self.BOX_WIDTH
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start; the producers' two warps count as a warpgroup."""
+        total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS
+        return total // (self.WARPGROUPS + 1) // 8 * 8
+
+
+class DecodeSizes(NamedTuple):
+    """Integers of a decoding call that change from call to call."""
+
+    batch: Any
+    num_heads: Any
+    seqlen_q: Any
+    seqlen_k: Any  # the most that a sequence may have
+    segments: Any  # of each sequence: key heads times row tiles
+    row_tiles: Any
+    workers: Any
+    window_left: Any
+    window_right: Any
+    stride_q_batch: Any
+    stride_q_row: Any
+    stride_q_head: Any
+    stride_slopes: Any  # 0 where one row of ALiBi slopes serves every sequence
+    stride_page_table: Any
+    rows_k: Any  # rows from one sequence, or page, to the next
+    rows_v: Any

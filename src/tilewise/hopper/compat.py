@@ -43,6 +43,15 @@ else:
         return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
+@gluon.jit
+def as_boxes(tiles, COUNT: gl.constexpr, desc):
+    """Tiles [n, rows, columns] as boxes of a TMA descriptor: by tile, then by columns, then by rows.
+
+    So they lie in swizzled shared memory, where up to 64 columns of 16 bits make a block of their own.
+    """
+    return as_blocks(tiles, COUNT, desc)
+
+
 if hasattr(tma, "async_atomic_add"):
     add_tile = tma.async_atomic_add
 else:
@@ -63,18 +72,37 @@ def wait_for_writes():
     )
 
 
+@gluon.jit
+def start_next_kernel():
+    """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    """Wait until the stream's previous kernel has ended and what it wrote can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 __all__ = [
     "TensorDescriptor",
     "add_tile",
     "aggregate",
     "as_block",
     "as_blocks",
+    "as_boxes",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
+    "start_next_kernel",
     "store_tile",
+    "wait_for_previous_kernel",
     "wait_for_stores",
     "wait_for_writes",
     "warpgroup_mma",

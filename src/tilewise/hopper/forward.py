@@ -28,10 +28,10 @@ from tilewise.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
-from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, receive, send
-from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
+from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
+from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, partial_sums, softcapped
 
 UNSPECIALIZED = [
     *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
@@ -62,14 +62,16 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
+    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 1] int32, handed back: slots of work that failed
     smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, work, smem_o):
+    def __init__(self, q, k, v, work, failures, smem_o):
         self.q = q
         self.k = k
         self.v = v
         self.work = work
+        self.failures = failures
         self.smem_o = smem_o
 
 
@@ -83,16 +85,18 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
     else:
         num_work = sizes.num_tiles * sizes.num_slots
     index = gl.program_id(0)
+    older, newer = 0 * index - 1, 0 * index - 1  # works of the two turns before this one; -1: did not fail
     use = 0  # of the K and V rings
     turn = 0  # tiles of queries so far
-    while index < num_work:
-        work = locate(index, sizes, packing, cfg)
+    current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
+    while current >= 0:
+        work = locate(current, sizes, packing, cfg)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         j = tiles.end - 1
         k_coords = key_coords(work, j, head_k, cfg)
         rings.k.load(use, k_desc, k_coords, cfg.PARTS)
-        send(rings.work, turn, work)
+        send(rings.work, turn, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
@@ -104,14 +108,45 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
             rings.k.load(use + 1, k_desc, k_coords, cfg.PARTS)
             rings.v.load(use, v_desc, v_coords, 1)
             use += 1
-        ticket = draw(counter)  # as late as possible, but answered while V waits for its slot
+        ticket = draw(counter, is_exact == 0)  # as late as possible, but answered while V waits for its slot
         rings.v.load(use, v_desc, k_coords, 1)
         use += 1
         turn += 1
-        index = drawn(ticket)
+        older = gl.where(current == newer, -1, newer)
+        newer = gl.where(is_exact == 0, current, -1)
+        index = gl.where(is_exact == 0, drawn(ticket), index)
+        current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
     nothing = 0 * index
     send(rings.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
     leave(counter)
+
+
+@gluon.jit
+def choose(older, newer, index, num_work, rings, turn, cfg: gl.constexpr):
+    """(the work of this turn, is_exact): again, exactly, what failed two turns ago; new work; -1 at the end.
+
+    At the end the last turn's outcome is waited for as well.
+    """
+    is_exact = has_failed(older, rings, turn, cfg)
+    current = gl.where(is_exact > 0, older, index)
+    if current >= num_work:
+        is_exact = has_failed(newer, rings, turn + 1, cfg)
+        current = gl.where(is_exact > 0, newer, -1)
+    return current, is_exact
+
+
+@gluon.jit
+def has_failed(index, rings, turn, cfg: gl.constexpr):
+    """1 if a work that the slot of `turn` last held has failed for some warpgroup, else 0."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    result = 0 * index
+    if index >= 0:
+        rings.work.acquire(turn)
+        for w in gl.static_range(WARPGROUPS):
+            outcome = rings.failures.index(turn % 2 * WARPGROUPS + w).load(layout)
+            result = gl.maximum(result, gl.sum(outcome, 0))
+    return result
 
 
 @gluon.jit
@@ -142,15 +177,29 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
-    """Softmax of one finished tile of scores: (p as operand, m, l, alpha). Only edge tiles are masked."""
+def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
+
+    out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
+    seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
+    overflows, hence while l <= LARGEST_SUM. Otherwise the tile of queries has failed, and is done again with
+    is_exact, where m is the running maximum.
+    """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    if (j < tiles.plain_begin) | (j >= tiles.plain_end):
-        s = hide(s, j, row, work, sizes, cfg)
-    p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
+    is_steady = (j >= tiles.plain_begin) & (j < tiles.steady_end) & (is_exact == 0)
+    alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    if is_steady:
+        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        l = l + partial_sums(p)
+    else:
+        if (j < tiles.plain_begin) | (j >= tiles.plain_end):  # only edge tiles are masked
+            s = hide(s, j, row, work, sizes, cfg)
+        is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
+        l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
+        p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p, m, l, alpha
+    return p, m, l, alpha, is_steady
 
 
 @gluon.jit
@@ -189,7 +238,7 @@ def mma_role(
     dtype: gl.constexpr = o_desc.dtype
     use = 0  # of the K and V rings
     turn = 0
-    work = receive(rings.work, turn)
+    work, is_exact = peek(rings.work, turn)
     while work.row >= 0:
         row = work.row + W * ROWS
         block = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
@@ -205,37 +254,46 @@ def mma_role(
             wait_for_stores(0)  # the previous tile's O has left shared memory
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
-        l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
-        p, m, l, _ = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+        p, m, l, _, _ = weigh(s, m, l, j, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
             s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
             acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
             s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             rings.k.release(use + 1)
-            p_next, m, l, alpha = weigh(s, m, l, j, row, tiles, work, sizes, factors, dtype, cfg)
+            p_next, m, l, alpha, is_steady = weigh(
+                s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype, cfg
+            )
             acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
             rings.v.release(use)
-            acc = rescaled(acc, alpha, cfg)
+            if not is_steady:
+                acc = rescaled(acc, alpha, cfg)
             p = p_next
             use += 1
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
-        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        has_failed = (is_exact == 0) & (gl.max(gl.where(l <= cfg.LARGEST_SUM, 0, 1).reshape([256]), 0) > 0)
+        if not has_failed:
+            smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+            store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
+        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + has_failed.to(gl.int32)
+        rings.failures.index(turn % 2 * WARPGROUPS + W).store(outcome)
+        rings.work.release(turn)
         turn += 1
-        work = receive(rings.work, turn)
+        work, is_exact = peek(rings.work, turn)
     wait_for_stores(0)
 
 
 @gluon.jit
 def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
+    l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
     head = work.head + rows % cfg.PACK
@@ -279,7 +337,8 @@ def attn_fwd_kernel(
     k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
-    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
+    failures = gl.allocate_shared_memory(gl.int32, [2 * N, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
     if N == 2:
         gl.warp_specialize(
             [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
+from tilewise.hopper import decode_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
@@ -24,6 +25,8 @@ LOG2_E = math.log2(math.e)
 
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
 SECTION_BYTES = 16 << 20
+
+NARROW_WINDOW = 256  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
@@ -59,17 +62,22 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
+    if _has_cache(problem):
+        return decode_launch.supports(problem)
     lacking = {
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
         "ALiBi slopes": problem.has_alibi,
         "dropout": problem.dropout_p > 0,
-        "caches": problem.is_cached or problem.is_paged,
     }
     for feature, is_present in lacking.items():
         if is_present:
             return f"does not take {feature}"
     return None
+
+
+def _has_cache(problem: AttentionProblem) -> bool:
+    return problem.is_cached or problem.is_paged
 
 
 def backward(
@@ -85,6 +93,8 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if config is None and (_has_cache(problem) or decode_launch.is_faster(problem)):
+        return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
     query, key, value = (tma_ready(t) for t in inputs[:3])
     rows = query.shape[:-2]
@@ -162,15 +172,15 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *sizes,
-        *_factors(problem),
+        *factors(problem),
         cfg,
     )
     programs = min(num_sms(query.device.index), bound * num_slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
-def _factors(problem: AttentionProblem) -> tuple[float, float, float]:
-    """The kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
+def factors(problem: AttentionProblem) -> tuple[float, float, float]:
+    """A kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
     if problem.softcap > 0:
         return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap
     return problem.scale * LOG2_E, 0.0, 0.0
@@ -187,32 +197,36 @@ def _section(num_keys: int, fitting: int) -> int:
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
+    left, right = visibility.left, visibility.right
+    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     parts = -(-problem.head_dim // width)
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    is_short = visibility.right is not None and problem.seqlen_k <= 2048
+    is_short = problem.seqlen_k <= (1024 if right is None else 2048)
     if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
-        tile = (128, 2, 4, 240) if is_short else (128, 3, 6, 160)
+        tile = (128, 2, 4, 240) if is_short and not is_narrow else (128, 3, 6, 160)
     elif (
         block_dv <= 128
     ):  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
         tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
     else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
         tile = (64, 2, 2, 240)
+    halves = 2 if is_narrow and tile[0] == 128 else 1  # tiles of 64 keys hold fewer that a window hides
     return ForwardConfig(
-        BLOCK_N=tile[0],
+        BLOCK_N=tile[0] // halves,
         WARPGROUPS=tile[1],
-        STAGES=2,
+        STAGES=2 * halves,
         Q_SLOTS=tile[2],
         CONSUMER_REGISTERS=tile[3],
         PRODUCER_REGISTERS=24,
         PARTS=parts,
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
+        LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
     )
@@ -254,11 +268,12 @@ def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -
     else:
         shape = list(t.shape)
         block_shape = [1, *block]
-    return TensorDescriptor(t, shape, strides, block_shape, _shared_layout(tuple(block_shape), t.dtype))
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
 
 
 @functools.cache
-def _shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Swizzled shared memory of a TMA descriptor's block."""
     from tilewise.hopper.compat import gl
 
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]

@@ -24,3 +24,15 @@ def operand_layout(num_columns):
 def row_layout(num_columns):
     """Of one value a row."""
     return gl.SliceLayout(1, accumulator_layout(num_columns))
+
+
+@gluon.constexpr_function
+def partial_layout():
+    """Of [64, 4] values: each row has one in each of the four threads that share it."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )

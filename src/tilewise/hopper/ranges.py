@@ -5,19 +5,24 @@ from tilewise.hopper.compat import aggregate, gl, gluon
 
 @aggregate
 class KeyTiles:
-    """Key tiles [begin, end) of some query rows; those in [plain_begin, plain_end) need no mask."""
+    """Key tiles [begin, end) of some query rows; those in [plain_begin, plain_end) need no mask.
+
+    When the tiles from steady_end on have been visited, each row has seen a key.
+    """
 
     begin: gl.tensor
     end: gl.tensor
     plain_begin: gl.tensor
     plain_end: gl.tensor
+    steady_end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, begin, end, plain_begin, plain_end):
+    def __init__(self, begin, end, plain_begin, plain_end, steady_end):
         self.begin = begin
         self.end = end
         self.plain_begin = plain_begin
         self.plain_end = plain_end
+        self.steady_end = steady_end
 
 
 @gluon.jit
@@ -37,7 +42,10 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
     plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
-    return KeyTiles(begin, end, plain_begin, plain_end)
+    edge = plain_end * cfg.BLOCK_N  # the first key past the plain tiles
+    is_seen = (plain_first <= edge) & (edge <= plain_last)  # by all rows
+    steady_end = gl.where(is_seen | (plain_end >= end), plain_end, plain_end - 1)
+    return KeyTiles(begin, end, plain_begin, plain_end, steady_end)
 
 
 @gluon.jit

@@ -137,10 +137,10 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter):
+def draw(counter, is_wanted=True):
     """Ask for the next tile that nobody has taken. The answer is not waited for: see `drawn`."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem="relaxed")
 
 
 @gluon.jit
@@ -166,8 +166,8 @@ def make_work_ring(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def send(ring, use, work):
-    """The load role hands a Work to the other roles."""
+def send(ring, use, work, is_exact=0):
+    """The load role hands a Work to the other roles; is_exact is for `forward.weigh`."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     ring.acquire(use)
     field = gl.arange(0, 8, layout)
@@ -177,6 +177,7 @@ def send(ring, use, work):
     message = gl.where(field == 4, work.seqlen_q, message)
     message = gl.where(field == 5, work.start_k, message)
     message = gl.where(field == 6, work.seqlen_k, message)
+    message = gl.where(field == 7, is_exact, message)
     ring.part(use, 0).store(message)
     ring.publish(use)
 
@@ -184,12 +185,19 @@ def send(ring, use, work):
 @gluon.jit
 def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
     """The Work of a use, from the load role."""
+    work, _ = peek(ring, use, NUM_WARPS)
+    ring.release(use)
+    return work
+
+
+@gluon.jit
+def peek(ring, use, NUM_WARPS: gl.constexpr = 4):
+    """(Work, is_exact) of a use that is to be released later."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
     ring.wait(use)
     message = ring.part(use, 0).load(layout)
-    ring.release(use)
     field = gl.arange(0, 8, layout)
-    return Work(
+    work = Work(
         gl.sum(gl.where(field == 0, message, 0), 0),
         gl.sum(gl.where(field == 1, message, 0), 0),
         gl.sum(gl.where(field == 2, message, 0), 0),
@@ -198,3 +206,4 @@ def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
         gl.sum(gl.where(field == 5, message, 0), 0),
         gl.sum(gl.where(field == 6, message, 0), 0),
     )
+    return work, gl.sum(gl.where(field == 7, message, 0), 0)

@@ -1,6 +1,7 @@
 """Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
+from tilewise.hopper.layouts import partial_layout
 
 
 @gluon.jit
@@ -40,14 +41,22 @@ def finite_or_zero(m):
 
 
 @gluon.jit
+def partial_sums(p):
+    """[64, 4] sums of a tile's rows, each over the columns of one thread."""
+    sums = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, partial_layout(), assert_trivial=True)
+
+
+@gluon.jit
 def online_softmax(s, m, l, scale_log2e):
     """(p, m, l, alpha) after one more tile of scores.
 
-    m is the running maximum in units of log2, l the running sum of p = exp2(s * scale - m), and alpha what
-    earlier sums must be multiplied by: exp2(m_before - m).
+    m is the running maximum in units of log2, l the running `partial_sums` of p = exp2(s * scale - m), and
+    alpha what earlier sums must be multiplied by: exp2(m_before - m).
     """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
     p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]
-    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
+    return p, m_new, l + partial_sums(p), alpha

@@ -22,6 +22,18 @@ class Rows(NamedTuple):
     stride_head: int
 
 
+class Source(NamedTuple):
+    """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
+
+    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, for a tile's first part and its second; None
+    where addresses serve. Built inside a kernel, since a kernel takes no descriptors inside of tuples.
+    """
+
+    rows: Rows
+    desc: Any
+    desc_rest: Any
+
+
 class ScoreTensor(NamedTuple):
     """A tensor that broadcasts to the score matrix; a stride of 0 is a broadcast dimension."""
 
@@ -90,15 +102,22 @@ class Factors(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Columns:
+    """A head's DIM columns as powers of two: FIRST, and REST more unless that is 0. 192 = 128 + 64."""
+
+    DIM: int
+    FIRST: int
+    REST: int
+
+
+@dataclass(frozen=True)
 class KernelConfig:
-    """Compile-time choices of one kernel. BLOCK_D and BLOCK_DV are head sizes padded to a power of two."""
+    """Compile-time choices of one kernel."""
 
     BLOCK_M: int
     BLOCK_N: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int
-    BLOCK_DV: int
+    QK: Columns  # of query and key
+    V: Columns
     GROUP_SIZE: int  # query heads that share one key head
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool

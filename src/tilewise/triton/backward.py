@@ -4,7 +4,7 @@
     p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
     dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
     dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
-    dbias += ds, summed where bias is broadcast             attn_bwd_dbias_kernel: a bias tile
+    dbias += ds, summed where bias is broadcast             see `backward_bias`
 
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
 """
@@ -14,28 +14,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
+from tilewise.triton.arguments import Extras, Place, Sizes, Source
 from tilewise.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
     edge_tile,
     exponentials,
-    keep_entries,
     keep_tile,
     key_regions,
-    load_keys,
+    load_scores,
     load_stat,
-    load_tile,
     packed_tile,
     padded_stat_start,
     program_tile,
     query_regions,
     query_tile,
-    row_base,
     scores_log2,
     sequence_rows,
     stat_start,
+)
+from tilewise.triton.tiles import (
+    add_weighted_rows,
+    dot_rows,
+    load_keys,
+    load_source,
+    load_tile,
+    row_base,
+    scaled_tile,
     store_tile,
+    zero_tile,
 )
 
 
@@ -50,6 +57,7 @@ def attn_bwd_prepare_kernel(
 
     lse_log2 is such that exp2(s - lse_log2) is 0 in rows that see nothing and in padding.
     """
+    V: tl.constexpr = cfg.V
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
@@ -71,9 +79,11 @@ def attn_bwd_prepare_kernel(
     for i0 in range(tile * STAT_BLOCK, (tile + 1) * STAT_BLOCK, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
         exists = i < seqlen_q
-        o_tile = load_tile(out, o_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
-        do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
-        delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+        o_tile = load_tile(out, o_base, i0, seqlen_q, BLOCK_M, V, True)
+        do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, V, True)
+        delta = tl.sum(o_tile[0].to(tl.float32) * do_tile[0].to(tl.float32), 1)
+        if V.REST > 0:
+            delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
         if dlse_ptr is not None:
             delta -= tl.load(dlse_ptr + first + i, mask=exists, other=0.0)
         lse_log2 = tl.load(lse_ptr + first + i, mask=exists, other=float("inf")) * LOG2E
@@ -90,7 +100,8 @@ def attn_bwd_prepare_kernel(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -99,14 +110,16 @@ def attn_bwd_dkdv_kernel(
 
     A gradient that is None is left out: wide heads take one at a time, in tiles twice as large.
     """
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    q = Source(q, desc_q, desc_q_rest)
+    do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    BLOCK_D: tl.constexpr = cfg.BLOCK_D
-    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
     tile, slot = program_tile(sizes, False)
     kv_head = slot % num_kv_heads
@@ -120,10 +133,10 @@ def attn_bwd_dkdv_kernel(
 
     k_base = row_base(k, b, kv_head, k_start)
     v_base = row_base(v, b, kv_head, k_start)
-    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM, BLOCK_D, True)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, cfg.HEAD_DIM_V, BLOCK_DV, True)
-    dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv_acc = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, QK, True)  # [BLOCK_N, head_dim]
+    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, V, True)
+    dk_acc = zero_tile(BLOCK_N, QK)
+    dv_acc = zero_tile(BLOCK_N, V)
     for member in range(cfg.GROUP_SIZE):
         h = kv_head * cfg.GROUP_SIZE + member
         place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
@@ -142,10 +155,10 @@ def attn_bwd_dkdv_kernel(
             )  # fmt: skip
     if dk is not None:
         dk_base = row_base(dk, b, kv_head, k_start)
-        store_tile(dk, dk_base, j0, seqlen_k, dk_acc * factors.scale, BLOCK_N, cfg.HEAD_DIM, BLOCK_D)
+        store_tile(dk, dk_base, j0, seqlen_k, scaled_tile(dk_acc, factors.scale), BLOCK_N, QK)
     if dv is not None:
         dv_base = row_base(dv, b, kv_head, k_start)
-        store_tile(dv, dv_base, j0, seqlen_k, dv_acc * factors.keep, BLOCK_N, cfg.HEAD_DIM_V, BLOCK_DV)
+        store_tile(dv, dv_base, j0, seqlen_k, scaled_tile(dv_acc, factors.keep), BLOCK_N, V)
 
 
 @triton.jit
@@ -158,25 +171,27 @@ def dkdv_step(
 
     Rows beyond seqlen_q have q = do = 0 and lse = inf, so p = 0; columns beyond seqlen_k are never stored.
     """
-    q_base = row_base(q, place.b, place.h, q_start)
-    do_base = row_base(do, place.b, place.h, q_start)
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_tile(q, q_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
+    q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, lse_log2[None, :], factors, cfg)
-    do_tile = load_tile(do, do_base, i0, place.seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
+    do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
     if extras.dropout_seed is not None:
         keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
         kept = tl.where(keep, p, 0.0)
     if HAS_DK:
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=cfg.PRECISION)
+        dp = dot_rows(v_tile, do_tile, cfg)
     if HAS_DV:
-        dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=cfg.PRECISION)
+        dv_acc = add_weighted_rows(dv_acc, kept, do_tile, cfg)
     if HAS_DK:
         if extras.dropout_seed is not None:
             dp = tl.where(keep, dp * factors.keep, 0.0)
@@ -184,25 +199,29 @@ def dkdv_step(
         ds = p * (dp - delta[None, :])
         if cfg.HAS_SOFTCAP:
             ds = ds * (1.0 - t * t)
-        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=cfg.PRECISION)
+        dk_acc = add_weighted_rows(dk_acc, ds, q_tile, cfg)
     return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    q, k, v, do, dq, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dq of one head."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    k = Source(k, desc_k, desc_k_rest)
+    v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_D: tl.constexpr = cfg.BLOCK_D
     i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
     if i0 >= place.seqlen_q:
         return
@@ -210,11 +229,11 @@ def attn_bwd_dq_kernel(
     q_base = row_base(q, place.b, place.h, q_start)
     do_base = row_base(do, place.b, place.h, q_start)
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, cfg.HEAD_DIM, BLOCK_D, True)
-    do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
+    do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, V, True)
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
-    dq_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    dq_acc = zero_tile(BLOCK_M, QK)
     i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
     for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
@@ -228,7 +247,7 @@ def attn_bwd_dq_kernel(
             place, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
     dq_base = row_base(dq, place.b, place.h, q_start)
-    store_tile(dq, dq_base, i0, place.seqlen_q, dq_acc * factors.scale, BLOCK_M, cfg.HEAD_DIM, BLOCK_D)
+    store_tile(dq, dq_base, i0, place.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
 
 
 @triton.jit
@@ -237,13 +256,17 @@ def dq_step(
     place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
-    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM, cfg.BLOCK_D, IS_EDGE)
-    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, cfg.HEAD_DIM_V, cfg.BLOCK_DV, IS_EDGE)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
+    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    dp = dot_rows(do_tile, v_tile, cfg)
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, lse_log2[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
@@ -251,116 +274,4 @@ def dq_step(
     ds = p * (dp - delta[:, None])
     if cfg.HAS_SOFTCAP:
         ds = ds * (1.0 - t * t)
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=cfg.PRECISION)
-
-
-@triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
-def attn_bwd_dbias_kernel(
-    q, k, v, do, lse_log2_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
-    bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
-    tiles_m, tiles_n, per_part,
-    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
-):  # fmt: skip
-    """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
-
-    Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
-    its gradient is summed in registers.
-    """
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
-    )  # fmt: skip
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    pid = tl.program_id(0)
-    tile_n = pid % tiles_n
-    tile_m = pid // tiles_n % tiles_m
-    head = pid // (tiles_n * tiles_m)
-    bias_h = head % bias_heads
-    bias_b = head // bias_heads % bias_batch
-    part = head // (bias_heads * bias_batch)
-    iterations = loop_batch * loop_heads * loop_rows * loop_cols
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part * per_part
-    for n in range(first, tl.minimum(first + per_part, iterations)):
-        col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
-        row = tile_m + n // loop_cols % loop_rows
-        rest = n // (loop_cols * loop_rows)
-        h = bias_h + rest % loop_heads
-        b = bias_b + rest // loop_heads
-        acc += dbias_step(
-            q, k, v, do, lse_log2_ptr, delta_ptr, row * cfg.BLOCK_M, col * cfg.BLOCK_N, b, h,
-            ragged, extras, sizes, factors, cfg,
-        )  # fmt: skip
-
-    i = (tile_m * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M))[:, None]
-    c = (tile_n * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N))[None, :]
-    if ROWS_BROADCAST:
-        acc = tl.sum(acc, 0, keep_dims=True)
-        i = tl.zeros((1, 1), tl.int32)
-    if COLS_BROADCAST:
-        acc = tl.sum(acc, 1, keep_dims=True)
-        c = tl.zeros((1, 1), tl.int32)
-    plane = (part * bias_batch + bias_b) * bias_heads + bias_h
-    rows = plane.to(tl.int64) * bias_rows + i
-    exists = (i < bias_rows) & (c < bias_cols)
-    tl.store(dbias_ptr + rows * bias_cols + c, acc, mask=exists)
-
-
-@triton.jit
-def dbias_step(
-    q, k, v, do, lse_log2_ptr, delta_ptr, i0, col0, b, h, ragged, extras, sizes, factors, cfg: tl.constexpr
-):
-    """ds of queries from i0 on against keys in bias columns from col0 on; 0 where no such pair exists."""
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    j0 = (col0 - first_col).to(tl.int32)  # may be negative, and need not be aligned
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-    ds = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
-    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
-    if (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo):
-        kv_head = h // cfg.GROUP_SIZE
-        first_stat = padded_stat_start(b, h, q_start, sizes, ragged)
-        i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
-        j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-        q_tile = load_tile(
-            q, row_base(q, b, h, q_start), i0, seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM, cfg.BLOCK_D, True
-        )
-        do_tile = load_tile(
-            do, row_base(do, b, h, q_start), i0, seqlen_q, cfg.BLOCK_M, cfg.HEAD_DIM_V, cfg.BLOCK_DV, True
-        )
-        k_tile = load_signed(
-            k, row_base(k, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM, cfg.BLOCK_D
-        )
-        v_tile = load_signed(
-            v, row_base(v, b, kv_head, k_start), j0, seqlen_k, cfg.BLOCK_N, cfg.HEAD_DIM_V, cfg.BLOCK_DV
-        )
-        lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
-        delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=cfg.PRECISION)
-        s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True)
-        p = exponentials(s, lse_log2[:, None], factors, cfg)
-        if extras.dropout_seed is not None:
-            if ragged.leftpad_k is None:
-                keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
-            else:
-                keep = keep_entries(i, j, place, extras, sizes)
-            dp = tl.where(keep, dp * factors.keep, 0.0)
-        ds = p * (dp - delta[:, None])
-    return ds
-
-
-@triton.jit
-def load_signed(x, base, first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Like `load_tile` at an edge; rows before the first are zero too."""
-    row = first_row + tl.arange(0, BLOCK)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (row >= 0) & (row < num_rows) & (d < DIM)
-    return tl.load(base + row.to(tl.int64) * x.stride_row + d, mask=mask, other=0.0)
+    return add_weighted_rows(dq_acc, ds, k_tile, cfg)

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from tilewise.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.problem import AttentionProblem, Inputs
-from tilewise.triton.arguments import Extras, Factors, KernelConfig, Ragged, Rows, ScoreTensor, Sizes, Slopes
+from tilewise.triton.arguments import (
+    Columns,
+    Extras,
+    Factors,
+    KernelConfig,
+    Ragged,
+    Rows,
+    ScoreTensor,
+    Sizes,
+    Slopes,
+)
 from tilewise.tuning_table import KernelTile, kernel_tile
 
 # Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
@@ -93,6 +103,11 @@ class Call:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
         return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
+    def descriptors(self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool) -> list[Any]:
+        """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
+        is_possible = has_tma and can_tma(self.problem)
+        return [d for t in tensors for d in (_descriptors(t, num_rows) if is_possible else (None, None))]
+
     def ragged(self) -> Any:
         i = self.inputs
         return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
@@ -144,10 +159,8 @@ class Call:
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            HEAD_DIM=p.head_dim,
-            HEAD_DIM_V=p.head_dim_v,
-            BLOCK_D=_padded(p.head_dim),
-            BLOCK_DV=_padded(p.head_dim_v),
+            QK=columns(p.head_dim),
+            V=columns(p.head_dim_v),
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
@@ -156,17 +169,52 @@ class Call:
         )
 
 
+def can_tma(problem: AttentionProblem) -> bool:
+    """Not where sequences end inside of a tensor: what lies behind them may be NaN."""
+    return not (problem.is_packed or problem.is_cached)
+
+
+def _descriptors(t: Tensor | None, num_rows: int) -> tuple[Any, Any]:
+    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t."""
+    if t is None or not _is_tma_ready(t):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, cut = list(t.shape), columns(t.shape[-1])
+    strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    parts = [
+        TensorDescriptor(t, shape, strides, [1, num_rows, 1, width]) if width else None
+        for width in (cut.FIRST, cut.REST)
+    ]
+    return parts[0], parts[1]
+
+
+def _is_tma_ready(t: Tensor) -> bool:
+    """Hopper and newer; addresses and strides of whole 16 bytes, none of them 0."""
+    if not is_interpreted() and gpu_capability(t.device) < (9, 0):
+        return False
+    size = t.dtype.itemsize
+    strides = [stride * size for n, stride in zip(t.shape[:-1], t.stride()) if n > 1]
+    is_aligned = t.data_ptr() % 16 == 0 and t.shape[-1] * size % 16 == 0
+    return t.numel() > 0 and is_aligned and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
 @functools.lru_cache(maxsize=4096)
 def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile | None:
     """The tuning table's row for a kernel on a device."""
     if is_interpreted():
-        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1)
+        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1, has_tma=True)
     p = problem
-    padded = max(_padded(p.head_dim), _padded(p.head_dim_v))
-    has_tensors = p.mask_shape is not None or p.bias_shape is not None or p.has_alibi
-    has_extras = has_tensors or p.softcap > 0 or p.dropout_p > 0
+    padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
+    extras = "formula" if p.softcap > 0 or p.has_alibi else None
+    if p.mask_shape is not None or p.bias_shape is not None:
+        extras = "tensors"
+    if p.dropout_p > 0:
+        extras = "dropout"
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(kernel, gpu_capability(device), float32_precision, padded, has_extras, p.causal)
+    return kernel_tile(
+        kernel, gpu_capability(device), float32_precision, padded, extras, p.causal, can_tma(p)
+    )
 
 
 @functools.cache
@@ -177,6 +225,25 @@ def gpu_capability(device: torch.device) -> tuple[int, int]:
 
 def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def columns(head_dim: int) -> Columns:
+    """How kernels cut a head: one block of a power of two, or two where that saves 32 columns and more.
+
+    Example:
+        >>> columns(192), columns(112)
+        (Columns(DIM=192, FIRST=128, REST=64), Columns(DIM=112, FIRST=128, REST=0))
+    """
+    padded = _padded(head_dim)
+    half, rest = padded // 2, _padded(head_dim - padded // 2)
+    is_cut = padded > 64 and rest < half
+    return Columns(head_dim, half, rest) if is_cut else Columns(head_dim, padded, 0)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns that a kernel computes for a head: what the tuning table's rows are found by."""
+    cut = columns(head_dim)
+    return cut.FIRST + cut.REST
 
 
 def _canonical_strides(t: Tensor) -> tuple[int, ...]:

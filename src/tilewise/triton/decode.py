@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tilewise.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.triton.primitives import LN2, LOG2E, exponentials, scores_log2
+from tilewise.triton.primitives import LN2, LOG2E, exponentials, load_scores, scores_log2
 
 # ---- the plan: which tiles a worker takes
 
@@ -143,10 +143,16 @@ def decode_step(
             k, key_scale, entry, row, kv_head, mask_n, q, sizes, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM
         )  # [BLOCK_N, BLOCK_REST]
     if cfg.IS_TRANSPOSED:
+        i, j = i[None, :], offs_n[:, None]
+    else:
+        i, j = i[:, None], offs_n[None, :]
+    bias = load_scores(extras.bias, i, j, place, True)
+    mask = load_scores(extras.mask, i, j, place, True)
+    if cfg.IS_TRANSPOSED:
         s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
-        s, _ = scores_log2(s, i[None, :], offs_n[:, None], place, extras, sizes, factors, cfg, True)
+        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = softmax_step(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
@@ -154,7 +160,7 @@ def decode_step(
         s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
-        s, _ = scores_log2(s, i[:, None], offs_n[None, :], place, extras, sizes, factors, cfg, True)
+        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = softmax_step(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
@@ -195,14 +201,15 @@ def attn_decode_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     worker = tl.program_id(0)
+    if cfg.HAS_PDL:  # the kernel before has ended; the merging kernel may start, up to its own wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles, ends = tile_counts(sizes, ragged, cfg)
     total = tl.max(ends, 0)
     share = tl.cdiv(total, sizes.workers)
     unit = worker * share
     end = tl.minimum(unit + share, total)
     offs_m = tl.arange(0, BLOCK_M)
-    if cfg.HAS_PDL:  # the merging kernel may start, up to its gdc_wait
-        tl.extra.cuda.gdc_launch_dependents()
     while unit < end:
         b, first_unit, tiles_b = sequence_at(unit, tiles, ends, cfg)
         k_start, seqlen_kb, lo = sequence_keys(b, sizes, ragged)
@@ -252,8 +259,11 @@ def attn_decode_merge_kernel(
         row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0) // sizes.segments
     segment = tl.program_id(0) % sizes.segments
+    # The first kernel started this one after its own wait, so the lengths are there to be read.
     tiles, ends = tile_counts(sizes, ragged, cfg)
     index = tl.arange(0, cfg.BLOCK_B)
     tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)

@@ -109,6 +109,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTil
     tensors_qkvo = (*call.inputs[:3], call.results.out)
     arguments = (
         *map(call.rows, tensors_qkvo),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         call.results.lse,
         call.ragged(),
         *call.extras(),
@@ -182,7 +183,8 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
 
     call = Call(problem, tensors)
     r, blocks = call.results, call.tiles_q(STAT_ROWS)
-    tile = KernelTile(32 if problem.head_dim_v > 256 else STAT_ROWS, 16, 4, 1)
+    is_wide = problem.head_dim_v * problem.dtype.itemsize > 512  # bytes of a row; 128 of them would spill
+    tile = KernelTile(32 if is_wide else STAT_ROWS, 16, 4, 1)
     arguments = (
         call.rows(r.out),
         call.rows(r.dout),
@@ -202,6 +204,7 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
     num_tiles = call.tiles_k(tile.block_n)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
         *(r.lse_log2, r.delta),
         call.ragged(),
         *call.extras(),
@@ -220,6 +223,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     section = problem.group_size * call.section(call.seqlen_k, 1)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.lse_log2, r.delta),
         call.ragged(),
         *call.extras(),
@@ -230,12 +234,13 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
 
 
 def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums over parts, added in a fixed order."""
+    """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
     bias = inputs.bias
     assert bias is not None
     tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
-    partial = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
+    dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
+    partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
     _run(_dbias_launch, problem, inputs, results._replace(dbias=partial), tile, sizes)
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
@@ -260,7 +265,7 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
 
 
 def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
-    from tilewise.triton.backward import attn_bwd_dbias_kernel
+    from tilewise.triton.backward_bias import attn_bwd_dbias_kernel
 
     call = Call(problem, tensors)
     r = call.results

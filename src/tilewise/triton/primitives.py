@@ -147,89 +147,7 @@ def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
     return lo, tl.minimum(full_lo, full_hi), full_hi, hi
 
 
-# ---- tiles in memory
-
-
-@triton.jit
-def row_base(x, b, h, start):
-    """Pointer to row `start` of one head; every product in 64 bits."""
-    return x.ptr + b.to(tl.int64) * x.stride_batch + start * x.stride_row + h.to(tl.int64) * x.stride_head
-
-
-@triton.jit
-def tile_ptrs(x, base, first_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers [BLOCK, BLOCK_D] to rows from first_row on. Inside a tile, 32-bit offsets are enough."""
-    start = (tl.zeros((), tl.int64) + first_row) * x.stride_row
-    rows = tl.arange(0, BLOCK)[:, None] * x.stride_row
-    return base + start + (rows + tl.arange(0, BLOCK_D)[None, :])
-
-
-@triton.jit
-def tile_mask(first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK, BLOCK_D] or a shape that broadcasts to it: True for the rows and columns that exist."""
-    mask = (first_row + tl.arange(0, BLOCK) < num_rows)[:, None]
-    if DIM < BLOCK_D:
-        mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
-    return mask
-
-
-@triton.jit
-def load_tile(
-    x, base, first_row, num_rows,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
-):  # fmt: skip
-    """Tile [BLOCK, BLOCK_D], zero beyond num_rows and DIM. IS_EDGE=False promises that every row exists."""
-    ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
-    if IS_EDGE:
-        mask = tile_mask(first_row, num_rows, BLOCK, DIM, BLOCK_D)
-        tile = tl.load(ptrs, mask=mask, other=0.0)
-    elif DIM < BLOCK_D:
-        tile = tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < DIM)[None, :], other=0.0)
-    else:
-        tile = tl.load(ptrs)
-    return tile
-
-
-@triton.jit
-def store_tile(
-    x, base, first_row, num_rows, tile, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
-    mask = tile_mask(first_row, num_rows, BLOCK, DIM, BLOCK_D)
-    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_paged(
-    x, base, table, first_row, j0, seqlen_k, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Like `load_tile` at an edge, each row found through its page."""
-    j = j0 + tl.arange(0, BLOCK)
-    row = first_row + j
-    page = tl.load(table + row // PAGE_SIZE, mask=j < seqlen_k, other=0).to(tl.int64)
-    starts = page * x.stride_batch + row % PAGE_SIZE * x.stride_row
-    mask = tile_mask(j0, seqlen_k, BLOCK, DIM, BLOCK_D)
-    return tl.load(base + starts[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_keys(
-    x, j0, k_start, place, ragged, sizes,
-    cfg: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
-):  # fmt: skip
-    """Rows [j0, j0 + BLOCK_N) of key or value [BLOCK_N, BLOCK_D], zero beyond the sequence."""
-    kv_head = place.h // cfg.GROUP_SIZE
-    if cfg.PAGE_SIZE > 0:
-        base = x.ptr + kv_head.to(tl.int64) * x.stride_head
-        table = ragged.page_table + place.b.to(tl.int64) * sizes.stride_page_table
-        tile = load_paged(
-            x, base, table, k_start, j0, place.seqlen_k, cfg.PAGE_SIZE, cfg.BLOCK_N, DIM, BLOCK_D
-        )
-    else:
-        base = row_base(x, place.b, kv_head, k_start)
-        tile = load_tile(x, base, j0, place.seqlen_k, cfg.BLOCK_N, DIM, BLOCK_D, IS_EDGE)
-    return tile
+# ---- row statistics of the backward
 
 
 @triton.jit
@@ -275,11 +193,29 @@ def score_ptrs(x, i, j, place):
 
 
 @triton.jit
-def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr):
+def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
+    """A tile of a score-shaped tensor, zero where it does not exist; a 0 that is not used if x is None.
+
+    To be called before the tile's products, which then hide the time that it takes.
+    """
+    if x is None:
+        return i * 0
+    else:
+        ptrs = score_ptrs(x, i, j, place)
+        if IS_EDGE:
+            exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+            return tl.load(ptrs, mask=exists, other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
     In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
     the key is not visible. IS_EDGE=False promises that lengths and window hide nothing in this tile.
+    `bias` and `mask` are what `load_scores` gives for those of extras.
     """
     t = s
     if cfg.HAS_SOFTCAP:
@@ -289,8 +225,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
         if not cfg.IS_FOLDED:
             s = s * (factors.scale * LOG2E)
     if extras.bias is not None:
-        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
-        s += tl.load(score_ptrs(extras.bias, i, j, place), mask=exists, other=0.0).to(tl.float32) * LOG2E
+        s += bias.to(tl.float32) * LOG2E
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
@@ -302,9 +237,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
             visible = visible & (j <= i + place.offset + sizes.window_right)
         s = tl.where(visible, s, float("-inf"))
     if extras.mask is not None:
-        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
-        allowed = tl.load(score_ptrs(extras.mask, i, j, place), mask=exists, other=0)
-        s = tl.where(allowed != 0, s, float("-inf"))
+        s = tl.where(mask != 0, s, float("-inf"))
     return s, t
 
 

@@ -98,9 +98,9 @@ class DecodeKernel:
                 n = minimum(end - j0, self.block_k)
                 k, v = self.load_keys(head, j0, n, end)
                 for r in loop(0, rows):
-                    self.score_row(self.query_head(head, r), r, k, j0, n)
+                    self.score_row(self.query_head(head, r), r, k, j0, n, (rows, end))
                 for r in loop(0, rows):
-                    self.weigh_row(r, n)
+                    self.weigh_row(head, r, j0, n, (rows, end))
                 for r in loop(0, rows):
                     self.add_values(r, v, n)
             self.store_partial(item, rows)
@@ -139,10 +139,6 @@ class DecodeKernel:
             ("v", self.v, n, config.head_dim_v),
         ):
             rows = head.key_rows(name, j0)
-            for j in loop(0, n):
-                later = rows(minimum(j + AHEAD, end - j0 - 1))
-                for c in range(0, dim, 64 // later.item):
-                    prefetch(later[c])
             if config.is_direct:
                 area = Rows(rows(0), getattr(self.args, f"{name}_n"))
             else:
@@ -150,17 +146,31 @@ class DecodeKernel:
             blocks.append(area)
         return blocks[0], blocks[1]
 
-    def score_row(self, head: Head, r: Value, k: Rows, j0: Value, n: Value) -> None:
+    def fetch(self, head: Head, name: str, r: Value, j: Value, ahead: tuple[Value, Value]) -> None:
+        """Ask for row r's share, of `ahead[0]` rows, of the keys that lie AHEAD of j + [0, lanes)."""
+        rows, end = ahead
+        lanes, dim = self.shape.lanes, self.config.head_dim if name == "k" else self.config.head_dim_v
+        source = head.key_rows(name, 0)
+        share = (lanes + (rows - 1)) // rows
+        for key in loop(share * r, minimum(share * (r + 1), lanes)):
+            later = source(minimum(j + key + AHEAD, end - 1))
+            for c in range(0, dim, 64 // later.item):
+                prefetch(later[c])
+
+    def score_row(
+        self, head: Head, r: Value, k: Rows, j0: Value, n: Value, ahead: tuple[Value, Value]
+    ) -> None:
         """s of row r against one block of keys, and the new maximum."""
         shape = self.shape
         largest = Var(self.m[r, 0].load(shape.lanes))
         for j in loop(0, n, shape.lanes):
+            self.fetch(head, "k", r, j0 + j, ahead)
             s = self.scores(head, r, k, j0, j, n)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
         self.m_new[r, 0].store(largest)
 
-    def weigh_row(self, r: Value, n: Value) -> None:
+    def weigh_row(self, head: Head, r: Value, j0: Value, n: Value, ahead: tuple[Value, Value]) -> None:
         """p = exp(s - m), l and m of row r. (A loop of its own: rows overlap, chains of one row do not.)"""
         shape = self.shape
         m_new = across(self.m_new[r, 0].load(shape.lanes), maximum)
@@ -168,6 +178,7 @@ class DecodeKernel:
         correction = exp(self.m[r, 0].load(shape.lanes) - m_finite, shape.exp_degree)
         l = Var(self.l[r, 0].load(shape.lanes) * correction)
         for j in loop(0, n, shape.lanes):
+            self.fetch(head, "v", r, j0 + j, ahead)
             p = exp(self.p[r, j].load(shape.lanes) - m_finite, shape.exp_degree)
             self.p[r, j].store(p)
             l.set(l + p)

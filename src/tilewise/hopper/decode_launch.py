@@ -1,0 +1,232 @@
+"""Host side of the decoding kernels for Hopper. Nothing here reads a length or a page table."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.hopper.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.problem import AttentionProblem, Inputs
+
+MAX_QUERIES = 16
+MIN_KEYS = 256  # below, other kernels have as much to read as to compute
+MANY_KEYS = 1024
+MAX_HEAD_DIM = 128
+MAX_BATCH = 256
+STAGES = 4  # 4 x 32 KB under way; 6 were slower
+FEW_KEYS = 1 << 17  # of all key heads: so short a line goes faster with 2 stages
+FEWEST_WORKERS = 0.9  # for each multiprocessor
+MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
+USUAL_SMS = 132
+
+_N = len(Inputs._fields)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the decoding kernels serve the problem, of which the other kernels' reasons are known."""
+    if problem.is_packed or not 0 < problem.seqlen_q <= MAX_QUERIES:
+        return f"takes caches for 1 to {MAX_QUERIES} queries a sequence only"
+    if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
+        return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
+    if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
+        return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
+    if problem.page_size is not None and (
+        problem.page_size < 8 or problem.page_size & (problem.page_size - 1)
+    ):
+        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
+    if problem.is_quantized or problem.has_leftpad:
+        return "takes neither 8-bit pages nor left padding"
+    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
+    return "takes neither a mask nor a bias" if has_tensors or problem.dropout_p > 0 else None
+
+
+def is_faster(problem: AttentionProblem) -> bool:
+    """Whether the keys of a problem without a cache are better split, too: few queries, many keys."""
+    return problem.seqlen_k >= MANY_KEYS and supports(problem) is None
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, config: DecodeConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    cfg = config or decode_config(problem)
+    query, key, value = inputs.query, keys_ready(inputs.key), keys_ready(inputs.value)
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
+    workers = _workers(problem, cfg, query.device)
+    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.WARPGROUPS * cfg.ROWS
+    partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
+    sinks, slopes, lengths, table = (
+        None if t is None else t.contiguous()
+        for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
+    )
+    pieces = (partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :])
+    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=pieces)
+    run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=(*pieces, out, lse))
+    return out, lse
+
+
+def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
+    """Of each sequence: key heads times tiles of rows."""
+    return problem.num_kv_heads * row_tiles(problem, cfg)
+
+
+def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
+    return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
+
+
+def keys_ready(t: Tensor) -> Tensor:
+    """t, or a copy if TMA can't address it as rows that are evenly spaced through all sequences or pages."""
+    from tilewise.hopper.launch import tma_ready
+
+    t = tma_ready(t)
+    return t if t.shape[0] == 1 or t.stride(0) % t.stride(1) == 0 else t.contiguous()
+
+
+def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
+    from tilewise.hopper.launch import num_sms
+
+    all_segments = problem.batch * segments(problem, cfg)
+    most = all_segments * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(even_workers(all_segments, num_sms(device.index)), most)
+
+
+@functools.lru_cache(maxsize=4096)
+def even_workers(all_segments: int, sms: int) -> int:
+    """About as many as there are multiprocessors: if it can be, segments a worker or workers a segment.
+
+    Then sequences of one length are cut into the fewest pieces, and some idle multiprocessors don't matter.
+    """
+    even = (n for n in range(sms, 0, -1) if all_segments % n == 0 or n % all_segments == 0)
+    most = next(even)
+    return most if most >= FEWEST_WORKERS * sms else sms
+
+
+def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
+    from tilewise.hopper.decode import attn_decode_kernel
+    from tilewise.hopper.launch import factors
+
+    query, key, value, lengths, table, slopes, partial, partial_lse = tensors
+    arguments = (
+        query,
+        _key_descriptor(key, cfg),
+        _key_descriptor(value, cfg),
+        *(partial, partial_lse, lengths, table, slopes),
+        *_sizes(problem, cfg, workers, query, key, value, table, slopes),
+        *factors(problem),
+        cfg,
+    )
+    return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+
+
+def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
+    from tilewise.hopper.decode import attn_decode_merge_kernel
+
+    _, lengths, sinks, *pieces, out, lse = tensors
+    arguments = (*pieces, out, lse, lengths, sinks, *_sizes(problem, cfg, workers), cfg)
+    programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
+    return Launch(
+        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
+    )
+
+
+def _sizes(
+    problem: AttentionProblem,
+    cfg: DecodeConfig,
+    workers: int,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    table: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> DecodeSizes:
+    visibility = problem.visibility()
+    return DecodeSizes(
+        batch=problem.batch,
+        num_heads=problem.num_heads,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        segments=segments(problem, cfg),
+        row_tiles=row_tiles(problem, cfg),
+        workers=workers,
+        window_left=visibility.left or 0,
+        window_right=visibility.right or 0,
+        stride_q_batch=0 if query is None else query.stride(0),
+        stride_q_row=0 if query is None else query.stride(1),
+        stride_q_head=0 if query is None else query.stride(2),
+        stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
+        stride_page_table=0 if table is None else table.shape[1],
+        rows_k=_rows_per_entry(key),
+        rows_v=_rows_per_entry(value),
+    )
+
+
+def _rows_per_entry(t: Tensor | None) -> int:
+    return 0 if t is None or t.shape[0] == 1 else t.stride(0) // t.stride(1)
+
+
+def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
+    from tilewise.hopper.compat import TensorDescriptor
+    from tilewise.hopper.launch import shared_layout
+
+    assert t is not None
+    _, rows, heads, dim = t.shape
+    row_stride = t.stride(1) if rows > 1 else heads * dim
+    head_stride = t.stride(2) if heads > 1 else dim
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
+    strides = [(1 << 34) - row_stride, row_stride, row_stride, head_stride, 1]
+    block_shape = [1, 1, cfg.BOX_ROWS, 1, cfg.BOX_WIDTH]
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_config(problem: AttentionProblem) -> DecodeConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    visibility = problem.visibility()
+    block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
+    block_n = 128 if block_d == 64 else 64  # 16 KB of K
+    page_size = problem.page_size or 0
+    box_rows = block_n if page_size == 0 else min(page_size, block_n)
+    pack = problem.group_size
+    rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
+    # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
+    segments = problem.batch * problem.num_kv_heads
+    pieces = min(64, _power_of_two(DecodeConfig.WARPGROUPS * (2 + USUAL_SMS // segments)))
+    # where it can be had without spills, room for the merging kernel beside this one, which then starts early
+    is_simple = problem.batch <= 128 and problem.softcap == 0 and not problem.has_alibi
+    registers = (168, 72) if is_simple else (184, 88)
+    return DecodeConfig(
+        BLOCK_N=block_n,
+        STAGES=2 if segments * problem.seqlen_k <= FEW_KEYS else STAGES,
+        CONSUMER_REGISTERS=registers[0],
+        PRODUCER_REGISTERS=registers[1],
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_B=_power_of_two(problem.batch),
+        PACK=pack,
+        ROWS=rows,
+        PAGE_SIZE=page_size,
+        BOX_ROWS=box_rows,
+        BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
+        HAS_LENGTHS=problem.is_cached,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.has_alibi,
+        HAS_SINKS=problem.has_sinks,
+        MERGE_ROWS=max(1, min(4, 32 // pieces)),
+        MERGE_PIECES=pieces,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

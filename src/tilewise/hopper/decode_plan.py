@@ -1,0 +1,139 @@
+"""Who does what when few queries meet many keys: one line of key tiles, of which workers take equal parts.
+
+The rows of a score tile are queries of all heads that share a key head, so that each key is read once. A
+segment is one (sequence, key head, tile of rows); its key tiles stand on the line, segment after segment:
+
+    segment      0               1          2
+    tiles    | . . . . . . . | . . . . | . . . . . . |
+    worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
+
+Each worker has total // workers tiles, the first total % workers of them one more.
+The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
+host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
+"""
+
+from tilewise.hopper.compat import aggregate, gl, gluon
+
+
+@aggregate
+class Line:
+    """Of every sequence its number of keys, tiles of one of its segments, and the end of its last segment."""
+
+    lengths: gl.tensor  # [BLOCK_B]
+    tiles: gl.tensor
+    ends: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, lengths, tiles, ends):
+        self.lengths = lengths
+        self.tiles = tiles
+        self.ends = ends
+
+
+@aggregate
+class Piece:
+    """`count` key tiles from `tile` on, of one segment."""
+
+    batch: gl.tensor
+    segment: gl.tensor  # within its sequence
+    tile: gl.tensor
+    count: gl.tensor
+    row: gl.tensor  # first query
+    kv_head: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, segment, tile, count, row, kv_head, seqlen_q, seqlen_k):
+        self.batch = batch
+        self.segment = segment
+        self.tile = tile
+        self.count = count
+        self.row = row
+        self.kv_head = kv_head
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+
+
+@gluon.constexpr_function
+def batch_layout(block_b, num_warps):
+    """Of one number a sequence: every warp holds all of them, so that no warp waits for another."""
+    return gl.BlockedLayout([max(1, block_b // 32)], [32], [num_warps], [0])
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def first_tile(seqlen_k, sizes, cfg: gl.constexpr):
+    """The first key tile that some query sees."""
+    first = 0 * seqlen_k
+    if cfg.HAS_LEFT:
+        first = gl.maximum(seqlen_k - sizes.seqlen_q - sizes.window_left, 0) // cfg.BLOCK_N
+    return first
+
+
+@gluon.jit
+def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The line of all sequences, for a role of NUM_WARPS warps."""
+    b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
+    exists = b < sizes.batch
+    seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
+    if cfg.HAS_LENGTHS:  # a wrong length must not lead outside of the cache
+        held = gl.load(seqlens_k + b, mask=exists, other=0).to(gl.int32)
+        seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
+    tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
+    tiles = gl.where(seqlen_k > 0, tiles, 0)
+    return Line(seqlen_k, tiles, gl.associative_scan(tiles * sizes.segments, 0, add))
+
+
+@gluon.jit
+def worker_start(worker, total, workers):
+    """The first tile of a worker."""
+    return worker * (total // workers) + gl.minimum(worker, total % workers)
+
+
+@gluon.jit
+def worker_of(unit, total, workers):
+    """The worker that has tile `unit`."""
+    share = total // workers
+    longer = total % workers * (share + 1)  # tiles of workers that have one more
+    rest = total % workers + (unit - longer) // gl.maximum(share, 1)
+    return gl.where(unit < longer, unit // (share + 1), rest)
+
+
+@gluon.jit
+def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """numbers[b]"""
+    index = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
+    return gl.sum(gl.where(index == b, numbers, 0), 0)
+
+
+@gluon.jit
+def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The piece from tile `unit` of the line on, before tile `end`."""
+    is_before = line.ends <= unit
+    b = gl.sum(is_before.to(gl.int32), 0)
+    place = unit - gl.max(gl.where(is_before, line.ends, 0), 0)
+    seqlen_k = number_of(line.lengths, b, cfg, NUM_WARPS)
+    tiles = number_of(line.tiles, b, cfg, NUM_WARPS)
+    segment = place // tiles
+    tile = place % tiles
+    return Piece(
+        b,
+        segment,
+        first_tile(seqlen_k, sizes, cfg) + tile,
+        gl.minimum(tiles - tile, end - unit),
+        segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
+        segment // sizes.row_tiles,
+        sizes.seqlen_q + 0 * b,
+        seqlen_k,
+    )
+
+
+@gluon.jit
+def piece_index(batch, segment, worker, sizes):
+    """Where a piece's results lie: distinct, since of two neighbours one number is larger, none smaller."""
+    return gl.cast(batch, gl.int64) * sizes.segments + segment + worker

@@ -1,0 +1,157 @@
+"""The bias's gradient: ds of `backward`, summed over whatever one entry of the bias serves.
+
+dbias += p * (dp - delta)      attn_bwd_dbias_kernel: a tile of the bias
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.triton.arguments import BiasSizes, Extras, Place, Sizes
+from tilewise.triton.primitives import (
+    exponentials,
+    keep_entries,
+    keep_tile,
+    key_regions,
+    load_scores,
+    load_stat,
+    padded_stat_start,
+    scores_log2,
+    sequence_rows,
+)
+from tilewise.triton.tiles import (
+    dot_rows,
+    load_tile,
+    row_base,
+)
+
+
+@triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
+def attn_bwd_dbias_kernel(
+    q, k, v, do, lse_log2_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
+    tiles_m, tiles_n, per_part,
+    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
+
+    Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
+    its gradient is summed in registers.
+    """
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    pid = tl.program_id(0)
+    tile_n = pid % tiles_n
+    tile_m = pid // tiles_n % tiles_m
+    head = pid // (tiles_n * tiles_m)
+    bias_h = head % bias_heads
+    bias_b = head // bias_heads % bias_batch
+    part = head // (bias_heads * bias_batch)
+    iterations = loop_batch * loop_heads * loop_rows * loop_cols
+
+    # Every round sees the same keys and has the same bias: no branch, so that loads of rounds overlap.
+    IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
+    IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
+    IS_UNIFORM: tl.constexpr = not (ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first = part * per_part
+    last = tl.minimum(first + per_part, iterations)
+    if IS_UNIFORM:
+        i0 = tile_m * BLOCK_M
+        _q, _k, j0, place, is_seen = dbias_place(i0, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg)
+        last = tl.where(is_seen, last, first)
+        shared_bias = dbias_scores(i0, j0, place, extras, cfg)
+    for n in range(first, last):
+        col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
+        row = tile_m + n // loop_cols % loop_rows
+        rest = n // (loop_cols * loop_rows)
+        h = bias_h + rest % loop_heads
+        b = bias_b + rest // loop_heads
+        i0 = row * BLOCK_M
+        q_start, k_start, j0, place, is_seen = dbias_place(i0, col * BLOCK_N, b, h, ragged, sizes, cfg)
+        if IS_UNIFORM:  # at compile time
+            acc += dbias_step(
+                q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
+                ragged, extras, shared_bias, sizes, factors, cfg,
+            )  # fmt: skip
+        elif is_seen:
+            bias_tile = dbias_scores(i0, j0, place, extras, cfg)
+            acc += dbias_step(
+                q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
+                ragged, extras, bias_tile, sizes, factors, cfg,
+            )  # fmt: skip
+
+    i = (tile_m * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M))[:, None]
+    c = (tile_n * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N))[None, :]
+    if ROWS_BROADCAST:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        i = tl.zeros((1, 1), tl.int32)
+    if COLS_BROADCAST:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        c = tl.zeros((1, 1), tl.int32)
+    plane = (part * bias_batch + bias_b) * bias_heads + bias_h
+    rows = plane.to(tl.int64) * bias_rows + i
+    exists = (i < bias_rows) & (c < bias_cols)
+    tl.store(dbias_ptr + rows * bias_cols + c, acc, mask=exists)
+
+
+@triton.jit
+def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
+    """(q_start, k_start, j0, place, whether anything is seen) for queries from i0, bias columns from col0.
+
+    j0 may be negative, and need not be aligned: columns count from before a cache's padding.
+    """
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
+    j0 = (col0 - first_col).to(tl.int32)
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
+    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    return q_start, k_start, j0, place, (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo)
+
+
+@triton.jit
+def dbias_scores(i0, j0, place, extras, cfg: tl.constexpr):
+    """The bias [BLOCK_M, BLOCK_N] of queries from i0 and keys from j0 on."""
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    return load_scores(extras.bias, i, j, place, True)
+
+
+@triton.jit
+def dbias_step(
+    q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
+    ragged, extras, bias, sizes, factors, cfg: tl.constexpr,
+):  # fmt: skip
+    """ds of queries [i0, i0 + BLOCK_M) and keys [j0, j0 + BLOCK_N), 0 where there is no such pair."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    b, h, kv_head = place.b, place.h, place.h // cfg.GROUP_SIZE
+    first_stat = padded_stat_start(b, h, q_start, sizes, ragged)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    q_tile = load_tile(q, row_base(q, b, h, q_start), i0, place.seqlen_q, cfg.BLOCK_M, QK, True)
+    do_tile = load_tile(do, row_base(do, b, h, q_start), i0, place.seqlen_q, cfg.BLOCK_M, V, True)
+    k_tile = load_tile(k, row_base(k, b, kv_head, k_start), j0, place.seqlen_k, cfg.BLOCK_N, QK, True)
+    v_tile = load_tile(v, row_base(v, b, kv_head, k_start), j0, place.seqlen_k, cfg.BLOCK_N, V, True)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
+    delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+    mask = load_scores(extras.mask, i, j, place, True)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    dp = dot_rows(do_tile, v_tile, cfg)
+    s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+    p = exponentials(s, lse_log2[:, None], factors, cfg)
+    if extras.dropout_seed is not None:
+        if ragged.leftpad_k is None:
+            keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+        else:
+            keep = keep_entries(i, j, place, extras, sizes)
+        dp = tl.where(keep, dp * factors.keep, 0.0)
+    return p * (dp - delta[:, None])

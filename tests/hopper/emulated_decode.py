@@ -1,0 +1,109 @@
+"""Check the decoding kernels on the CPU, run by `emulator`: prints one line a case, fails on the first error.
+
+Caches hold NaN wherever no sequence has a token; workers are few, so that pieces end anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import emulator
+import torch
+
+emulator.install()
+emulator.TIMEOUT = 20.0
+
+from tilewise import launch_plan, reference  # noqa: E402
+from tilewise.hopper import decode_launch, launch  # noqa: E402
+from tilewise.problem import Inputs, Options, describe  # noqa: E402
+
+NAN = float("nan")
+LENGTHS = [300, 0, 1, 517, 64]
+# name: queries, heads, key heads, head sizes, page size, workers, options
+CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]] = {
+    "causal": (1, 8, 2, 128, 128, None, 3, {"causal": True}),
+    "many_workers": (1, 2, 1, 128, 128, None, 40, {"causal": True}),
+    "one_sequence": (2, 2, 2, 64, 64, None, 3, {"causal": True}),
+    "one_worker": (4, 2, 2, 64, 64, None, 1, {"causal": True}),
+    "full": (3, 6, 2, 64, 64, None, 5, {}),
+    "odd_sizes": (5, 3, 1, 80, 40, None, 4, {"causal": True}),
+    "two_row_tiles": (16, 12, 2, 64, 64, None, 5, {"causal": True}),
+    "pages_of_16": (2, 4, 2, 128, 128, 16, 4, {"causal": True}),
+    "pages_of_8": (1, 4, 2, 64, 64, 8, 4, {"causal": True}),
+    "pages_of_256": (2, 4, 2, 64, 64, 256, 4, {}),
+    "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
+    "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
+    "softcap": (1, 4, 2, 64, 64, None, 3, {"softcap": 3.0, "causal": True}),
+    "sinks": (2, 4, 2, 64, 64, None, 3, {"sinks": True, "causal": True}),
+    "alibi": (3, 4, 2, 128, 128, None, 3, {"alibi": True, "causal": True}),
+    "alibi_softcap": (3, 4, 1, 64, 64, 64, 3, {"alibi": True, "softcap": 5.0}),
+}
+
+
+def start(launched: launch_plan.Launch) -> None:
+    """In place of a launch on a GPU."""
+    pointers = [emulator.Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
+    emulator.run_grid(launched.kernel, launched.programs, *pointers)
+
+
+def in_pages(t: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
+    pages = t.unflatten(1, (-1, page_size)).flatten(0, 1)
+    pool = torch.full((len(pages) + 1, *pages.shape[1:]), NAN, dtype=t.dtype)
+    pool[table.flatten().long()] = pages
+    return pool
+
+
+def check(name: str) -> float:
+    """Largest error of out and lse relative to their largest value."""
+    queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
+    launch.num_sms = lambda index: workers  # type: ignore[assignment]
+    torch.manual_seed(0)
+    batch, capacity = len(LENGTHS), 768
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    q = torch.randn(batch, queries, heads, dim).bfloat16()
+    k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
+    beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
+    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
+    extras: dict[str, torch.Tensor] = {"seqlens_k": lengths}
+    options = dict(options)
+    if page_size is not None:
+        extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
+        stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
+    own: dict[str, torch.Tensor] = {}
+    if options.pop("sinks", False):
+        own["sinks"] = torch.randn(heads)
+    if options.pop("alibi", False):
+        own["alibi_slopes"] = torch.rand(batch, heads)
+    problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
+    assert decode_launch.supports(problem) is None
+    out, lse = decode_launch.forward(problem, inputs)
+    visibility = problem.visibility()
+    worst = 0.0
+    for b, length in enumerate(LENGTHS):
+        mine = own | {n: t[b : b + 1] for n, t in own.items() if t.ndim == 2}
+        exact_out, exact_lse = reference.attention(
+            q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], softcap=problem.softcap,
+            window=(visibility.left, visibility.right), **mine,
+        )  # fmt: skip
+        assert torch.equal(lse[b : b + 1].isneginf(), exact_lse.isneginf()), name
+        seen = exact_lse.isfinite()
+        for ours, exact in ((out[b : b + 1], exact_out), (lse[b : b + 1][seen], exact_lse[seen])):
+            if exact.numel():
+                worst = max(
+                    worst, ((ours.double() - exact).abs().max() / exact.abs().max().clamp(1e-3)).item()
+                )
+        assert worst == worst, f"{name}: NaN in sequence {b}"
+    return worst
+
+
+def main() -> None:
+    launch_plan.start = start
+    for case in sys.argv[1:] or CASES:
+        error = check(case)
+        print(f"{case}: {error:.1e}", flush=True)
+        assert error < 1e-2, case
+
+
+if __name__ == "__main__":
+    main()

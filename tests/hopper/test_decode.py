@@ -1,0 +1,150 @@
+"""The Hopper decoding kernels against the float64 reference, on a Hopper GPU; skipped without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import KVCache, attention_with_cache, reference
+from tilewise.hopper import decode_launch
+from tilewise.hopper.arguments import DecodeConfig
+from tilewise.problem import Inputs, Options, describe
+from tilewise.testing import compare
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
+
+LENGTHS = [1500, 0, 5000, 1, 257, 64]
+NAN = float("nan")
+
+
+def cached(
+    queries: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    lengths: list[int] = LENGTHS,
+) -> tuple[Inputs, Tensor, Tensor]:
+    """A cache that holds NaN wherever no sequence has a token, and its keys and values."""
+    batch, capacity = len(lengths), -(-max(lengths) // 256) * 256
+    held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, queries, heads[0], dims[0], device="cuda").to(dtype)
+    k, v = (torch.randn(batch, capacity, heads[1], d, device="cuda").to(dtype) for d in dims)
+    beyond = (torch.arange(capacity, device="cuda") >= held[:, None])[..., None, None]
+    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
+    if page_size is None:
+        return Inputs(q, *stored, seqlens_k=held), k, v
+    table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
+    pools = []
+    for t in stored:
+        pages = t.unflatten(1, (-1, page_size)).flatten(0, 1)
+        pool = torch.full_like(torch.cat([pages, pages[:1]]), NAN)
+        pool[table.flatten().long()] = pages
+        pools.append(pool)
+    return Inputs(q, *pools, seqlens_k=held, page_table=table), k, v
+
+
+def check(
+    inputs: Inputs, k: Tensor, v: Tensor, config: dict[str, Any] | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    left, right = options.pop("window", (None, None))
+    problem = describe(inputs, Options(window_left=left, window_right=right, **options))
+    assert decode_launch.supports(problem) is None
+    cfg: DecodeConfig = replace(decode_launch.decode_config(problem), **(config or {}))
+    out, lse = decode_launch.forward(problem, inputs, cfg)
+    assert inputs.seqlens_k is not None
+    for b, length in enumerate(inputs.seqlens_k.tolist()):
+        extras = {n: t for n in ("sinks", "alibi_slopes") if (t := getattr(inputs, n)) is not None}
+        extras = {n: t[b : b + 1] if t.ndim == 2 else t for n, t in extras.items()}
+        own = inputs.query[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]
+        exact, base = (
+            reference.attention(*own, dtype=dtype, window=(left, right), **options, **extras)
+            for dtype in (torch.float64, out.dtype)
+        )
+        assert compare("out", out[b : b + 1], exact[0], base[0]).is_within
+        assert compare("lse", lse[b : b + 1], exact[1], base[1]).is_within
+    return out, lse
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, 16])
+@pytest.mark.parametrize("heads", [(8, 2), (9, 3), (4, 4), (64, 1)], ids=str)
+def test_queries_and_groups(queries: int, heads: tuple[int, int]):
+    check(*cached(queries, heads, (128, 128)), causal=True)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages(page_size: int, dim: int):
+    check(*cached(3, (8, 2), (dim, dim), page_size), causal=True)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 72), (96, 96), (128, 64), (24, 24), (80, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_head_sizes(dims: tuple[int, int], dtype: torch.dtype):
+    check(*cached(2, (6, 2), dims, 16, dtype))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (300, 1)},
+    "causal_window": {"window": (70, 0)},
+    "left_window": {"window": (1000, None)},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "scale": {"scale": 0.3},
+    "sinks": {"causal": True},
+    "alibi": {"causal": True},
+    "everything": {"window": (200, 0), "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_options(case: str, page_size: int | None):
+    inputs, k, v = cached(4, (8, 2), (128, 128), page_size)
+    if case in ("sinks", "everything"):
+        inputs = inputs._replace(sinks=torch.randn(8, device="cuda"))
+    if case in ("alibi", "everything"):
+        inputs = inputs._replace(alibi_slopes=torch.rand(len(LENGTHS), 8, device="cuda"))
+    check(inputs, k, v, **OPTIONS[case])
+
+
+@pytest.mark.parametrize("stages", [2, 6])
+def test_stages(stages: int):
+    check(*cached(3, (8, 2), (128, 128)), {"STAGES": stages}, causal=True)
+
+
+def test_many_sequences():
+    lengths = torch.randint(0, 900, (200,)).tolist()
+    check(*cached(1, (4, 1), (128, 128), lengths=lengths), causal=True)
+
+
+def test_the_same_bits_every_time():
+    inputs, k, v = cached(2, (8, 2), (128, 128), 16)
+    first = check(inputs, k, v, causal=True)
+    problem = describe(inputs, Options(causal=True))
+    for _ in range(20):
+        for a, b in zip(first, decode_launch.forward(problem, inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_graph_replays_with_other_lengths():
+    """Steps of generation, captured once: every replay appends a token and sees one key more."""
+    cache = KVCache(3, 600, 2, 64, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (torch.randn(3, 1, h, 64, device="cuda").bfloat16() for h in (4, 2, 2))
+    cache.append(*(torch.randn(3, 300, 2, 64, device="cuda").bfloat16() for _ in range(2)))
+    attention_with_cache(q, cache, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_with_cache(q, cache, k, v)
+    for step in range(100):
+        k.normal_()
+        v.normal_()
+        graph.replay()
+        length = 302 + step
+        own = cache.key[:, :length], cache.value[:, :length]
+        exact, base = (reference.attention(q, *own, dtype=d)[0] for d in (torch.float64, q.dtype))
+        assert compare("out", out, exact, base).is_within
