@@ -14,7 +14,7 @@ from tilewise.learn.io_model import Shape
 from tilewise.learn.machines import human_bytes
 from tilewise.learn.pipeline import Pipeline
 
-H200 = Path(__file__).parents[2] / "benchmarks/results/h200-headline-quick-2026-11-21.json"
+H200 = Path(__file__).parents[2] / "benchmarks/results/h200-peers-quick-2026-11-21.json"
 
 
 def run(*arguments: str) -> str:
