@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
 SECTION_BYTES = 16 << 20
 
-NARROW_WINDOW = 512  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
+NARROW_WINDOW = 256  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
