@@ -175,7 +175,7 @@ def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def decode_config(problem: AttentionProblem) -> DecodeConfig:
-    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-decode.md."""
     visibility = problem.visibility()
     block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
@@ -187,8 +187,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     segments = problem.batch * problem.num_kv_heads
     pieces = min(64, _power_of_two(DecodeConfig.WARPGROUPS * (2 + USUAL_SMS // segments)))
     # where it can be had without spills, room for the merging kernel beside this one, which then starts early
-    is_simple = problem.batch <= 128 and problem.softcap == 0 and not problem.has_alibi
-    registers = (168, 72) if is_simple else (184, 88)
+    is_simple = problem.seqlen_q == 1 and problem.softcap == 0 and not problem.has_alibi
+    registers = (168, 72) if is_simple and problem.batch <= 128 else (208, 88)
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if segments * problem.seqlen_k <= FEW_KEYS else STAGES,
