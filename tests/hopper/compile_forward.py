@@ -24,6 +24,7 @@ from compile_kernels import Case, CompileOnlyDriver, case_inputs, report
 
 CASES = {
     "d64": Case(64, 64),
+    "d64_long": Case(64, 64, seqlen_q=4096, seqlen_k=4096),
     "d64_causal": Case(64, 64, options={"causal": True}),
     "d64_causal_long": Case(64, 64, options={"causal": True}, seqlen_q=4096, seqlen_k=4096),
     "d80": Case(80, 80),

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
     "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
     "softcap": (1, 4, 2, 64, 64, None, 3, {"softcap": 3.0, "causal": True}),
+    "no_lengths": (2, 4, 2, 64, 64, None, 3, {"dense": True, "causal": True}),
     "sinks": (2, 4, 2, 64, 64, None, 3, {"sinks": True, "causal": True}),
     "alibi": (3, 4, 2, 128, 128, None, 3, {"alibi": True, "causal": True}),
     "alibi_softcap": (3, 4, 1, 64, 64, 64, 3, {"alibi": True, "softcap": 5.0}),
@@ -59,14 +60,16 @@ def check(name: str) -> float:
     queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
     launch.num_sms = lambda index: workers  # type: ignore[assignment]
     torch.manual_seed(0)
-    batch, capacity = len(LENGTHS), 768
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    options = dict(options)
+    is_dense = options.pop("dense", False)
+    capacity = 1100 if is_dense else 768
+    all_lengths = [capacity] * 2 if is_dense else LENGTHS
+    batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16()
     k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
     beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
     stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
-    extras: dict[str, torch.Tensor] = {"seqlens_k": lengths}
-    options = dict(options)
+    extras: dict[str, torch.Tensor] = {} if is_dense else {"seqlens_k": lengths}
     if page_size is not None:
         extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
@@ -76,11 +79,11 @@ def check(name: str) -> float:
     if options.pop("alibi", False):
         own["alibi_slopes"] = torch.rand(batch, heads)
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
-    assert decode_launch.supports(problem) is None
-    out, lse = decode_launch.forward(problem, inputs)
+    assert decode_launch.supports(problem) is None and decode_launch.is_faster(problem) == is_dense
+    out, lse = launch.forward(problem, inputs)
     visibility = problem.visibility()
     worst = 0.0
-    for b, length in enumerate(LENGTHS):
+    for b, length in enumerate(all_lengths):
         mine = own | {n: t[b : b + 1] for n, t in own.items() if t.ndim == 2}
         exact_out, exact_lse = reference.attention(
             q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], softcap=problem.softcap,

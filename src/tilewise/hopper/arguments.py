@@ -56,12 +56,7 @@ class ForwardConfig:
 
         The producer's one warp counts as a warpgroup.
         """
-        return (
-            (self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS)
-            // (self.WARPGROUPS + 1)
-            // 8
-            * 8
-        )
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
 
 
 class Packing(NamedTuple):

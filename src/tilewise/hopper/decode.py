@@ -163,7 +163,8 @@ def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
         is_edge = is_edge | (first < piece.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
     if is_edge:
         s = hide(s, tile, piece.row, piece, sizes, cfg)
-    return online_softmax(s, m, l, scale_log2e)
+    p, m, alpha = online_softmax(s, m, scale_log2e)
+    return p, m, l * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit

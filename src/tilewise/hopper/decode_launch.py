@@ -19,7 +19,6 @@ MAX_HEAD_DIM = 128
 MAX_BATCH = 256
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
 FEW_KEYS = 1 << 17  # of all key heads: so short a line goes faster with 2 stages
-FEWEST_WORKERS = 0.9  # for each multiprocessor
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
 
@@ -92,20 +91,8 @@ def keys_ready(t: Tensor) -> Tensor:
 def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
     from tilewise.hopper.launch import num_sms
 
-    all_segments = problem.batch * segments(problem, cfg)
-    most = all_segments * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(all_segments, num_sms(device.index)), most)
-
-
-@functools.lru_cache(maxsize=4096)
-def even_workers(all_segments: int, sms: int) -> int:
-    """About as many as there are multiprocessors: if it can be, segments a worker or workers a segment.
-
-    Then sequences of one length are cut into the fewest pieces, and some idle multiprocessors don't matter.
-    """
-    even = (n for n in range(sms, 0, -1) if all_segments % n == 0 or n % all_segments == 0)
-    most = next(even)
-    return most if most >= FEWEST_WORKERS * sms else sms
+    most = problem.batch * segments(problem, cfg) * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(num_sms(device.index), most)
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:

@@ -31,7 +31,15 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
-from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, partial_sums, softcapped
+from tilewise.hopper.softmax import (
+    Factors,
+    exp2,
+    finite_or_zero,
+    online_softmax,
+    partial_sums,
+    rescaled_sums,
+    softcapped,
+)
 
 UNSPECIALIZED = [
     *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
@@ -197,7 +205,8 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
             s = hide(s, j, row, work, sizes, cfg)
         is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
         l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
-        p, m, l, alpha = online_softmax(s, m, l, factors.scale_log2e)
+        p, m, alpha = online_softmax(s, m, factors.scale_log2e)
+        l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady
 
@@ -282,7 +291,9 @@ def mma_role(
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
-        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + has_failed.to(gl.int32)
+        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + gl.where(
+            has_failed, 1, 0
+        )
         rings.failures.index(turn % 2 * WARPGROUPS + W).store(outcome)
         rings.work.release(turn)
         turn += 1

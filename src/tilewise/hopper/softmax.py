@@ -48,15 +48,20 @@ def partial_sums(p):
 
 
 @gluon.jit
-def online_softmax(s, m, l, scale_log2e):
-    """(p, m, l, alpha) after one more tile of scores.
+def rescaled_sums(l, alpha):
+    """Each row of [64, 4] partial sums times its alpha."""
+    return l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
 
-    m is the running maximum in units of log2, l the running `partial_sums` of p = exp2(s * scale - m), and
-    alpha what earlier sums must be multiplied by: exp2(m_before - m).
+
+@gluon.jit
+def online_softmax(s, m, scale_log2e):
+    """(p, m, alpha) after one more tile of scores.
+
+    m is the running maximum in units of log2, p = exp2(s * scale - m), and alpha what earlier sums of p must
+    be multiplied by: exp2(m_before - m).
     """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
     p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
-    return p, m_new, l + partial_sums(p), alpha
+    return p, m_new, alpha

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.launch_plan import Launch, Tensors, run
-from tilewise.triton.call import gpu_capability
 
 BLOCK_H = tl.constexpr(16)
 
@@ -71,10 +70,8 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
-        has_pdl := key.is_cuda and gpu_capability(key.device)[0] >= 9,
     )
-    programs = key.shape[:-2].numel() * sum(blocks)
-    return Launch(append_kernel, programs, arguments, 4, 1, launch_pdl=has_pdl)
+    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1)
 
 
 class Heads(NamedTuple):
@@ -105,15 +102,9 @@ def append_kernel(
     q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, cos, sin,
     new_tokens, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_PDL: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage.
-
-    HAS_PDL: start before the kernel before has ended, and let the next one (attention) start likewise.
-    """
-    if HAS_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage."""
     BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + V_BLOCKS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS

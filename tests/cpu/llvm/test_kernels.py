@@ -127,6 +127,14 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
+@pytest.mark.parametrize("dim", [64, 200])
+def test_more_keys_than_are_loaded_at_once(dim):
+    inputs = qkv(1, 300, 1500, 2, 1, dim, torch.bfloat16)
+    options = Options(causal=True, window_left=1300)
+    case = random_cases.Case(0, inputs, options, torch.randn_like(inputs.query), torch.randn(1, 2, 300))
+    assert not random_cases.check(case)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1)])
 def test_any_number_of_threads_gives_the_same_bits(shape, dtype):

@@ -37,7 +37,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-AMX_BLOCK_K = 128  # fewer sums are loaded and stored than with 64; 256 is the same
+AMX_BLOCK_K = (128, 256)  # of head sizes below 128, and above: acc, larger there, comes and goes less often
 INF = math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
@@ -53,9 +53,9 @@ class Shape:
         self.rows = target.rows
         self.vectors = config.vectors
         self.block_q = self.lanes * config.vectors  # queries of a tile
-        self.block_k = AMX_BLOCK_K if config.has_amx else BLOCK_K
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
+        self.block_k = AMX_BLOCK_K[self.pad_v >= 128] if config.has_amx else BLOCK_K
         self.exp_degree = {"f64": 13, "f32": 6}.get(config.kind, 5)
 
     def constant(self, x: float) -> Value:

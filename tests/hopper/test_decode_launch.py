@@ -1,0 +1,43 @@
+"""The host side of the Hopper decoding kernels, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise.hopper import decode_launch
+from tilewise.problem import Inputs, Options, describe
+
+
+def cached(queries: int = 1, heads: int = 4, dim: int = 64, page_size: int | None = None, **extras: Any):
+    q = torch.empty(2, queries, heads, dim, dtype=torch.bfloat16, device="meta")
+    lead = (2, 512) if page_size is None else (1024 // page_size, page_size)
+    k, v = (torch.empty(*lead, 1, dim, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    if page_size is not None:
+        extras["page_table"] = torch.empty(2, 512 // page_size, dtype=torch.int32, device="meta")
+    return describe(Inputs(q, k, v, seqlens_k=lengths, **extras), Options(causal=True))
+
+
+def test_what_is_served():
+    for served in (cached(16), cached(heads=64), cached(page_size=16), cached(dim=128)):
+        assert decode_launch.supports(served) is None
+    leftpad = torch.empty(2, dtype=torch.int32, device="meta")
+    refused = {
+        "1 to 16 queries": cached(17),
+        "head sizes to 128": cached(dim=256),
+        "64 query heads": cached(heads=65),
+        "left padding": cached(leftpad_k=leftpad),
+        "powers of two": cached(page_size=4),
+    }
+    for reason, problem in refused.items():
+        assert reason in (decode_launch.supports(problem) or "")
+
+
+@pytest.mark.parametrize("queries", [1, 4, 16])
+def test_tiles_hold_whole_groups_and_an_even_number_of_slots(queries: int):
+    cfg = decode_launch.decode_config(cached(queries, heads=12))
+    assert cfg.ROWS % cfg.PACK == 0 and cfg.ROWS <= 64
+    assert cfg.STAGES % cfg.WARPGROUPS == 0
