@@ -138,8 +138,20 @@ EXTRAS: Rows = PORTABLE | {
     ],
 }
 
-# Timed with a mask (head size 128) and with a bias (64 and 128).
-HOPPER_TENSORS: Rows = EXTRAS | {
+# Timed at head sizes 64 and 128.
+HOPPER_BIAS: Rows = EXTRAS | {
+    "forward": [
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 64, 4, 2)),
+        *EXTRAS["forward"][2:],
+    ],
+    "dkdv": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dkdv"][1:]],
+    "dq": [(64, KernelTile(64, 64, 4, 3)), (128, KernelTile(64, 64, 4, 2)), *EXTRAS["dq"][2:]],
+    "dbias": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dbias"][1:]],
+}
+
+# Timed at head size 128.
+HOPPER_MASK: Rows = HOPPER_BIAS | {
     "forward": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
@@ -155,11 +167,10 @@ HOPPER_TENSORS: Rows = EXTRAS | {
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
         *EXTRAS["dq"][2:],
     ],
-    "dbias": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dbias"][1:]],
 }
 
 # Timed at head size 128, without other options.
-HOPPER_DROPOUT: Rows = HOPPER_TENSORS | {
+HOPPER_DROPOUT: Rows = HOPPER_MASK | {
     "dkdv": [
         (64, KernelTile(64, 64, 4, 2)),
         (128, KernelTile(32, 64, 4, 2, has_tma=True)),
@@ -223,7 +234,7 @@ def kernel_tile(
 
     `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `extras`: what makes scores more than a product and a mask of positions, so that a tile needs more
-    registers: "formula" for a softcap or ALiBi, "tensors" for a bias or a mask, "dropout".
+    registers: "formula" for a softcap or ALiBi, "mask", "bias", "dropout"; of several, the last of these.
     `can_tma`: sequences fill their tensors, so that TMA may read them.
 
     Example:
@@ -235,8 +246,8 @@ def kernel_tile(
         table = TF32 if float32_precision == "tf32" else FLOAT32
     elif is_hopper:
         plain = HOPPER if can_tma else HOPPER_ADDRESSES
-        optional = {"formula": HOPPER_FORMULA, "tensors": HOPPER_TENSORS, "dropout": HOPPER_DROPOUT}
-        table = plain if extras is None else optional[extras]
+        options = {"mask": HOPPER_MASK, "bias": HOPPER_BIAS, "dropout": HOPPER_DROPOUT}
+        table = ({None: plain, "formula": HOPPER_FORMULA} | options)[extras]
     else:
         table = PORTABLE if extras is None else EXTRAS
     causal = f"{kernel}_causal"

@@ -115,6 +115,7 @@ CASES: dict[str, Any] = {
     "bias_of_queries": lambda: (dense(bias=bias(1, 2, LONG, 1)), Options(causal=True)),
     "bias_scalar": lambda: (dense(batch=2, bias=bias(1, 1, 1, 1)), Options(causal=True)),
     "bias_half": lambda: (dense(bias=bias(1, 1, LONG, LONGER, dtype=torch.bfloat16)), Options()),
+    "bias_half_apart": lambda: (dense(bias=bias(1, 2, LONG, LONGER, dtype=torch.bfloat16)), Options()),
     "sinks": lambda: (dense(LONGER, LONG, sinks=randn(2)), Options(causal=True)),
     "sink_absent": lambda: (dense(sinks=lengths(0, 1).log()), Options()),
     "dropout": lambda: (dense(batch=2, dropout_seed=seed()), Options(dropout_p=0.3)),

@@ -57,7 +57,7 @@ def attn_bwd_dbias_kernel(
     part = head // (bias_heads * bias_batch)
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
 
-    # Every round sees the same keys and has the same bias: no branch, so that loads of rounds overlap.
+    # What is seen is the same for every round, so that rounds need no branch and their loads overlap.
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
     IS_UNIFORM: tl.constexpr = not (ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED)
@@ -65,10 +65,10 @@ def attn_bwd_dbias_kernel(
     first = part * per_part
     last = tl.minimum(first + per_part, iterations)
     if IS_UNIFORM:
-        i0 = tile_m * BLOCK_M
-        _q, _k, j0, place, is_seen = dbias_place(i0, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg)
+        _q, _k, _j0, _place, is_seen = dbias_place(
+            tile_m * BLOCK_M, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg
+        )
         last = tl.where(is_seen, last, first)
-        shared_bias = dbias_scores(i0, j0, place, extras, cfg)
     for n in range(first, last):
         col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
         row = tile_m + n // loop_cols % loop_rows
@@ -77,16 +77,15 @@ def attn_bwd_dbias_kernel(
         b = bias_b + rest // loop_heads
         i0 = row * BLOCK_M
         q_start, k_start, j0, place, is_seen = dbias_place(i0, col * BLOCK_N, b, h, ragged, sizes, cfg)
-        if IS_UNIFORM:  # at compile time
+        if IS_UNIFORM:  # noqa: SIM114 - at compile time, the other one at run time
             acc += dbias_step(
                 q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
-                ragged, extras, shared_bias, sizes, factors, cfg,
+                ragged, extras, sizes, factors, cfg,
             )  # fmt: skip
         elif is_seen:
-            bias_tile = dbias_scores(i0, j0, place, extras, cfg)
             acc += dbias_step(
                 q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
-                ragged, extras, bias_tile, sizes, factors, cfg,
+                ragged, extras, sizes, factors, cfg,
             )  # fmt: skip
 
     i = (tile_m * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M))[:, None]
@@ -100,7 +99,7 @@ def attn_bwd_dbias_kernel(
     plane = (part * bias_batch + bias_b) * bias_heads + bias_h
     rows = plane.to(tl.int64) * bias_rows + i
     exists = (i < bias_rows) & (c < bias_cols)
-    tl.store(dbias_ptr + rows * bias_cols + c, acc, mask=exists)
+    tl.store(dbias_ptr + rows * bias_cols + c, acc.to(dbias_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -118,17 +117,9 @@ def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
 
 
 @triton.jit
-def dbias_scores(i0, j0, place, extras, cfg: tl.constexpr):
-    """The bias [BLOCK_M, BLOCK_N] of queries from i0 and keys from j0 on."""
-    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
-    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    return load_scores(extras.bias, i, j, place, True)
-
-
-@triton.jit
 def dbias_step(
     q, k, v, do, lse_log2_ptr, delta_ptr, i0, j0, q_start, k_start, place,
-    ragged, extras, bias, sizes, factors, cfg: tl.constexpr,
+    ragged, extras, sizes, factors, cfg: tl.constexpr,
 ):  # fmt: skip
     """ds of queries [i0, i0 + BLOCK_M) and keys [j0, j0 + BLOCK_N), 0 where there is no such pair."""
     QK: tl.constexpr = cfg.QK
@@ -143,6 +134,7 @@ def dbias_step(
     v_tile = load_tile(v, row_base(v, b, kv_head, k_start), j0, place.seqlen_k, cfg.BLOCK_N, V, True)
     lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+    bias = load_scores(extras.bias, i, j, place, True)
     mask = load_scores(extras.mask, i, j, place, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)

@@ -207,8 +207,10 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
     p = problem
     padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
     extras = "formula" if p.softcap > 0 or p.has_alibi else None
-    if p.mask_shape is not None or p.bias_shape is not None:
-        extras = "tensors"
+    if p.mask_shape is not None:
+        extras = "mask"
+    if p.bias_shape is not None:
+        extras = "bias"
     if p.dropout_p > 0:
         extras = "dropout"
     float32_precision = p.precision if p.dtype == torch.float32 else None
