@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -213,25 +214,25 @@ def test_opcheck(bhsd):
         t.requires_grad_()
     scalars = (*Options(causal=True, softcap=2.0), None)
     inputs = Inputs(q, k, v, bias=bias, sinks=sinks)
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
+    library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
     out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.tilewise.attention_backward.default, (dout, dlse, out, lse, *inputs, *scalars, True)
     )
     tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks)]
     detached = Inputs(*(None if t is None else t.detach() for t in inputs))
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.tilewise.attention_double_backward.default,
         (tangents, dout, dlse, out, lse, *detached, *scalars),
     )
-    torch.library.opcheck(torch.ops.tilewise.attention_jvp.default, (tangents, out, lse, *detached, *scalars))
+    library.opcheck(torch.ops.tilewise.attention_jvp.default, (tangents, out, lse, *detached, *scalars))
 
 
 def test_opcheck_packed():
     x, cu = torch.randn(9, 2, 4, requires_grad=True), torch.tensor([0, 4, 9])
     inputs = Inputs(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *Options(causal=True), None))
+    library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *Options(causal=True), None))
 
 
 def test_gradients_come_in_the_dtype_of_their_input():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 import tilewise
 from tilewise import reference
@@ -77,9 +78,9 @@ def test_opcheck_and_compile():
     q, k, v = (draw(2, 64, 2, 64, dtype=torch.float32).requires_grad_() for _ in range(3))
     scalars = (*Options(causal=True), None)
     inputs = Inputs(q, k, v)
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
+    library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
     out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.tilewise.attention_backward.default,
         (torch.randn_like(out), None, out, lse, *inputs, *scalars, False),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise import dispatch, ops
@@ -265,14 +265,14 @@ def _stack(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return t.movedim(dim, 0) if dim is not None else t.expand(size, *t.shape)
 
 
-torch.library.register_autograd(
+library.register_autograd(
     "tilewise::attention",
     lambda ctx, dout, dlse: differentiate(torch.ops.tilewise.attention_backward, ctx, dout, dlse),
     setup_context=save,
-    lib=ops.library,
+    lib=ops.operators,
 )
-torch.library.register_autograd(
-    "tilewise::attention_backward", differentiate_twice, setup_context=save_backward, lib=ops.library
+library.register_autograd(
+    "tilewise::attention_backward", differentiate_twice, setup_context=save_backward, lib=ops.operators
 )
 
 
@@ -292,7 +292,7 @@ def _loop_vmap(name: str) -> None:
         outputs = tuple(torch.stack(column) for column in zip(*rows))
         return outputs, (0,) * len(outputs)
 
-    torch.library.register_vmap(f"tilewise::{name}", rule, lib=ops.library)
+    library.register_vmap(f"tilewise::{name}", rule, lib=ops.operators)
 
 
 _loop_vmap("attention_jvp")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from tilewise import dispatch
 from tilewise.cpu import second_order
@@ -37,17 +37,17 @@ _OPTIONS = (
 )
 _N = len(Inputs._fields)
 
-library = torch.library.Library("tilewise", "DEF")
-library.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
-library.define(
+operators = library.Library("tilewise", "DEF")
+operators.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
+operators.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}, "
     "bool bias_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(
+operators.define(
     "attention_double_backward(Tensor?[] tangents, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(
+operators.define(
     f"attention_jvp(Tensor?[] tangents, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
 )
 
@@ -202,5 +202,5 @@ def call(name: str, tensor: Tensor, *arguments: Any) -> Any:
 
 
 for _name, (_kernel, _fake) in _KERNELS.items():
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
+    operators.impl(_name, _kernel, "CompositeExplicitAutograd")
+    library.register_fake(f"tilewise::{_name}", _fake, lib=operators)

@@ -21,7 +21,7 @@ class ForwardConfig:
     PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
     PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
-    LARGEST_SUM: float  # of a row's p, by thread, that no p or O overflows with: see `weigh`
+    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `weigh`
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge

@@ -190,8 +190,8 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
 
     out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
     seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
-    overflows, hence while l <= LARGEST_SUM. Otherwise the tile of queries has failed, and is done again with
-    is_exact, where m is the running maximum.
+    overflows, hence while l <= LARGEST_SUM (and |V| < 2^88 in bfloat16, or O may). Otherwise the tile of
+    queries has failed, and is done again with is_exact, where m is the running maximum.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
