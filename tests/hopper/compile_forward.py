@@ -45,6 +45,7 @@ CASES = {
         kv_heads=2,
     ),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
+    "packed_int64": Case(64, 64, extras=("packed", "int64")),
     "few_queries": Case(128, 128, options={"causal": True}, heads=8, kv_heads=1, seqlen_q=4),
 }
 

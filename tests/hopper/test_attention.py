@@ -115,9 +115,10 @@ def test_grouped_queries(group: int, seqlen_q: int):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 10)}], ids=str)
 def test_packed_sequences(dim: int, options: dict[str, Any]):
+    """Offsets are int64 at head size 64, int32 at the others."""
     lengths = [(5, 5), (300, 300), (1, 700), (64, 64), (129, 128), (0, 10), (700, 333), (17, 0)]
     cu_q, cu_k = (
-        torch.tensor([0, *accumulate(side)], dtype=torch.int32, device="cuda")
+        torch.tensor([0, *accumulate(side)], dtype=torch.int64 if dim == 64 else torch.int32, device="cuda")
         for side in zip(*lengths, strict=True)
     )
     q = torch.randn(int(cu_q[-1]), 4, dim, device="cuda").bfloat16()

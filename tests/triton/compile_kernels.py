@@ -103,7 +103,8 @@ def case_inputs(case: Case) -> Inputs:
     fields: dict[str, torch.Tensor] = {}
     if "packed" in case.extras:
         lead = dict.fromkeys("qkv", (1024,))
-        fields |= {f"cu_seqlens_{n}": make(3, dtype=torch.int32) for n in "qk"}
+        offsets = torch.int64 if "int64" in case.extras else torch.int32
+        fields |= {f"cu_seqlens_{n}": make(3, dtype=offsets) for n in "qk"}
     if "paged" in case.extras:
         lead |= dict.fromkeys("kv", (64, 16))
         fields["page_table"] = make(case.batch, 32, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Which tile of keys is next, which query tiles it visits, what they see (`tilewise.mask`, transposed)."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
-from tilewise.hopper.schedule import Work, find_sequence
+from tilewise.hopper.schedule import Work, packed_sequence
 
 
 @aggregate
@@ -101,14 +101,9 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
     Deterministic and causal: the last come first, because they reach a query tile first.
     """
     if cfg.IS_PACKED:
-        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
-        b = gl.load(packing.order + rank)
-        first = gl.load(packing.first_tile + rank)
-        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
-        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
-        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
-        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
-        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
+            index // sizes.num_slots, sizes.batch, packing
+        )
         rest = index - first * sizes.num_slots
         tile = rest % own_tiles
         if cfg.DESCENDING:

@@ -32,7 +32,7 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
-from tilewise.hopper.schedule import Work, draw, drawn, find_sequence, make_work_ring, receive, send
+from tilewise.hopper.schedule import Work, draw, drawn, make_work_ring, packed_sequence, receive, send
 from tilewise.hopper.softmax import exp2
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -62,14 +62,9 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
     heads = sizes.num_slots * sizes.group_size
     if cfg.IS_PACKED:
-        rank = find_sequence(packing.first_tile, sizes.batch, index // heads)
-        b = gl.load(packing.order + rank)
-        first = gl.load(packing.first_tile + rank)
-        start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
-        start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
-        own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
-        own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
-        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
+            index // heads, sizes.batch, packing
+        )
         rest = index - first * heads
         work = Work(
             (own_tiles - 1 - rest % own_tiles) * 128, rest // own_tiles, b, start_q, own_q, start_k, own_k

@@ -68,6 +68,13 @@ def find_sequence(first_tile, batch, tile):
 
 
 @gluon.jit
+def length_of(cu_seqlens, i, batch):
+    """Length of sequence i, 0 past the last; offsets are int32 or int64."""
+    start = gl.load(cu_seqlens + i, mask=i < batch, other=0).to(gl.int32)
+    return gl.load(cu_seqlens + i + 1, mask=i < batch, other=0).to(gl.int32) - start
+
+
+@gluon.jit
 def order_sequences_kernel(
     cu_seqlens_q,
     cu_seqlens_k,
@@ -83,17 +90,13 @@ def order_sequences_kernel(
     layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
     for i0 in range(0, batch, 128):
         i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
-        length_i = gl.load(cu_seqlens_k + i + 1, mask=i < batch, other=0)
-        length_i = length_i - gl.load(cu_seqlens_k + i, mask=i < batch, other=0)
+        length_i = length_of(cu_seqlens_k, i, batch)
         rank = 0 * i
         first = 0 * i
         for j0 in range(0, batch, 32):
             j = j0 + gl.arange(0, 32, gl.SliceLayout(0, layout))
-            length_j = gl.load(cu_seqlens_k + j + 1, mask=j < batch, other=0)
-            length_j = length_j - gl.load(cu_seqlens_k + j, mask=j < batch, other=0)
-            rows_j = gl.load(cu_seqlens_q + j + 1, mask=j < batch, other=0)
-            rows_j = rows_j - gl.load(cu_seqlens_q + j, mask=j < batch, other=0)
-            tiles_j = (rows_j + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+            length_j = length_of(cu_seqlens_k, j, batch)
+            tiles_j = (length_of(cu_seqlens_q, j, batch) + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
             is_longer = length_j[None, :] > length_i[:, None]
             is_tie = (length_j[None, :] == length_i[:, None]) & (j[None, :] < i[:, None])
             is_before = (is_longer | is_tie) & (j < batch)[None, :]
@@ -102,10 +105,22 @@ def order_sequences_kernel(
         gl.store(order + rank, i, mask=i < batch)
         gl.store(first_tile + rank, first, mask=i < batch)
         # the sequence that comes last also knows the total
-        rows_i = gl.load(cu_seqlens_q + i + 1, mask=i < batch, other=0)
-        rows_i = rows_i - gl.load(cu_seqlens_q + i, mask=i < batch, other=0)
-        total = first + (rows_i + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+        total = first + (length_of(cu_seqlens_q, i, batch) + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
         gl.store(first_tile + batch + 0 * i, total, mask=rank == batch - 1)
+
+
+@gluon.jit
+def packed_sequence(unit, batch, packing):
+    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of a slot's tile `unit`."""
+    rank = find_sequence(packing.first_tile, batch, unit)
+    b = gl.load(packing.order + rank)
+    first = gl.load(packing.first_tile + rank)
+    start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
+    start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
+    own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
+    own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
+    own_tiles = gl.load(packing.first_tile + rank + 1) - first
+    return b, first, own_tiles, start_q, own_q, start_k, own_k
 
 
 @gluon.jit
@@ -113,14 +128,9 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index. Packed: each sequence has its own tiles, and slots are heads."""
     BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
     if cfg.IS_PACKED:
-        rank = find_sequence(packing.first_tile, sizes.batch, index // sizes.num_slots)
-        b = gl.load(packing.order + rank)
-        first = gl.load(packing.first_tile + rank)
-        start_q = gl.load(packing.cu_seqlens_q + b)
-        start_k = gl.load(packing.cu_seqlens_k + b)
-        own_q = gl.load(packing.cu_seqlens_q + b + 1) - start_q
-        own_k = gl.load(packing.cu_seqlens_k + b + 1) - start_k
-        own_tiles = gl.load(packing.first_tile + rank + 1) - first
+        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
+            index // sizes.num_slots, sizes.batch, packing
+        )
         tile, slot = place(
             index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
         )
