@@ -111,7 +111,7 @@ def order_sequences_kernel(
 
 @gluon.jit
 def packed_sequence(unit, batch, packing):
-    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of a slot's tile `unit`."""
+    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `unit`."""
     rank = find_sequence(packing.first_tile, batch, unit)
     b = gl.load(packing.order + rank)
     first = gl.load(packing.first_tile + rank)
