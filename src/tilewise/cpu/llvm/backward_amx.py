@@ -38,9 +38,6 @@ from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
-    key_block_bytes = 1 << 20  # half of a 2 MB L2
-    max_key_block = 512  # 10% faster than 256, because products are faster; 1024 is the same
-
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE

@@ -23,9 +23,8 @@ from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, decode_config, 
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 CPU = torch.device("cpu")
-TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
-WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
+WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_ROWS = 32  # rows of the decode kernel's scratch
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
@@ -321,10 +320,12 @@ _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(facts["most_tiles"], tiles_all, TILE_CACHE // facts["tile_bytes"]))
+    cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
+    tiles = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
     while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
         tiles -= 1
-    return tiles
+    chunks = max(1, -(-tiles_all // tiles))
+    return max(1, -(-tiles_all // chunks))  # of equal size
 
 
 def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

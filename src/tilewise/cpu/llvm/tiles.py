@@ -7,8 +7,10 @@ without a horizontal step; and a mask is a comparison of lanes. Only q enters an
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
@@ -60,6 +62,11 @@ class Shape:
 
     def constant(self, x: float) -> Value:
         return number(x, self.kind, self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Queries of a tile that are computed: block_q, or fewer in a kernel that is `narrowed`."""
+        return self.vectors * self.lanes
 
     def columns(self) -> list[int]:
         """Where each vector of a tile's queries starts."""
@@ -258,6 +265,20 @@ class Head:
         q0 = maximum(0, -self.offset + k0 - self.args.right)
         q1 = minimum(self.seqlen_q, -self.offset + k1 + self.args.left)
         return q0, q1
+
+
+def narrowed(kernel: Any, vectors: int) -> Any:
+    """The same kernel for a tile whose queries fill only its first vectors; areas keep their width."""
+    narrow = copy.copy(kernel)
+    narrow.shape, narrow.scores = copy.copy(kernel.shape), copy.copy(kernel.scores)
+    narrow.shape.vectors, narrow.scores.shape = vectors, narrow.shape
+    return narrow
+
+
+def share_of(part: Value, parts: Value, count: int) -> tuple[Value, Value]:
+    """Where the share of one of so many parts of [0, count) begins and ends."""
+    size = (count + (parts - 1)) // parts
+    return size * part, minimum(size * (part + 1), count)
 
 
 class Scores:
