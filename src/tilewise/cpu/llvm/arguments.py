@@ -16,13 +16,13 @@ POINTERS = (
     *CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn",
     "mask", "bias", "slopes", "sinks", "spans", "page_table",
 )  # fmt: skip
-FLOATS = ("q_factor", "softcap", "scale")
+FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "lse_b", "lse_h", "slopes_b",
-    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys",
+    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "seed", "threshold",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -47,6 +47,7 @@ class Config:
     has_mask: bool = False
     bias_kind: str = ""
     has_dbias: bool = False
+    has_dropout: bool = False
     is_paged: bool = False
     is_direct: bool = False  # decode: read keys where they lie
     has_amx: bool = False  # products in tile registers, from bfloat16

@@ -30,8 +30,6 @@ def supports(problem: AttentionProblem) -> str | None:
     """None if these kernels serve the problem, else the reason why not."""
     if problem.device_type != "cpu":
         return "runs on the CPU only"
-    if problem.dropout_p > 0:
-        return "has no dropout"
     if problem.is_quantized:
         return "has no quantized caches"
     if problem.bias_needs_grad and not _bias_is_full(problem):
@@ -63,6 +61,8 @@ def _forward_plan(problem: AttentionProblem, inputs: Inputs, threads: int) -> Fo
 def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
+        return False
+    if problem.dropout_p > 0:
         return False
     rows = problem.seqlen_q * problem.group_size
     return 0 < rows <= (16 if problem.seqlen_k >= 2048 else 8)
