@@ -125,9 +125,7 @@ class AmxBackwardKernel(BackwardKernel):
         if self.config.has_dbias:
             self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
 
-    def round_weights(
-        self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value
-    ) -> None:
+    def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
         scale = self.args.vector("q_factor", part)
