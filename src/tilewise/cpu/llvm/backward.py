@@ -8,7 +8,7 @@ queries that see it go by, those of every query head that shares the key head:
         for each 64 keys:
             s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
-            (dropout: p_t = 0 from here on, and dp_t = 0 before, where dropped; the others count 1 / keep)
+            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q
         dq of the tile += dq_t, after the previous block of keys has added its own
@@ -42,7 +42,18 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    fma,
+    fold_sums,
+    function,
+    maximum,
+    minimum,
+    select,
+)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -206,18 +217,19 @@ class BackwardKernel:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
         shape = self.shape
         delta = [self.delta[0, c].load(shape.lanes) for c in shape.columns()]
-        dropout = self.dropout and self.dropout.at(shape, head, q0, j0 + j)
+        dropout = self.dropout.at(shape, head, q0, j0 + j) if self.dropout else None
         for r0 in loop(begin, end, shape.rows):
             kept = dropout and dropout.kept(r0, shape.rows)
             v_rows = self.v.at(j + r0, 0)
             dp = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim_v, v_rows, self.do_t)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
-                    p, gradient = self.p_t.at(r0, c)[r, 0].load(shape.lanes), dp[r][v]
+                    p = self.p_t.at(r0, c)[r, 0].load(shape.lanes)
+                    dp_rv: Operand = dp[r][v]
                     if self.dropout and kept:
                         self.p_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
-                        gradient = select(kept[r][v], gradient * self.dropout.inverse_keep, 0.0)
-                    self.ds_t.at(r0, c)[r, 0].store(p * (gradient - delta[v]))
+                        dp_rv = select(kept[r][v], dp_rv * self.dropout.inverse_keep, 0.0)
+                    self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if self.config.has_dbias:
             self.scores.store_gradient(head, self.ds_t, q0, j0 + j, begin, end)
         if self.cap_slope is not None:

@@ -5,7 +5,7 @@ bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, 
 
     q_t, do_t: pairs of q^T, do^T; qs, dos: pairs of q, do    [head_dim / 2, block_q], [block_q / 2, head_dim]
     k, v, k_t: rows of k, v, k^T                              [key_block, head_dim], [head_dim, key_block]
-    for each part:  s_t = k q_t;  dp_t = v do_t                                    [BLOCK_K, 32]
+    for each part:  s_t = k q_t;  dp_t = v do_t (dropout as in `backward.py`)      [BLOCK_K, 32]
                     p, ds = rows of p_t, ds_t                                      [BLOCK_K, block_q]
                     ds_pairs = pairs of ds_t;  dq_t += k_t ds_pairs                [BLOCK_K / 2, block_q]
     dv += p dos;  dk += ds qs
@@ -116,7 +116,7 @@ class AmxBackwardKernel(BackwardKernel):
         shape = self.shape
         self.scores.load(head, q0 + c, j0 + j, b)
         scores = self.scores.at(head, q0 + c, j0 + j)
-        dropout = self.dropout and self.dropout.at(self.part, head, q0 + c, j0 + j)
+        dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)

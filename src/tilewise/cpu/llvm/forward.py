@@ -175,7 +175,7 @@ class ForwardKernel:
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
             correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
-            dropout = self.dropout and self.dropout.at(shape, head, tile.q0, j0)
+            dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
             l = self.weigh(m_finite, dropout, first, n)
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
