@@ -157,7 +157,12 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
     for r in loop(0, n):
         row = target(r)
         for c, width in pieces(0, dim, shape.lanes):
-            row[c].store(src[r, c].load(width))
+            row[c].store(to_stored(src[r, c].load(width), row.kind))
+
+
+def to_stored(x: Operand, kind: str) -> Value:
+    """x in the type that an element stored as `kind` is rounded from."""
+    return as_kind(x, "f64" if kind == "f64" else "f32")
 
 
 def transpose_rows(
@@ -191,10 +196,15 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
 
 
 def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut `width` columns into (first column, chunks, vectors a chunk), chunks of `most` vectors first."""
-    whole, rest = divmod(width // shape.lanes, most)
-    chunks = [(0, whole, most)] if whole else []
-    return chunks + ([(whole * most * shape.lanes, 1, rest)] if rest else [])
+    """Cut `width` columns into (first column, chunks, vectors a chunk), alike in size, of at most `most` vectors.
+
+    One vector left over would wait for its own multiply-adds, so 5 vectors are 3 and 2.
+    """
+    vectors = width // shape.lanes
+    count = -(-vectors // most)
+    small, larger = divmod(vectors, count)
+    chunks = [(0, larger, small + 1), (larger * (small + 1) * shape.lanes, count - larger, small)]
+    return [chunk for chunk in chunks if chunk[1]]
 
 
 class Head:
@@ -321,10 +331,19 @@ class Scores:
         shape, rows, kind = self.shape, self.by_query, self.config.bias_kind
         assert rows is not None
         transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
-        for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
-            row = head.score_row("dbias", kind, q0 + i, j0)
-            for j in loop(begin, end):
-                row[j].store(as_kind(rows[i, j].load(), "f64" if kind == "f64" else "f32"))
+        n = minimum(shape.block_q, head.seqlen_q - q0)
+
+        def target(i: Value) -> Ptr:
+            return head.score_row("dbias", kind, q0 + i, j0)
+
+        with either(end - begin < shape.block_k) as (part, whole):
+            with part:
+                for i in loop(0, n):
+                    row = target(i)
+                    for j in loop(begin, end):
+                        row[j].store(to_stored(rows[i, j].load(), kind))
+            with whole:
+                store_rows(shape, target, rows, n, shape.block_k)
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
