@@ -157,12 +157,13 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
     for r in loop(0, n):
         row = target(r)
         for c, width in pieces(0, dim, shape.lanes):
-            row[c].store(to_stored(src[r, c].load(width), row.kind))
+            row[c].store(src[r, c].load(width))
 
 
-def to_stored(x: Operand, kind: str) -> Value:
-    """x in the type that an element stored as `kind` is rounded from."""
-    return as_kind(x, "f64" if kind == "f64" else "f32")
+def add_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
+    """cell += term, in the type of the term."""
+    total = as_kind(cell.load(lanes), term.kind) + term.load(lanes)
+    cell.store(as_kind(total, "f64" if cell.kind == "f64" else "f32"))
 
 
 def transpose_rows(
@@ -196,7 +197,7 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
 
 
 def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut `width` columns into (first column, chunks, vectors a chunk), alike in size, of at most `most` vectors.
+    """Cut `width` columns into (first column, chunks, vectors a chunk) of like sizes, at most `most` vectors.
 
     One vector left over would wait for its own multiply-adds, so 5 vectors are 3 and 2.
     """
@@ -326,24 +327,21 @@ class Scores:
                     load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
             transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
 
-    def store_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back."""
-        shape, rows, kind = self.shape, self.by_query, self.config.bias_kind
+    def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
+        """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back. Rows of dbias may be one and the same."""
+        shape, rows, kind = self.shape, self.by_query, self.config.dbias_kind
         assert rows is not None
+
         transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
-        n = minimum(shape.block_q, head.seqlen_q - q0)
-
-        def target(i: Value) -> Ptr:
-            return head.score_row("dbias", kind, q0 + i, j0)
-
-        with either(end - begin < shape.block_k) as (part, whole):
-            with part:
-                for i in loop(0, n):
-                    row = target(i)
+        for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
+            row = head.score_row("dbias", kind, q0 + i, j0)
+            with either(end - begin < shape.block_k) as (part, whole):
+                with part:
                     for j in loop(begin, end):
-                        row[j].store(to_stored(rows[i, j].load(), kind))
-            with whole:
-                store_rows(shape, target, rows, n, shape.block_k)
+                        add_at(row[j], rows[i, j], None)
+                with whole:
+                    for c, width in pieces(0, shape.block_k, shape.lanes):
+                        add_at(row[c], rows[i, c], width)
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
