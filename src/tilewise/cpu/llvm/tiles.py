@@ -307,25 +307,39 @@ class Scores:
 
     def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
         """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
-        shape = self.shape
         for name, area in self.areas.items():
             kind = "bool" if name == "mask" else self.config.bias_kind
 
-            def source(i: Value, name: str = name, kind: str = kind) -> Ptr:
+            def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
                 return head.score_row(name, kind, q0 + i, j0)
 
-            rows = self.by_query
-            assert rows is not None
-            n_q = head.seqlen_q - q0
-            with either(n < shape.block_k) as (part, whole):
-                with part:
-                    for i in loop(0, shape.block_q):
-                        row = source(minimum(i, n_q - 1))
-                        for j in loop(0, n):
-                            rows[i, j].store(as_kind(row[j].load(), shape.kind))
-                with whole:
-                    load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
-            transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
+            with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
+                with one_row:
+                    self._spread(area, source(0), n)
+                with own_rows:
+                    self._turn(area, source, head.seqlen_q - q0, n)
+
+    def _spread(self, area: Rows, row: Ptr, n: Value) -> None:
+        """area[j, :] = row[j]: all queries have the same row."""
+        shape = self.shape
+        for j in loop(0, n):
+            x = splat(as_kind(row[j].load(), shape.kind), shape.lanes)
+            for c in shape.columns():
+                area[j, c].store(x)
+
+    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
+        """area[j, i] = source(i)[j]."""
+        shape, rows = self.shape, self.by_query
+        assert rows is not None
+        with either(n < shape.block_k) as (part, whole):
+            with part:
+                for i in loop(0, shape.block_q):
+                    row = source(minimum(i, n_q - 1))
+                    for j in loop(0, n):
+                        rows[i, j].store(as_kind(row[j].load(), shape.kind))
+            with whole:
+                load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
+        transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back. Rows of dbias may be one and the same."""
