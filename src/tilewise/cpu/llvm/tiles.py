@@ -331,15 +331,21 @@ class Scores:
         """area[j, i] = source(i)[j]."""
         shape, rows = self.shape, self.by_query
         assert rows is not None
+        lanes = shape.lanes
         with either(n < shape.block_k) as (part, whole):
             with part:
                 for i in loop(0, shape.block_q):
                     row = source(minimum(i, n_q - 1))
                     for j in loop(0, n):
                         rows[i, j].store(as_kind(row[j].load(), shape.kind))
+                transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
             with whole:
-                load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
-        transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
+                for i in loop(0, shape.block_q, lanes):
+                    first = [source(minimum(i + r, n_q - 1)) for r in range(lanes)]
+                    for j in loop(0, shape.block_k, lanes):
+                        square = transpose([as_kind(row[j].load(lanes), shape.kind) for row in first])
+                        for r, column in enumerate(square):
+                            area.at(j, i)[r, 0].store(column)
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back. Rows of dbias may be one and the same."""
