@@ -1,7 +1,8 @@
 """Backward attention on the CPU, by recomputation of P from lse; five matrix products, no second pass.
 
 A work item is one key head and one block of keys; its K, V, dK, dV stay in the thread's scratch while the
-queries that see it go by, those of every query head that shares the key head:
+queries that see it go by, those of every query head that shares the key head. Where sequences or heads share
+a bias whose gradient is wanted, an item takes the same block of all of them in turn, and adds up.
 
     k, v converted; dk, dv = 0                                               [key_block, head_dim]
     for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
@@ -110,22 +111,29 @@ class BackwardKernel:
         self.scores = Scores(shape, scratch)
 
     def run(self) -> None:
-        args, block_q = self.args, self.shape.block_q
-        key_heads = args.items // args.splits  # splits: blocks of keys of a head
+        args = self.args
+        owners = args.items // args.splits  # splits: blocks of keys of a head
         for item in claim(args.counter, args.items):
-            block, batch_head = item // key_heads, item % key_heads  # neighbours are different heads
-            batch, kv_head = batch_head // args.num_kv_heads, batch_head % args.num_kv_heads
-            keys = Head(self.shape, args, batch, kv_head * args.group)
-            j0 = block * args.split_keys
-            n = minimum(args.split_keys, keys.seqlen_k - j0)
-            with when(n > 0):
-                self.load_keys(keys, j0, n)
-                q0, q1 = keys.query_range(j0, j0 + n)
-                for g in loop(0, args.group):
-                    head = Head(self.shape, args, batch, kv_head * args.group + g)
-                    for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
-                        self.attend(head, t, block, j0, n)
-                self.store_keys(keys, j0, n)
+            block, owner = item // owners, item % owners  # neighbours are different heads
+            for s in loop(0, args.sharing):
+                batch = owner // args.own_heads + s // args.shared_heads
+                kv_head = owner % args.own_heads + s % args.shared_heads
+                self.attend_keys(batch, kv_head, block)
+
+    def attend_keys(self, batch: Value, kv_head: Value, block: Value) -> None:
+        """One block of keys of one key head against all queries that see some of it."""
+        args, block_q = self.args, self.shape.block_q
+        keys = Head(self.shape, args, batch, kv_head * args.group)
+        j0 = block * args.split_keys
+        n = minimum(args.split_keys, keys.seqlen_k - j0)
+        with when(n > 0):
+            self.load_keys(keys, j0, n)
+            q0, q1 = keys.query_range(j0, j0 + n)
+            for g in loop(0, args.group):
+                head = Head(self.shape, args, batch, kv_head * args.group + g)
+                for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
+                    self.attend(head, t, block, j0, n)
+            self.store_keys(keys, j0, n)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
@@ -230,8 +238,8 @@ class BackwardKernel:
                         self.p_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
                         dp_rv = select(kept[r][v], dp_rv * self.dropout.inverse_keep, 0.0)
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
-        if self.config.has_dbias:
-            self.scores.store_gradient(head, self.ds_t, q0, j0 + j, begin, end)
+        if self.config.dbias_kind:
+            self.scores.add_gradient(head, self.ds_t, q0, j0 + j, begin, end)
         if self.cap_slope is not None:
             for r0 in loop(begin, end):
                 for c in shape.columns():
