@@ -1,9 +1,9 @@
 """Dropout in the kernels: Philox in 64-bit lanes, the mask of `tilewise.dropout` bit for bit.
 
 A counter (key // 4, query, sequence * heads + head, 0) gives four words, one for each of four keys. Queries
-stand in lanes, so what depends on keys and heads alone stays scalar: two rounds of the ten nearly cost
-nothing. A word is the low half of a 64-bit lane, as multiplication wants it, and nobody clears the high half.
-float32 lanes are twice as many: even and odd queries are computed apart, and their words then interleaved.
+stand in lanes; what depends on keys and heads alone stays scalar, which leaves 16 of the 20 products. A word
+is the low half of a 64-bit lane, as multiplication wants it, and nobody clears the high half. float32 lanes
+are twice as many: even and odd queries are computed apart, and their words then interleaved.
 """
 
 from __future__ import annotations
