@@ -1,18 +1,26 @@
 """Attention of a few queries to many keys, at the speed of memory.
 
 With few queries, query lanes would stay empty: here the head dimension stands in lanes, and the queries of
-all heads that share a key head (the rows) read each key once. A work item is one key head and one split of
-its keys:
+all heads that share a key head (the rows) read each key once. A work item is one split of the keys, for one
+key head or for several whose keys lie side by side:
 
-    for each block of 64 keys:  k, v converted                                  [BLOCK_K, head_dim]
+    for each block of keys, and each head of the item:                          k, v where they lie
+        for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
         for each row:
-            s     = k q (+ softcap, ALiBi, visibility), 16 keys at a time       [BLOCK_K]
+            s     with softcap, ALiBi, visibility
             m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
-            l     = c l + sum(p);    acc = c acc + p v                          [head_dim_v]
-    partial (m, l, acc) -> memory; the item that finishes a head last merges its splits, in their order
+            l     = c l + sum(p)
+        for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
+    partial (m, l, acc) -> memory; the item that finishes last merges the splits, in their order
 
-Splits depend on the problem alone and are merged first to last, so the result is the same, bit for bit, on
-any number of threads.
+A vector of products s holds `depth` columns of each of `group` rows, so that one load of 4 numbers of k
+serves 4 rows and a sum over 4 lanes is all that remains:
+
+    q:  row 0: c c+1 c+2 c+3 | row 1: c c+1 c+2 c+3 | row 2 ...        k:  c c+1 c+2 c+3 | c c+1 c+2 c+3 | ...
+
+While a block is used, the same rows of the next head, or of the next block, are on their way. Splits depend
+on the problem alone and are merged first to last, so the result is the same, bit for bit, on any number of
+threads.
 """
 
 from __future__ import annotations
@@ -59,7 +67,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 ITEM_HEADS = 8  # key heads of a work item at most
-BLOCK_BYTES = 8 << 10  # of K, and of V: both stay in L1 beside what 16 rows need, and rows 4 KB apart do
+BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -95,11 +103,12 @@ class DecodeKernel:
         lanes, self.rows = shape.lanes, self.config.rows
         row_bytes = max(shape.pad, shape.pad_v) * BYTES[self.config.kind]
         self.block_k = block_k = max(lanes, min(BLOCK_K, BLOCK_BYTES // row_bytes // lanes * lanes))
-        # Scores: a vector holds `depth` products of each of `group` rows; sums of `groups` x `tile_k` vectors.
+        # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
         self.depth = max(min(4, lanes), lanes // self.rows)
         self.group = lanes // self.depth
-        self.groups = min(-(-self.rows // self.group), sums // self.depth)
+        self.row_groups = -(-self.rows // self.group)
+        self.groups = min(self.row_groups, sums // self.depth)
         self.tile_k = self.depth * max(1, min(8, sums // self.groups) // self.depth)
         # Values: sums of `tile` rows x `vectors` vectors.
         self.tile = min(4, self.rows)
@@ -112,37 +121,24 @@ class DecodeKernel:
         self.raw_q = scratch.rows(self.rows, shape.pad)
         self.p = scratch.rows(self.rows, block_k)  # s until the exponential is taken
         self.correction = scratch.rows(self.rows, lanes)
+        areas = ((self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v))
         self.state = [
-            scratch.rows(ITEM_HEADS * count, width)
-            for count, width in (
-                (-(-self.rows // self.group), shape.pad * self.group),
-                (self.rows, shape.pad_v),
-                (self.rows, lanes),
-                (self.rows, lanes),
-            )
+            (scratch.rows(ITEM_HEADS * count, width), count)
+            for count, width in (*areas, (self.rows, lanes), (self.rows, lanes))
         ]
         self.select_head(0)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
 
     def select_head(self, h: Scalar) -> None:
-        """What follows is about key head h of the work item: its q (scaled, as products need it), acc, m and l."""
-        counts = -(-self.rows // self.group), self.rows, self.rows, self.rows
-        self.q, self.acc, self.m, self.l = (
-            area.at(h * count, 0) for area, count in zip(self.state, counts)  # m: all lanes alike
-        )
+        """From here on it is about key head h of the item: its q (scaled), acc, m (all lanes alike) and l."""
+        self.q, self.acc, self.m, self.l = (area.at(h * count, 0) for area, count in self.state)
 
     def run(self) -> None:
         args = self.args
         for item in claim(args.counter, args.items):
             heads, first, split = args.item_heads, item // args.splits, item % args.splits
             batch, kv_head = first * heads // args.num_kv_heads, first * heads % args.num_kv_heads
-
-            def each_head() -> Iterator[tuple[Value, Head]]:
-                for h in loop(0, heads):
-                    self.select_head(h)
-                    yield h, Head(self.shape, args, batch, (kv_head + h) * args.group)
-
-            for _, head in each_head():
+            for _, head in self.each_head(batch, kv_head):
                 self.start(head, head.seqlen_q * args.group)
             head = Head(self.shape, args, batch, kv_head * args.group)
             rows = head.seqlen_q * args.group
@@ -150,20 +146,26 @@ class DecodeKernel:
             begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
             end = minimum(k1, (split + 1) * args.split_keys)
             for j0 in loop(begin, end, self.block_k):
-                for h, head in each_head():
+                for h, head in self.each_head(batch, kv_head):
                     block = Block(j0, minimum(end - j0, self.block_k), end, h)
                     self.score(head, block)
                     for r in loop(0, rows):
                         self.weigh_row(self.query_head(head, r), r, block)
                     self.add_values(head, block)
-            for h, _ in each_head():
+            for h, _ in self.each_head(batch, kv_head):
                 self.store_partial(item * heads + h, rows)
             turn = args.ptr("turn", "i64")[first]
             with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
                 turn.store_release(0)  # for the next call
-                for h, head in each_head():
+                for h, head in self.each_head(batch, kv_head):
                     for r in loop(0, rows):
                         self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
+
+    def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
+        """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
+        for h in loop(0, self.args.item_heads):
+            self.select_head(h)
+            yield h, Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
 
     def query_head(self, head: Head, r: Value) -> Head:
         """The query head of row r; its query is r % seqlen_q."""
@@ -176,10 +178,10 @@ class DecodeKernel:
             return self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
 
         load_rows(shape, self.raw_q, source, rows, self.rows, self.config.head_dim)
-        for r in range(self.rows):
-            corner = self.q.at(r // self.group, r % self.group * self.depth)
+        for i in range(self.rows):
+            corner = self.q.at(i // self.group, i % self.group * self.depth)
             for c in loop(0, shape.pad, self.depth):
-                q = self.raw_q[r, c].load(self.depth)
+                q = self.raw_q[i, c].load(self.depth)
                 corner[0, c * self.group].store(q * lanes_of(factor, 0, self.depth))
         for r in loop(0, self.rows):
             for c in loop(0, shape.pad_v, shape.lanes):
@@ -198,8 +200,8 @@ class DecodeKernel:
         to_head = select(is_last, step * (1 - args.item_heads), step)
         if self.config.is_paged:
             from_start = head.key_rows(name, 0)
-            ahead = block.j0 + select(is_last, as_int(self.block_k), 0)
-            return row, lambda j: from_start(minimum(ahead + j, block.end - 1))[to_head]
+            j1 = block.j0 + select(is_last, as_int(self.block_k), 0)
+            return row, lambda j: from_start(minimum(j1 + j, block.end - 1))[to_head]
         ahead = maximum(minimum(block.end - block.j0 - self.block_k, self.block_k), 0)
         delta = to_head + select(is_last, ahead, 0) * getattr(args, f"{name}_n")
         return row, lambda j: row(j)[delta]
@@ -208,29 +210,28 @@ class DecodeKernel:
         """s = k q for one block of keys: each tile of keys serves all rows before the next one is read."""
         n, config, shape = block.n, self.config, self.shape
         row, later = self.sources(head, "k", block)
-        count = -(-self.rows // self.group)
         for j in loop(0, n, self.tile_k):
             keys = [minimum(j + key, n - 1) for key in range(self.tile_k)]
             ahead = [later(key) for key in keys]
             if self.copies_k:
-                load_rows(shape, self.k, lambda key: row(j + key), n - j, self.tile_k, config.head_dim)
-                for key in range(self.tile_k):
-                    for c in range(0, config.head_dim, 64 // ahead[key].item):
-                        prefetch(ahead[key][c])
+                rest = head.key_rows("k", block.j0 + j)
+                load_rows(shape, self.k, rest, n - j, self.tile_k, config.head_dim)
+                for later_row in ahead:
+                    for c in range(0, config.head_dim, 64 // later_row.item):
+                        prefetch(later_row[c])
             k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
-            for first in range(0, count, self.groups):
-                groups = range(first, min(first + self.groups, count))
-                asks = first == 0 and not self.copies_k
-                self.score_tile(groups, j, k, ahead if asks else None)
+            for first in range(0, self.row_groups, self.groups):
+                groups = range(first, min(first + self.groups, self.row_groups))
+                self.score_tile(groups, j, k, [] if self.copies_k or first else ahead)
 
-    def score_tile(self, groups: range, j: Value, k: list[Ptr], ahead: list[Ptr] | None) -> None:
+    def score_tile(self, groups: range, j: Value, k: list[Ptr], ahead: list[Ptr]) -> None:
         """s of some groups of rows and the keys j + [0, tile_k); `ahead` are rows to ask for meanwhile."""
         shape, depth, lanes = self.shape, self.depth, self.shape.lanes
         dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
         line = 64 // k[0].item
         step = line if shape.pad % line == 0 else lanes
         for c in loop(0, shape.pad, step):
-            for key, row in enumerate(ahead or ()):
+            for row in ahead:
                 prefetch(row[c])
             for d in range(0, step, depth):
                 q = [self.q.at(g, 0)[0, c * self.group + d * self.group].load(lanes) for g in groups]
@@ -294,9 +295,7 @@ class DecodeKernel:
                 for r in range(0, self.rows, self.tile):
                     self.add_tile(r, column, vectors, block.n, row, later)
 
-    def add_tile(
-        self, r: int, column: Value, vectors: int, n: Value, row: Callable, later: Callable
-    ) -> None:
+    def add_tile(self, r: int, column: Value, vectors: int, n: Value, row: Callable, later: Callable) -> None:
         """acc[r + [0, tile), column + vectors], and this tile's share of what is to be asked for."""
         shape, lanes = self.shape, self.shape.lanes
         columns = [x * lanes for x in range(vectors)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
-from tilewise.cpu.llvm.compile import Kernel, current_target, load
+from tilewise.cpu.llvm.compile import Kernel, load
 from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
@@ -234,8 +234,10 @@ class DecodePlan(OutputPlan):
         n, h = inputs.key.stride()[1:3]
         if h > n:
             return 1
-        counts = (c for c in range(1, self.kernel.facts["item_heads"] + 1) if self.problem.num_kv_heads % c == 0)
-        return max((c for c in counts if threads == 1 or items // c >= 4 * threads), default=1)
+        most = self.kernel.facts["item_heads"]
+        if threads > 1:
+            most = min(most, items // (4 * threads))
+        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
 
 class BackwardPlan(Plan):

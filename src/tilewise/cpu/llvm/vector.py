@@ -344,7 +344,7 @@ def repeated(x: Operand, times: int) -> Value:
 
 
 def fold_sums(vectors: Sequence[Operand]) -> Value:
-    """n vectors of groups of n lanes -> one vector: lane r of a group is the sum over that group of vectors[r]."""
+    """n vectors of groups of n lanes -> one: lane r of a group is the sum over that group of vectors[r]."""
     level = [Value(v.raw) for v in vectors]
     n, lanes = len(level), level[0].type.count
     groups = [[*range(g, g + n), *range(lanes + g, lanes + g + n)] for g in range(0, lanes, n)]  # of a pair
