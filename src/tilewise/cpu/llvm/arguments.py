@@ -21,6 +21,7 @@ TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n,
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
+    "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
@@ -46,7 +47,7 @@ class Config:
     has_sinks: bool = False
     has_mask: bool = False
     bias_kind: str = ""
-    has_dbias: bool = False
+    dbias_kind: str = ""  # where the gradient of the bias is summed
     is_paged: bool = False
     rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
     has_amx: bool = False  # products in tile registers, from bfloat16

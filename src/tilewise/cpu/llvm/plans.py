@@ -19,13 +19,12 @@ from torch import Tensor
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, load
-from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, decode_config, tile_config
+from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, KINDS, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 CPU = torch.device("cpu")
-TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
-WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
+WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
@@ -103,8 +102,7 @@ class Plan:
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None:
                 t = _last_dimension_dense(t, problem, inputs)
-                strides = [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
-                self.block.update(**{name: t.data_ptr()}, **_named(name, "bhi", strides))
+                self.block.update(**{name: t.data_ptr()}, **_named(name, "bhi", _broadcast_strides(t)))
                 kept.append(t)
         if inputs.alibi_slopes is not None:
             slopes = inputs.alibi_slopes.to(dtype).contiguous()
@@ -246,7 +244,16 @@ class BackwardPlan(Plan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
         config = tile_config(problem, inputs, AMX_BACKWARD)
-        self.kernel = load("backward", replace(config, has_dbias=problem.bias_needs_grad))
+        self.dbias_dtype = _dbias_dtype(problem, inputs)
+        dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
+        self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
+        shared_batches, shared_heads = _sharing(problem)
+        self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
+        self.block.update(
+            own_heads=problem.num_kv_heads // shared_heads,
+            shared_heads=shared_heads,
+            sharing=shared_batches * shared_heads,
+        )
         self.wanted_threads = threads
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
             self.set_strides(name, torch.empty(t.shape, device="meta"))
@@ -256,12 +263,11 @@ class BackwardPlan(Plan):
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
-        heads = problem.batch * problem.num_kv_heads
         split = facts["key_block"]
-        while split > BLOCK_K and heads * -(-seqlen_k // split) < WANTED_ITEMS:
+        while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
             split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = heads * splits, (seqlen_q, seqlen_k)
+        self.items, self.lengths = self.owners * splits, (seqlen_q, seqlen_k)
         self.turns = problem.batch * problem.num_heads * tiles
         self.sum_bytes = self.turns * facts["tile_bytes"] if splits > 1 else 0
         self.threads = max(1, min(self.wanted_threads, self.items))
@@ -283,7 +289,7 @@ class BackwardPlan(Plan):
         lse = lse.contiguous()
         dlse = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype).contiguous()
         bias = inputs.bias if problem.bias_needs_grad else None
-        dbias = None if bias is None else torch.zeros(bias.shape, dtype=bias.dtype)
+        dbias = None if bias is None else torch.zeros(bias.shape, dtype=self.dbias_dtype)
         delta = -dlse if problem.has_sinks else None
         tensors = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": dlse}
         out, dout = rows_dense(out), rows_dense(dout)
@@ -296,7 +302,7 @@ class BackwardPlan(Plan):
         tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
         if dbias is not None:
             tensors["dbias"] = dbias
-            self.block.update(**_named("dbias", "bhi", dbias.stride()))
+            self.block.update(**_named("dbias", "bhi", _broadcast_strides(dbias)))
         if delta is not None:
             tensors["delta"] = delta
         self.block.update(**{name: t.data_ptr() for name, t in tensors.items()})
@@ -306,7 +312,29 @@ class BackwardPlan(Plan):
             self.block.words[COUNTER] = self.block.words[SLOTS] = 0
             self.run()
         del kept
+        if dbias is not None and bias is not None:
+            dbias = dbias.to(bias.dtype)
         return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs, lse, delta))
+
+
+def _broadcast_strides(t: Tensor) -> list[int]:
+    """Of a mask, a bias or its gradient, but for the last dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
+
+
+def _sharing(problem: AttentionProblem) -> tuple[int, int]:
+    """How many sequences, and how many key heads, add to the same gradient of a bias."""
+    if not problem.bias_needs_grad or problem.bias_shape is None:
+        return 1, 1
+    of_batches, of_heads = problem.bias_shape[:2]
+    return (problem.batch if of_batches == 1 else 1), (problem.num_kv_heads if of_heads == 1 else 1)
+
+
+def _dbias_dtype(problem: AttentionProblem, inputs: Inputs) -> torch.dtype | None:
+    """Of the gradient of the bias while it is summed: the compute type where it has more than one term."""
+    if inputs.bias is None or not problem.bias_needs_grad:
+        return None
+    return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype
 
 
 def _sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor | None) -> Tensor | None:
@@ -329,10 +357,12 @@ _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(facts["most_tiles"], tiles_all, TILE_CACHE // facts["tile_bytes"]))
+    cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
+    tiles = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
     while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
         tiles -= 1
-    return tiles
+    chunks = max(1, -(-tiles_all // tiles))
+    return max(1, -(-tiles_all // chunks))  # of equal size
 
 
 def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
