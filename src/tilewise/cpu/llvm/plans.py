@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
-from tilewise.cpu.llvm.compile import Kernel, load
+from tilewise.cpu.llvm.compile import Kernel, current_target, load
 from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, KINDS, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
