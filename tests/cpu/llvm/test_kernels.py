@@ -49,6 +49,13 @@ def test_random_problems_have_dropout():
         assert random_cases.draw(group * random_cases.CASES_A_KERNEL).options.dropout_p > 0
 
 
+@pytest.mark.parametrize("group", range(30))
+def test_random_decoding_meets_the_error_budget(group):
+    cases = [random_cases.draw_decoding(seed) for seed in range(group * 10, group * 10 + 5)]
+    failures = [line for case in cases for line in random_cases.check(case, has_gradients=False)]
+    assert not failures, "\n".join(failures)
+
+
 def run_script(*args: str, **environment: str) -> str:
     path = os.pathsep.join(filter(None, sys.path))  # the package that these tests import
     environment = os.environ | {"PYTHONPATH": path} | environment
@@ -63,6 +70,11 @@ def run_script(*args: str, **environment: str) -> str:
 @pytest.mark.parametrize(("count", "first"), [(60, 5), (8, DROPOUT_GROUP * random_cases.CASES_A_KERNEL)])
 def test_avx2_code_meets_the_error_budget(count, first):
     run_script(str(HERE / "random_cases.py"), str(count), str(first), TILEWISE_CPU_ISA="avx2")
+
+
+@pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
+def test_decoding_with_avx2_meets_the_error_budget():
+    run_script(str(HERE / "random_cases.py"), "60", "300", "decoding", TILEWISE_CPU_ISA="avx2")
 
 
 @pytest.mark.skipif(DEFAULT_ISA != "amx", reason="the default target has no AMX already")
@@ -124,7 +136,8 @@ def test_no_access_out_of_bounds():
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
     neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
-    config = Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, has_dropout=builder is not decode)
+    options = {"rows": 8} if builder is decode else {"has_dropout": True}
+    config = Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options)
     ir_text, _ = builder.build(config, neon)
     code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
@@ -167,7 +180,9 @@ def test_more_keys_than_are_loaded_at_once(dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1), (1, 2, 3000, 32, 8)]
+)
 def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     batch, seqlen_q, seqlen_k, heads, kv_heads = shape
     inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, dtype=dtype)

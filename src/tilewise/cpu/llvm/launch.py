@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm.compile import unavailable
+from tilewise.cpu.llvm.configs import has_amx
 from tilewise.cpu.llvm.plans import (
     CPU,
     BackwardPlan,
@@ -22,6 +23,7 @@ from tilewise.cpu.llvm.plans import (
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
+DECODE_ROWS, DECODE_QUERIES = 32, 16  # at most: queries times the heads that share a key head, and queries
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
@@ -53,8 +55,11 @@ def _is_decoding(problem: AttentionProblem) -> bool:
         return False
     if problem.dropout_p > 0:
         return False
-    rows = problem.seqlen_q * problem.group_size
-    return 0 < rows <= (16 if problem.seqlen_k >= 2048 else 8)
+    seqlen_q, group = problem.seqlen_q, problem.group_size
+    most = min(DECODE_ROWS, DECODE_QUERIES * group)
+    if has_amx(problem) and (group < 4 or problem.seqlen_k < 2048):
+        most = 8 * min(group, 2)  # tile registers make up for what queries alone leave empty
+    return 0 < seqlen_q * group <= most
 
 
 def repeatable(
