@@ -190,6 +190,15 @@ def test_whoever_watches_sees_the_call():
     torch.testing.assert_close(compiled(q, k, v), plain)
 
 
+def test_a_tensor_that_outlives_its_transform_is_a_tensor():
+    (q, k, v), outlived = qkv(), []
+    torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)
+    k.requires_grad_()
+    for _ in range(2):
+        expected = tilewise.attention(q, k, v)
+    assert torch.equal(tilewise.attention(outlived[0], k, v), expected)
+
+
 def test_a_default_device_changes_nothing():
     q, k, v = qkv()
     plain = tilewise.attention(q, k, v)
