@@ -80,12 +80,8 @@ def repeatable_backward(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The gradients of query, key and value as a function of query, key, value, out, lse and dout, all in
     the caller's layout, for a dense problem without optional tensors."""
-    backward_problem = _with_gradients(problem, False, False)
-    module = dispatch.load(dispatch.choose(backward_problem, backend, is_backward=True))
-    if (make := getattr(module, "repeatable_backward", None)) is not None:
-        return make(backward_problem, layout)
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
         query, key, value, out, lse, dout = tensors
         if layout == "bhsd":
             query, key, value, out, dout = (t.transpose(1, 2) for t in (query, key, value, out, dout))
@@ -93,7 +89,10 @@ def repeatable_backward(
         grads = launch_backward(problem, inputs, backend, False, out, lse, dout, None)[:3]
         return tuple(t.transpose(1, 2) for t in grads) if layout == "bhsd" else grads
 
-    return run
+    backward_problem = _with_gradients(problem, False, False)
+    module = dispatch.load(dispatch.choose(backward_problem, backend, is_backward=True))
+    make = getattr(module, "repeatable_backward", None)
+    return whole if make is None else make(backward_problem, layout, whole)
 
 
 def _own_dtypes(device_type: str) -> AbstractContextManager[Any]:

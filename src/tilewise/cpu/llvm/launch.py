@@ -113,9 +113,10 @@ def backward(
     return _plan(BackwardPlan, problem, inputs)(inputs, out, lse, dout, dlse)
 
 
-def repeatable_backward(problem: AttentionProblem, layout: str) -> Callable[..., tuple[Tensor, ...]] | None:
-    """The gradients of query, key and value as a function of query, key, value, out, lse and dout, all in
-    the caller's layout, for a dense problem without optional tensors."""
+def repeatable_backward(
+    problem: AttentionProblem, layout: str, whole: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """See `tilewise.ops.repeatable_backward`."""
     rows_q = (problem.batch, problem.seqlen_q, problem.num_heads)
     rows_k = (problem.batch, problem.seqlen_k, problem.num_kv_heads)
     new_dq = _allocator((*rows_q, problem.head_dim), problem.dtype, layout)
@@ -123,7 +124,8 @@ def repeatable_backward(problem: AttentionProblem, layout: str) -> Callable[...,
     new_dv = _allocator((*rows_k, problem.head_dim_v), problem.dtype, layout)
 
     def run(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Any:
-        query, key, value = rows_dense(query), rows_dense(key), rows_dense(value)
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            return whole(query, key, value, out, lse, dout)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         plan = _plan(BackwardPlan, problem, (query, key, value), layout)
         plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
