@@ -95,18 +95,16 @@ class RepeatedBackward:
         shapes = [tuple(self._canonical(t).shape) for t in grads]
         self._new = [_allocator(query, shape, query.dtype, self._layout) for shape in shapes]
         self._new += [_allocator(query, shape, torch.float32) for shape in self._scratch]
-        plans: list[LaunchPlan] = []
-        canonical = [self._canonical(t) for t in given]
-        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t is not lse):
-            new = [self._canonical(make()) for make in self._new]
-            for step in self._steps(canonical, new):
-                plan = find(step.build, self._problem, step.tensors, *step.choices, fresh=step.fresh)
-                if plan is None:
-                    return grads
-                plans.append(plan.seen_as(self._layout))
         if len(self._plans) >= MAX_STRIDES:
             self._plans.clear()
-        self._plans[strides] = plans
+        self._plans[strides] = []
+        canonical = [self._canonical(t) for t in given]
+        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t is not lse):
+            scratch = [lse for _ in self._scratch]  # any tensor: plans are found by what is given
+            steps = self._steps(canonical, [*map(self._canonical, grads), *scratch])
+            found = [find(s.build, self._problem, s.tensors, *s.choices, fresh=s.fresh) for s in steps]
+            if None not in found:
+                self._plans[strides] = [plan.seen_as(self._layout) for plan in found if plan is not None]
         return grads
 
     def _canonical(self, t: Tensor) -> Tensor:
