@@ -127,6 +127,26 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 4, 130, 700), (3, 1, 130, 700), (3, 4, 1, 700), (1, 1, 1, 700)])
+def test_gradient_of_a_broadcast_bias(shape, dtype):
+    """One item sums what sequences, heads or queries add, in the same order on any number of threads."""
+    inputs = qkv(3, 130, 700, 4, 2, 32, dtype)._replace(bias=torch.randn(shape).to(dtype).requires_grad_())
+    dout, dlse = torch.randn_like(inputs.query), torch.randn(3, 4, 130)
+    assert not random_cases.check(random_cases.Case(0, inputs, Options(causal=True), dout, dlse))
+    problem, before = describe(inputs, Options(causal=True)), torch.get_num_threads()
+    inputs = inputs._replace(bias=inputs.bias.detach())
+    out, lse = launch.forward(problem, inputs)
+    gradients = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            gradients.append(launch.backward(problem, inputs, out, lse, dout, dlse).bias)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradients[0], g) for g in gradients)
+
+
 @pytest.mark.parametrize("dim", [64, 200])
 def test_more_keys_than_are_loaded_at_once(dim):
     inputs = qkv(1, 300, 1500, 2, 1, dim, torch.bfloat16)
@@ -238,8 +258,8 @@ def test_refusals_say_why(monkeypatch):
     assert launch.supports(problem) is None
     seeded = qkv()._replace(dropout_seed=torch.tensor(1))
     assert "dropout" in launch.supports(describe(seeded, Options(dropout_p=0.1)))
-    biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 90, requires_grad=True))
-    assert "broadcast" in launch.supports(describe(biased, Options()))
+    biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 1, requires_grad=True))
+    assert "broadcast over keys" in launch.supports(describe(biased, Options()))
     launch.supports.cache_clear()
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert "llvmlite" in launch.supports(problem)

@@ -19,6 +19,7 @@ TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n,
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
+    "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
@@ -44,7 +45,7 @@ class Config:
     has_sinks: bool = False
     has_mask: bool = False
     bias_kind: str = ""
-    has_dbias: bool = False
+    dbias_kind: str = ""  # where the gradient of the bias is summed
     is_paged: bool = False
     is_direct: bool = False  # decode: read keys where they lie
     has_amx: bool = False  # products in tile registers, from bfloat16

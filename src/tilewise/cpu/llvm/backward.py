@@ -1,7 +1,8 @@
 """Backward attention on the CPU, by recomputation of P from lse; five matrix products, no second pass.
 
 A work item is one key head and one block of keys; its K, V, dK, dV stay in the thread's scratch while the
-queries that see it go by, those of every query head that shares the key head:
+queries that see it go by, those of every query head that shares the key head. Where sequences or heads share
+a bias whose gradient is wanted, an item takes the same block of all of them in turn, and adds up.
 
     k, v converted; dk, dv = 0                                               [key_block, head_dim]
     for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
@@ -34,6 +35,7 @@ from tilewise.cpu.llvm.tiles import (
     Shape,
     lane_chunks,
     load_rows,
+    narrowed,
     outer_sums,
     round_up,
     store_rows,
@@ -68,20 +70,20 @@ def _kernel_class(config: Config) -> type[BackwardKernel]:
 class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
-    key_block_bytes = 512 << 10  # K, V, dK and dV of an item: half of a 1 MB L2
-    max_key_block = 256  # a tile's transposes are then 2% of its products
+    max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.key_group = shape.rows  # keys whose scores are computed together
         row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
-        keys = self.key_block_bytes // row_bytes // BLOCK_K * BLOCK_K
+        keys = shape.target.l2_bytes // 2 // row_bytes // BLOCK_K * BLOCK_K  # K, V, dK and dV: half of L2
         self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
         self.lse, self.delta = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.reserve(scratch)
+        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for the factors and for what comes of a block of keys and a tile of queries."""
@@ -95,22 +97,29 @@ class BackwardKernel:
         self.scores = Scores(shape, scratch)
 
     def run(self) -> None:
-        args, block_q = self.args, self.shape.block_q
-        key_heads = args.items // args.splits  # splits: blocks of keys of a head
+        args = self.args
+        owners = args.items // args.splits  # splits: blocks of keys of a head
         for item in claim(args.counter, args.items):
-            block, batch_head = item // key_heads, item % key_heads  # neighbours are different heads
-            batch, kv_head = batch_head // args.num_kv_heads, batch_head % args.num_kv_heads
-            keys = Head(self.shape, args, batch, kv_head * args.group)
-            j0 = block * args.split_keys
-            n = minimum(args.split_keys, keys.seqlen_k - j0)
-            with when(n > 0):
-                self.load_keys(keys, j0, n)
-                q0, q1 = keys.query_range(j0, j0 + n)
-                for g in loop(0, args.group):
-                    head = Head(self.shape, args, batch, kv_head * args.group + g)
-                    for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
-                        self.attend(head, t, block, j0, n)
-                self.store_keys(keys, j0, n)
+            block, owner = item // owners, item % owners  # neighbours are different heads
+            for s in loop(0, args.sharing):
+                batch = owner // args.own_heads + s // args.shared_heads
+                kv_head = owner % args.own_heads + s % args.shared_heads
+                self.attend_keys(batch, kv_head, block)
+
+    def attend_keys(self, batch: Value, kv_head: Value, block: Value) -> None:
+        """One block of keys of one key head against all queries that see some of it."""
+        args, block_q = self.args, self.shape.block_q
+        keys = Head(self.shape, args, batch, kv_head * args.group)
+        j0 = block * args.split_keys
+        n = minimum(args.split_keys, keys.seqlen_k - j0)
+        with when(n > 0):
+            self.load_keys(keys, j0, n)
+            q0, q1 = keys.query_range(j0, j0 + n)
+            for g in loop(0, args.group):
+                head = Head(self.shape, args, batch, kv_head * args.group + g)
+                for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
+                    self.attend(head, t, block, j0, n)
+            self.store_keys(keys, j0, n)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
@@ -130,9 +139,20 @@ class BackwardKernel:
         first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
         for j in loop(first & -block_k, last, block_k):
             begin, end = maximum(0, first - j) & -self.key_group, minimum(last - j, block_k)
-            self.step(head, q0, j0, j, begin, end)
+            self.step_lanes(head, q0, j0, j, begin, end)
         split = self.args.split_keys
         self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
+
+    def step_lanes(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+        """`step`, without the last vector if it holds no query."""
+        if self.narrow is None:
+            self.step(head, q0, j0, j, begin, end)
+            return
+        with either(q0 + self.narrow.shape.width < head.seqlen_q) as (wide, narrow):
+            with wide:
+                self.step(head, q0, j0, j, begin, end)
+            with narrow:
+                self.narrow.step(head, q0, j0, j, begin, end)
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [begin, end)."""
@@ -198,8 +218,8 @@ class BackwardKernel:
                 for v, c in enumerate(shape.columns()):
                     p = self.p_t.at(r0, c)[r, 0].load(shape.lanes)
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp[r][v] - delta[v]))
-        if self.config.has_dbias:
-            self.scores.store_gradient(head, self.ds_t, q0, j0 + j, begin, end)
+        if self.config.dbias_kind:
+            self.scores.add_gradient(head, self.ds_t, q0, j0 + j, begin, end)
         if self.cap_slope is not None:
             for r0 in loop(begin, end):
                 for c in shape.columns():
@@ -224,7 +244,7 @@ class BackwardKernel:
                 for r0 in loop(begin, end, height):
                     for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
                         a, b = weights.at(r0, 0), rows.at(0, column)
-                        part = outer_sums(shape, height, vectors, shape.block_q, a, b)  # [height, lanes]
+                        part = outer_sums(shape, height, vectors, shape.width, a, b)  # [height, lanes]
                         add_to(shape, gradient.at(j + r0, column), part)
 
     def hand_over_dq(self, head: Head, t: Value, place: Value, is_last: Value) -> None:

@@ -38,9 +38,6 @@ from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
-    key_block_bytes = 1 << 20  # half of a 2 MB L2
-    max_key_block = 512  # 10% faster than 256, because products are faster; 1024 is the same
-
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
@@ -52,7 +49,7 @@ class AmxBackwardKernel(BackwardKernel):
         self.q_t, self.do_t = (scratch.rows(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (scratch.rows(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out = scratch.rows(ROWS, shape.pad_v)
-        self.area_rows = shape.block_k if self.config.has_dbias else TILE  # dbias takes a whole block
+        self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
         self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
         self.p, self.ds = (scratch.rows(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
@@ -123,8 +120,8 @@ class AmxBackwardKernel(BackwardKernel):
             tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
             tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
             self.round_weights(scores, r, c)
-        if self.config.has_dbias:
-            self.scores.store_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
+        if self.config.dbias_kind:
+            self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
 
     def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
@@ -158,7 +155,7 @@ class AmxBackwardKernel(BackwardKernel):
         """dbias is ds before the softcap's derivative, which ds gets here."""
         lanes = self.part.lanes
         for v, x in enumerate(self.part.columns()):
-            if self.config.has_dbias:
+            if self.config.dbias_kind:
                 self.dp_t.at(r, 0)[k, x].store(ds[v])
             if self.cap_slope is not None:
                 ds[v] = ds[v] * self.cap_slope.at(r, 0)[k, x].load(lanes)

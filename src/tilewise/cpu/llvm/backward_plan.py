@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,21 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.arguments import CHANGING_BACKWARD
 from tilewise.cpu.llvm.compile import load
-from tilewise.cpu.llvm.configs import backward_config
-from tilewise.cpu.llvm.plans import BLOCK_K, CPU, Plan, local, longest, lse_shape, named, rows_dense
+from tilewise.cpu.llvm.configs import KINDS, backward_config
+from tilewise.cpu.llvm.plans import (
+    BLOCK_K,
+    CPU,
+    Plan,
+    broadcast_strides,
+    local,
+    longest,
+    lse_shape,
+    named,
+    rows_dense,
+)
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
-WANTED_ITEMS = 16  # work items of a backward, where the keys allow: enough for the threads of a small machine
+WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
@@ -34,14 +45,23 @@ class BackwardPlan(Plan):
         """`layout`: of the tensors that `differentiate` is given, and of `inputs`, then the first three."""
         inputs = Inputs(*(t.transpose(1, 2) if layout == "bhsd" else t for t in inputs))
         super().__init__(problem, inputs)
-        self.kernel = load("backward", backward_config(problem, inputs))
+        self.dbias_dtype = _dbias_dtype(problem, inputs)
+        dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
+        self.kernel = load("backward", replace(backward_config(problem, inputs), dbias_kind=dbias_kind))
+        shared_batches, shared_heads = _sharing(problem)
+        self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
+        self.block.update(
+            own_heads=problem.num_kv_heads // shared_heads,
+            shared_heads=shared_heads,
+            sharing=shared_batches * shared_heads,
+        )
         self.wanted_threads, self.axes = threads, "bhn" if layout == "bhsd" else "bnh"
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
             self.set_strides(name, torch.empty(t.shape, device="meta").stride())
         if problem.bias_needs_grad:
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
-            self.block.update(**named("dbias", "bhi", dbias.stride()))
+            self.block.update(**named("dbias", "bhi", broadcast_strides(dbias)))
         first, end = problem.visibility().key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
         self.dlse_bytes = math.prod(lse_shape(problem, inputs)) * problem.compute_dtype.itemsize
@@ -51,12 +71,11 @@ class BackwardPlan(Plan):
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
-        heads = problem.batch * problem.num_kv_heads
         split = facts["key_block"]
-        while split > BLOCK_K and heads * -(-seqlen_k // split) < WANTED_ITEMS:
+        while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
             split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = heads * splits, (seqlen_q, seqlen_k)
+        self.items, self.lengths = self.owners * splits, (seqlen_q, seqlen_k)
         self.threads = max(1, min(self.wanted_threads, self.items))
         self.thread_bytes = facts["scratch_bytes"]
         self.block.update(
@@ -81,12 +100,14 @@ class BackwardPlan(Plan):
         dbias = delta = None
         if problem.bias_needs_grad:
             assert inputs.bias is not None
-            dbias = torch.zeros(inputs.bias.shape, dtype=inputs.bias.dtype, device=CPU)
+            dbias = torch.zeros(inputs.bias.shape, dtype=self.dbias_dtype, device=CPU)
         if problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=lse.dtype, device=CPU) if dlse is None else -dlse
         kept = self.bind(inputs) if self.has_options else None
         self.differentiate(*inputs[:3], out, lse, dout, dq, dk, dv, dlse, dbias, delta)
         del kept
+        if dbias is not None and inputs.bias is not None:
+            dbias = dbias.to(inputs.bias.dtype)
         return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs, lse, delta))
 
     def differentiate(
@@ -126,6 +147,21 @@ class BackwardPlan(Plan):
             0 if delta is None else delta.data_ptr(), scratch + self.sum_offset, zeros,
         )  # fmt: skip
         self.run()
+
+
+def _sharing(problem: AttentionProblem) -> tuple[int, int]:
+    """How many sequences, and how many key heads, add to the same gradient of a bias."""
+    if not problem.bias_needs_grad or problem.bias_shape is None:
+        return 1, 1
+    of_batches, of_heads = problem.bias_shape[:2]
+    return (problem.batch if of_batches == 1 else 1), (problem.num_kv_heads if of_heads == 1 else 1)
+
+
+def _dbias_dtype(problem: AttentionProblem, inputs: Inputs) -> torch.dtype | None:
+    """Of the gradient of the bias while it is summed: the compute type where it has more than one term."""
+    if inputs.bias is None or not problem.bias_needs_grad:
+        return None
+    return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype
 
 
 def _sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ import platform
 import sys
 import tempfile
 import threading
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Target:
     """The machine code to generate.
 
     `rows` x 3 vectors is the accumulator block of the micro-kernel: 24 of 32 registers, or 12 of 16.
+    Blocks are cut to fit `l2_bytes`, a core's L2 cache.
     """
 
     isa: str
@@ -39,6 +40,7 @@ class Target:
     rows: int
     cpu: str
     features: str
+    l2_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,19 @@ def target(wanted: str = "") -> Target | str:
         candidates.append(Target("neon", 16, 8, name, has.flatten()))
     for candidate in candidates:
         if wanted in ("", candidate.isa):
-            return candidate
+            return replace(candidate, l2_bytes=_l2_bytes())
     if wanted and candidates:
         return f"TILEWISE_CPU_ISA={wanted} is not one of {[c.isa for c in candidates]} that this machine has"
     return f"{platform.machine()} lacks AVX2 with FMA and F16C, or NEON"
+
+
+def _l2_bytes() -> int:
+    """Of this machine, or 1 MB where it does not say; between 512 KB and 2 MB, as large ones are shared."""
+    try:
+        found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        found = 0
+    return min(max(found, 512 << 10), 2 << 20) if found > 0 else 1 << 20
 
 
 def may_use_amx() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from tilewise.cpu.llvm.arguments import Config
@@ -32,10 +30,8 @@ def tile_config(problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[in
 
 def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
     if max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT:
-        config = _config(problem, inputs, _vectors(problem))
-    else:
-        config = tile_config(problem, inputs, AMX_BACKWARD)
-    return replace(config, has_dbias=problem.bias_needs_grad)
+        return _config(problem, inputs, _vectors(problem))
+    return tile_config(problem, inputs, AMX_BACKWARD)
 
 
 def has_amx(problem: AttentionProblem) -> bool:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, loop, when
-from tilewise.cpu.llvm.memory import Ptr
+from tilewise.cpu.llvm.control import claim, either, loop, when
+from tilewise.cpu.llvm.memory import Ptr, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
@@ -33,8 +33,10 @@ from tilewise.cpu.llvm.tiles import (
     Scratch,
     Shape,
     load_rows,
+    narrowed,
     outer_sums,
     round_up,
+    share_of,
     store_rows,
     transpose_rows,
 )
@@ -69,6 +71,7 @@ class Tile:
 
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
+        self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
         self.scratch = Scratch(shape, base)
         height = shape.pad // 2 if shape.config.has_amx else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
@@ -80,7 +83,7 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
-    most_tiles = 8  # tiles that share one converted K/V block; 4 to 8 measure alike
+    most_tiles = 16  # tiles that share one converted K/V block
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
@@ -90,6 +93,7 @@ class ForwardKernel:
         self.reserve(scratch)
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
         self.scores = Scores(shape, scratch)
+        self.narrow = narrowed(self, shape.vectors - 1) if shape.vectors > 2 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
 
     def reserve(self, scratch: Scratch) -> None:
@@ -113,7 +117,9 @@ class ForwardKernel:
             for j0 in loop(k0 & -load_k, k1, load_k):
                 self.load_keys(head, j0, minimum(k1 - j0, load_k))
                 for t in loop(0, tiles):
-                    self.attend(head, self.tile(q0, t), j0)
+                    tile = self.tile(q0, t)
+                    tile.share = share_of(t, tiles, self.shape.rows)
+                    self.attend_lanes(head, tile, j0)
             for t in loop(0, tiles):
                 self.finish(head, self.tile(q0, t))
 
@@ -145,6 +151,17 @@ class ForwardKernel:
         load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
         load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
 
+    def attend_lanes(self, head: Head, tile: Tile, j0: Value) -> None:
+        """`attend`, without the last vector if it holds no query."""
+        if self.narrow is None:
+            self.attend(head, tile, j0)
+            return
+        with either(tile.q0 + self.narrow.shape.width < head.seqlen_q) as (wide, narrow):
+            with wide:
+                self.attend(head, tile, j0)
+            with narrow:
+                self.narrow.attend(head, tile, j0)
+
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
         """Fold the keys of one block that the tile can see into its running softmax."""
         shape = self.shape
@@ -168,6 +185,7 @@ class ForwardKernel:
         scores = self.scores.at(head, tile.q0, j0)
         m_new = [Var(tile.m[0, c].load(shape.lanes)) for c in shape.columns()]
         for j in loop(first, n, shape.rows):
+            self.ask_for_keys(head, tile, j0 + self.load_k + j)
             s = outer_sums(shape, shape.rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
             scores.apply(s, j)
             for r in range(shape.rows):
@@ -175,6 +193,13 @@ class ForwardKernel:
                     self.p_t.at(j, c)[r, 0].store(s[r][v])
                     m_new[v].set(maximum(m_new[v], s[r][v]))
         return m_new
+
+    def ask_for_keys(self, head: Head, tile: Tile, j: Value) -> None:
+        """Ask for the tile's share of the keys j + [0, rows): they come while products are computed."""
+        config = self.shape.config
+        for r in loop(*tile.share):
+            for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
+                prefetch_row(head.key_rows(name, 0)(minimum(j + r, head.seqlen_k - 1)), dim)
 
     def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more."""

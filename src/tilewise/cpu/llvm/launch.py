@@ -28,20 +28,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no dropout"
     if problem.is_quantized:
         return "has no quantized caches"
-    if problem.bias_needs_grad and not _bias_is_full(problem):
-        return "has no gradient of a bias that is broadcast"
+    if problem.bias_needs_grad and problem.bias_shape and problem.bias_shape[3] == 1 < problem.seqlen_k:
+        return "has no gradient of a bias that is broadcast over keys"
     return unavailable()
-
-
-def _bias_is_full(problem: AttentionProblem) -> bool:
-    """Whether every score has a bias of its own, so that its gradient is that score's."""
-    assert problem.bias_shape is not None
-    *heads, seqlen_q, seqlen_k = problem.bias_shape
-    if heads != [problem.batch, problem.num_heads]:
-        return False
-    if problem.is_packed:  # the longest sequences are not known here
-        return seqlen_q > 1 and seqlen_k > 1
-    return (seqlen_q, seqlen_k) == (problem.seqlen_q, problem.seqlen_k)
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -125,3 +125,9 @@ def prefetch(ptr: Ptr) -> None:
     """Ask for a line that will be read soon; any address is safe."""
     read, keep, data = (ir.Constant(I32, x) for x in (0, 2, 1))
     emitter().intrinsic("llvm.prefetch.p0", ir.VoidType(), ptr.address, read, keep, data)
+
+
+def prefetch_row(row: Ptr, dim: int) -> None:
+    """Ask for a row of `dim` elements."""
+    for c in range(0, dim, 64 // row.item):
+        prefetch(row[c])

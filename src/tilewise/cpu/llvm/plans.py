@@ -23,7 +23,6 @@ from tilewise.cpu.llvm.configs import AMX_FORWARD, decode_config, tile_config
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
-TILE_CACHE = 640 << 10  # bytes of query tiles a thread keeps hot: most of a 1 MB L2, beside its K/V block
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 DECODE_ROWS = 32  # rows of the decode kernel's scratch
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
@@ -103,8 +102,7 @@ class Plan:
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None:
                 t = _last_dimension_dense(t, problem, inputs)
-                strides = [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
-                self.block.update(**{name: t.data_ptr()}, **named(name, "bhi", strides))
+                self.block.update(**{name: t.data_ptr()}, **named(name, "bhi", broadcast_strides(t)))
                 kept.append(t)
         if inputs.alibi_slopes is not None:
             slopes = inputs.alibi_slopes.to(dtype).contiguous()
@@ -240,16 +238,23 @@ _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
-    tiles = max(1, min(facts["most_tiles"], tiles_all, TILE_CACHE // facts["tile_bytes"]))
+    cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
+    tiles = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
     while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
         tiles -= 1
-    return tiles
+    chunks = max(1, -(-tiles_all // tiles))
+    return max(1, -(-tiles_all // chunks))  # of equal size
 
 
 def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of out: query's shape with head_dim_v, contiguous."""
     out = torch.empty((*query.shape[:-1], problem.head_dim_v), device="meta")
     return tuple(out.shape), out.stride()
+
+
+def broadcast_strides(t: Tensor) -> list[int]:
+    """Of a mask, a bias or its gradient, but for the last dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
 
 
 def lse_shape(problem: AttentionProblem, inputs: Inputs) -> tuple[int, ...]:

@@ -7,8 +7,10 @@ without a horizontal step; and a mask is a comparison of lanes. Only q enters an
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
@@ -60,6 +62,11 @@ class Shape:
 
     def constant(self, x: float) -> Value:
         return number(x, self.kind, self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Queries of a tile that are computed: block_q, or fewer in a kernel that is `narrowed`."""
+        return self.vectors * self.lanes
 
     def columns(self) -> list[int]:
         """Where each vector of a tile's queries starts."""
@@ -153,6 +160,12 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
             row[c].store(src[r, c].load(width))
 
 
+def add_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
+    """cell += term, in the type of the term."""
+    total = as_kind(cell.load(lanes), term.kind) + term.load(lanes)
+    cell.store(as_kind(total, "f64" if cell.kind == "f64" else "f32"))
+
+
 def transpose_rows(
     shape: Shape, dst: Rows, src: Rows, count: int, width: Scalar, factor: Operand | None = None
 ) -> None:
@@ -184,10 +197,15 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
 
 
 def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut `width` columns into (first column, chunks, vectors a chunk), chunks of `most` vectors first."""
-    whole, rest = divmod(width // shape.lanes, most)
-    chunks = [(0, whole, most)] if whole else []
-    return chunks + ([(whole * most * shape.lanes, 1, rest)] if rest else [])
+    """Cut `width` columns into (first column, chunks, vectors a chunk) of like sizes, at most `most` vectors.
+
+    One vector left over would wait for its own multiply-adds, so 5 vectors are 3 and 2.
+    """
+    vectors = width // shape.lanes
+    count = -(-vectors // most)
+    small, larger = divmod(vectors, count)
+    chunks = [(0, larger, small + 1), (larger * (small + 1) * shape.lanes, count - larger, small)]
+    return [chunk for chunk in chunks if chunk[1]]
 
 
 class Head:
@@ -260,6 +278,20 @@ class Head:
         return q0, q1
 
 
+def narrowed(kernel: Any, vectors: int) -> Any:
+    """The same kernel for a tile whose queries fill only its first vectors; areas keep their width."""
+    narrow = copy.copy(kernel)
+    narrow.shape, narrow.scores = copy.copy(kernel.shape), copy.copy(kernel.scores)
+    narrow.shape.vectors, narrow.scores.shape = vectors, narrow.shape
+    return narrow
+
+
+def share_of(part: Value, parts: Value, count: int) -> tuple[Value, Value]:
+    """Where the share of one of so many parts of [0, count) begins and ends."""
+    size = (count + (parts - 1)) // parts
+    return size * part, minimum(size * (part + 1), count)
+
+
 class Scores:
     """Mask and bias beside a score tile: the parts of it that come from memory."""
 
@@ -275,35 +307,61 @@ class Scores:
 
     def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
         """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
-        shape = self.shape
         for name, area in self.areas.items():
             kind = "bool" if name == "mask" else self.config.bias_kind
 
-            def source(i: Value, name: str = name, kind: str = kind) -> Ptr:
+            def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
                 return head.score_row(name, kind, q0 + i, j0)
 
-            rows = self.by_query
-            assert rows is not None
-            n_q = head.seqlen_q - q0
-            with either(n < shape.block_k) as (part, whole):
-                with part:
-                    for i in loop(0, shape.block_q):
-                        row = source(minimum(i, n_q - 1))
-                        for j in loop(0, n):
-                            rows[i, j].store(as_kind(row[j].load(), shape.kind))
-                with whole:
-                    load_rows(shape, rows, source, n_q, shape.block_q, shape.block_k)
-            transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
+            with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
+                with one_row:
+                    self._spread(area, source(0), n)
+                with own_rows:
+                    self._turn(area, source, head.seqlen_q - q0, n)
 
-    def store_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back."""
-        shape, rows, kind = self.shape, self.by_query, self.config.bias_kind
+    def _spread(self, area: Rows, row: Ptr, n: Value) -> None:
+        """area[j, :] = row[j]: all queries have the same row."""
+        shape = self.shape
+        for j in loop(0, n):
+            x = splat(as_kind(row[j].load(), shape.kind), shape.lanes)
+            for c in shape.columns():
+                area[j, c].store(x)
+
+    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
+        """area[j, i] = source(i)[j]."""
+        shape, rows = self.shape, self.by_query
         assert rows is not None
+        lanes = shape.lanes
+        with either(n < shape.block_k) as (part, whole):
+            with part:
+                for i in loop(0, shape.block_q):
+                    row = source(minimum(i, n_q - 1))
+                    for j in loop(0, n):
+                        rows[i, j].store(as_kind(row[j].load(), shape.kind))
+                transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
+            with whole:
+                for i in loop(0, shape.block_q, lanes):
+                    first = [source(minimum(i + r, n_q - 1)) for r in range(lanes)]
+                    for j in loop(0, shape.block_k, lanes):
+                        square = transpose([as_kind(row[j].load(lanes), shape.kind) for row in first])
+                        for r, column in enumerate(square):
+                            area.at(j, i)[r, 0].store(column)
+
+    def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
+        """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back. Rows of dbias may be one and the same."""
+        shape, rows, kind = self.shape, self.by_query, self.config.dbias_kind
+        assert rows is not None
+
         transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
         for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
             row = head.score_row("dbias", kind, q0 + i, j0)
-            for j in loop(begin, end):
-                row[j].store(as_kind(rows[i, j].load(), "f64" if kind == "f64" else "f32"))
+            with either(end - begin < shape.block_k) as (part, whole):
+                with part:
+                    for j in loop(begin, end):
+                        add_at(row[j], rows[i, j], None)
+                with whole:
+                    for c, width in pieces(0, shape.block_k, shape.lanes):
+                        add_at(row[c], rows[i, c], width)
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
