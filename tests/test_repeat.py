@@ -54,6 +54,73 @@ def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
         assert c.stride() == d.stride() and c.dtype == d.dtype and c.data_ptr() != d.data_ptr()
 
 
+def gradients(tensors, layout, dout, options, of_lse=False):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out, lse = tilewise.attention(*leaves, layout=layout, return_lse=True, **options)
+    if of_lse:
+        return torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
+    return torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("backend", [None, "llvm", "aten", "tiled"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (7, 7), (90, 20), (20, 150), (3, 0)])
+def test_gradients_of_a_second_call_equal_a_first(backend, layout, dtype, seqlen_q, seqlen_k):
+    options = {"backend": backend, "causal": seqlen_q >= seqlen_k and backend != "aten"}
+    if backend == "aten" and not seqlen_k:
+        pytest.skip("takes no empty tensors")
+    axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    wide = torch.randn(2, 4, seqlen_q, 32, dtype=dtype)
+    douts = (
+        wide[:, ::2].repeat(1, 2, 1, 1)[..., ::2],
+        wide[:, :1, :, :1].expand(2, 4, seqlen_q, 16),
+        wide[..., :16],
+    )
+    first = qkv(seqlen_q, seqlen_k, dtype=dtype)
+    if layout == "bhsd":
+        first = [t.transpose(1, 2).contiguous() for t in first]
+    second = [torch.randn_like(t) for t in first]
+    for dout in douts:
+        dout = dout.transpose(1, 2).permute(axes)
+        for of_lse in (False, True):
+            if of_lse and backend == "aten":
+                continue
+            repeat.clear()
+            whole = gradients(second, layout, dout, options, of_lse)
+            repeat.clear()
+            gradients(first, layout, dout, options)
+            assert kept() == 1
+            for a, b in zip(gradients(second, layout, dout, options, of_lse), whole, strict=True):
+                assert torch.equal(a, b) and a.isfinite().all()
+                assert a.stride() == b.stride() or a.numel() == 0 or 1 in a.shape
+                assert a.permute(axes).is_contiguous()
+
+
+def test_repeated_gradients_of_tensors_that_were_saved_elsewhere():
+    """A hook may give back what was saved with other strides."""
+    q, k, v = (torch.randn(2, 4, 9, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    expected = torch.autograd.grad(tilewise.attention(q, k, v).square().sum(), (q, k, v))
+    scattered = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t.detach().repeat_interleave(2, -1)[..., ::2]
+    )
+    for hooks in (torch.autograd.graph.save_on_cpu(), scattered):
+        with hooks:
+            out = tilewise.attention(q, k, v)
+        for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_repeated_gradients_in_another_thread():
+    leaves = [t.requires_grad_() for t in qkv()]
+    first = torch.autograd.grad(tilewise.attention(*leaves).sum(), leaves)
+    out, found = tilewise.attention(*leaves), []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), leaves)))
+    thread.start()
+    thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
 def test_repeated_calls_meet_the_error_rule():
     for _ in range(3):
         q, k, v = qkv(70, 90)
@@ -128,6 +195,15 @@ def test_whoever_watches_sees_the_call():
         assert forward_ad.unpack_dual(tilewise.attention(dual, k, v)).tangent is not None
     compiled = torch.compile(lambda *t: tilewise.attention(*t), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), plain)
+
+
+def test_a_tensor_that_outlives_its_transform_is_a_tensor():
+    (q, k, v), outlived = qkv(), []
+    torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)
+    k.requires_grad_()
+    for _ in range(2):
+        expected = tilewise.attention(q, k, v)
+    assert torch.equal(tilewise.attention(outlived[0], k, v), expected)
 
 
 def test_a_default_device_changes_nothing():

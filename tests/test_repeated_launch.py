@@ -1,12 +1,28 @@
-"""What a repeated GPU call allocates and launches, with a plan that records; this needs no GPU."""
+"""What a repeated GPU call allocates and launches, with launches that only record; this needs no GPU."""
 
 from __future__ import annotations
+
+import importlib
 
 import pytest
 import torch
 
+from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
 from tilewise.repeated_launch import repeatable
+
+
+class Plan:
+    """Stands for a `LaunchPlan`."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __call__(self, tensors):
+        self.launched.append(tensors)
+
+    def seen_as(self, layout):
+        return self
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -15,10 +31,9 @@ def test_new_outputs_and_one_launch(layout, shape):
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     inputs = Inputs(*(torch.zeros(*shape[:3], dim) for dim in (64, 64, 40)))
     problem = describe(inputs, Options())
-    launched = []
-    run = repeatable(
-        problem, inputs.query, layout, True, launched.append, lambda q, k, v, *new: (v, k, q, None, *new)
-    )
+    plan = Plan()
+    launched = plan.launched
+    run = repeatable(problem, inputs.query, layout, True, plan, lambda q, k, v, *new: (v, k, q, None, *new))
     results = []
     for _ in range(2):
         q, k, v = (torch.zeros(*shape[:3], dim).permute(axes) for dim in (64, 64, 40))
@@ -30,5 +45,144 @@ def test_new_outputs_and_one_launch(layout, shape):
         assert lse.dtype == torch.float32
         results += [out, lse]
     assert len({t.data_ptr() for t in results}) == 4 and len(launched) == 2
-    only_out = repeatable(problem, inputs.query, layout, False, launched.append, lambda *tensors: tensors)
+    only_out = repeatable(problem, inputs.query, layout, False, plan, lambda *tensors: tensors)
     assert isinstance(only_out(q, k, v), torch.Tensor)
+
+
+class Recorder:
+    """Stands for Triton's launches: keeps kernels, grids and arguments, with addresses for tensors."""
+
+    def __init__(self):
+        self.launches, self.is_profiled = [], False
+
+    def start(self, launch):
+        arguments = []
+        for argument in launch.arguments:
+            if launch_plan.is_descriptor(argument):
+                arguments += encoded(argument)
+            elif isinstance(argument, tuple):
+                arguments.append(tuple(map(address, argument)))
+            else:
+                arguments.append(address(argument))
+        self.launches.append((launch.kernel, (launch.programs, launch.programs_y, 1), arguments))
+        return launch.kernel
+
+    def bind(self, kernel, grid):
+        return Bound(self, kernel, grid)
+
+    def take(self, tensors):
+        """The launches since the last time, with names for addresses: places in `tensors`, then in order."""
+        names = {t.data_ptr(): place for place, t in enumerate(tensors)}
+
+        def named(x):
+            if isinstance(x, (tuple, list)):
+                return [named(item) for item in x]
+            is_address = isinstance(x, int) and x > 1 << 35
+            return names.setdefault(x, f"scratch {len(names)}") if is_address else x
+
+        launches, self.launches = named(self.launches), []
+        return launches
+
+
+class Bound:
+    """Stands for `launcher.BoundKernel`."""
+
+    def __init__(self, recorder, kernel, grid):
+        self.recorder, self.kernel, self.grid = recorder, kernel, grid
+
+    def launch(self, device, arguments):
+        self.recorder.launches.append((self.kernel, self.grid, arguments))
+
+    def encode(self, index, descriptor):
+        return encoded(descriptor)
+
+    def is_watched(self):
+        return self.recorder.is_profiled
+
+
+def address(argument):
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def encoded(descriptor):
+    numbers = *descriptor.shape, *descriptor.strides
+    return [(descriptor.base.data_ptr(), *numbers, *descriptor.block_shape), *numbers]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    pytest.importorskip("triton")
+    recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(launch_plan, "_plans", {})
+    monkeypatch.setattr(launch_plan, "start", recorder.start)
+    monkeypatch.setattr(launch_plan, "bind", recorder.bind)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    for name in ("launch", "backward_launch", "backward_wide_launch"):
+        module = importlib.import_module(f"tilewise.hopper.{name}")
+        monkeypatch.setattr(module, "num_sms", lambda index: 132)
+        monkeypatch.setattr(module, "scheduler_counter", lambda device: counter)
+    call = importlib.import_module("tilewise.triton.call")
+    monkeypatch.setattr(call, "gpu_capability", lambda device: (9, 0))
+    call.table_tile.cache_clear()
+    yield recorder
+    call.table_tile.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(causal=True, deterministic=True), Options(window_left=20, softcap=3.0)],
+    ids=["full", "causal", "window"],
+)
+def test_a_repeated_backward_launches_what_the_first_does(backend, layout, dims, options, recorder):
+    module = importlib.import_module(f"tilewise.{backend}.launch")
+    axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    shapes = (2, 100, 4, dims[0]), (2, 130, 2, dims[0]), (2, 130, 2, dims[1]), (2, 100, 4, dims[1])
+
+    def draw(padding=0):
+        q, k, v, out = (
+            torch.zeros(*s[:3], s[3] + padding, dtype=torch.bfloat16)[..., : s[3]] for s in shapes
+        )
+        return *(t.permute(axes) for t in (q, k, v, out)), torch.zeros(2, 4, 100), out.permute(axes).clone()
+
+    def whole(*tensors):
+        q, k, v, out, lse, dout = (t.permute(axes) if t.ndim == 4 else t for t in tensors)
+        wholes.append(tensors)
+        grads = module.backward(problem, Inputs(q, k, v), out, lse, dout, None)[:3]
+        return tuple(t.permute(axes) for t in grads)
+
+    wholes = []
+    problem = describe(Inputs(*(t.permute(axes) for t in draw()[:3])), options)
+    backward = module.repeatable_backward(problem, layout, whole)
+    for padding in (0, 8, 4):  # rows of 16-byte multiples, or not: copied first by the whole path
+        found = []
+        for recorder.is_profiled in (False, False, True):
+            given = draw(padding)
+            grads = backward(*given)
+            found.append(recorder.take((*given, *grads)))
+            for t, grad in zip(given[:3], grads, strict=True):
+                assert grad.shape == t.shape and grad.dtype == t.dtype and grad.permute(axes).is_contiguous()
+        is_copied = padding == 4 and backend == "hopper"
+        assert len(found[0]) >= 3 and len(wholes) == (3 if is_copied else 1)
+        if not is_copied:
+            assert found[1] == found[0] and found[2] == found[0]
+        wholes.clear()
+    misaligned = [torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape) for t in draw()]
+    backward(*misaligned)
+    assert len(wholes) == 1
+
+
+def test_repeated_forwards_of_other_layouts_can_be_profiled(recorder):
+    from tilewise.hopper import launch
+
+    q, k, v = (torch.zeros(2, 100, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    problem = describe(Inputs(q, k, v), Options())
+    out, lse = launch.forward(problem, Inputs(q, k, v))
+    first = recorder.take((q, k, v, out, lse))
+    for layout, axes in (("bshd", (0, 1, 2, 3)), ("bhsd", (0, 2, 1, 3))):
+        run = launch.repeatable(problem, Inputs(q, k, v), layout, True)
+        for recorder.is_profiled in (False, True):
+            given = [t.clone().permute(axes) for t in (q, k, v)]
+            assert recorder.take((*given, *run(*given))) == first

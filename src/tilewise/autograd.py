@@ -6,12 +6,14 @@ through two `autograd.Function`s that use the same formulas, because only those 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from tilewise import dispatch, ops
 from tilewise.eager import is_plain_eager
@@ -134,18 +136,41 @@ def _eager_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple
 
 def _is_watched(dout: Tensor, dlse: Tensor | None) -> bool:
     """Whether a backward has to be differentiable itself, or a transform has to see it."""
-    is_batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))  # is_grads_batched
-    return torch.is_grad_enabled() or is_batched or not is_plain_eager(dout)
+    is_batched = is_legacy_batchedtensor(dout) or (dlse is not None and is_legacy_batchedtensor(dlse))
+    return is_batched or torch.is_grad_enabled() or not is_plain_eager(dout)
 
 
-class RepeatedCall(NamedTuple):
-    """A dense call without optional tensors that was made before: see `tilewise.repeat`."""
+@dataclass(frozen=True)
+class RepeatedCall:
+    """A dense call without optional tensors that was made before: see `tilewise.repeat`.
 
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as the caller has the tensors
+    `forward` and `backward` take and give tensors as the caller has them.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     problem: AttentionProblem
     options: Options
     backend: str | None
     layout: str
+    return_lse: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        query, key, value = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
+        return _apply_repeated(query, key, value, self)
+
+    @functools.cached_property
+    def backward(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Found by the first backward, whose kernels a forward need not load."""
+        return ops.repeatable_backward(self.problem, self.backend, self.layout)
+
+    def watched_backward(self, dlse: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The gradients where something has to see them made, or lse has one."""
+        query, key, value, out, lse, dout = tensors
+        if self.layout == "bhsd":
+            query, key, value, out, dout = (t.transpose(1, 2) for t in (query, key, value, out, dout))
+        arguments = (out, lse, *Inputs(query, key, value), *self.options, self.backend, False)
+        grads = _eager_backward(dout, dlse, *arguments)[:3]
+        return tuple(t.transpose(1, 2) for t in grads) if self.layout == "bhsd" else grads
 
 
 class RepeatedAttention(torch.autograd.Function):
@@ -154,34 +179,28 @@ class RepeatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RepeatedCall
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if call.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None
-        query, key, value, out, lse = ctx.saved_tensors
-        call, dout = ctx.call, torch.zeros_like(out) if dout is None else dout
-        tensors = [query, key, value, out, dout]
-        if call.layout == "bhsd":
-            tensors = [t.transpose(1, 2) for t in tensors]
-        *qkv, out, dout = tensors
-        inputs = Inputs(*qkv)
-        grads: tuple[Tensor, ...]
-        if _is_watched(dout, dlse):
-            grads = AttentionBackward.apply(
-                dout, dlse, out, lse, *inputs, *call.options, call.backend, False
-            )[:3]
-        else:
-            grads = ops.launch_backward(call.problem, inputs, call.backend, False, out, lse, dout, dlse)[:3]
-        if call.layout == "bhsd":
-            grads = tuple(t.transpose(1, 2) for t in grads)
-        return (*grads, None)
+        call, tensors = ctx.call, ctx.saved_tensors
+        if dout is not None and dlse is None and not _is_watched(dout, dlse):
+            return (*call.backward(*tensors, dout), None)
+        dout = torch.zeros_like(tensors[3]) if dout is None else dout
+        return (*call.watched_backward(dlse, *tensors, dout), None)
+
+
+# What `apply` ends in. It takes 2 us more to look for transforms, which repeated calls are free of.
+_apply_repeated = super(torch.autograd.Function, RepeatedAttention).apply
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -58,6 +58,15 @@ class Launch(NamedTuple):
         }
 
 
+class Step(NamedTuple):
+    """One launch of several: what `run` and `find` take besides the problem."""
+
+    build: Callable[..., Launch]
+    tensors: Tensors
+    choices: tuple[Any, ...]
+    fresh: Tensors
+
+
 def run(
     build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any, fresh: Tensors = ()
 ) -> None:
@@ -147,6 +156,16 @@ class LaunchPlan:
                 self._arguments.append(None)
             else:
                 self._arguments.append(argument)
+
+    def seen_as(self, layout: str) -> LaunchPlan:
+        """The plan for tensors that the caller has in a layout. Their addresses are what they were."""
+        if layout == "bshd":
+            return self
+        plan = copy.copy(self)
+        plan._rebuild = lambda tensors: self._rebuild(
+            tuple(t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in tensors)
+        )
+        return plan
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream; the tensors' device must be the current one."""

@@ -75,6 +75,26 @@ def launch_backward(
         return dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
 
 
+def repeatable_backward(
+    problem: AttentionProblem, backend: str | None, layout: str
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradients of query, key and value as a function of query, key, value, out, lse and dout, all in
+    the caller's layout, for a dense problem without optional tensors."""
+
+    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, out, lse, dout = tensors
+        if layout == "bhsd":
+            query, key, value, out, dout = (t.transpose(1, 2) for t in (query, key, value, out, dout))
+        inputs = Inputs(query, key, value)
+        grads = launch_backward(problem, inputs, backend, False, out, lse, dout, None)[:3]
+        return tuple(t.transpose(1, 2) for t in grads) if layout == "bhsd" else grads
+
+    backward_problem = _with_gradients(problem, False, False)
+    module = dispatch.load(dispatch.choose(backward_problem, backend, is_backward=True))
+    make = getattr(module, "repeatable_backward", None)
+    return whole if make is None else make(backward_problem, layout, whole)
+
+
 def _own_dtypes(device_type: str) -> AbstractContextManager[Any]:
     """Outside of autocast, which would change the dtypes of the products that a backend is made of."""
     if torch.is_autocast_enabled(device_type):

@@ -7,7 +7,6 @@ tracing), it takes what the first found. This is what makes a small call as chea
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -101,16 +100,8 @@ def keep(
     make: Callable[..., Run | None] | None = getattr(module, "repeatable", None)
     run = None if make is None else make(problem, inputs, layout, return_lse or needs_grad)
     if run is not None and needs_grad:
-        call = autograd.RepeatedCall(run, problem, options, backend, layout)
-        run = functools.partial(_differentiable, call, return_lse)
+        run = autograd.RepeatedCall(run, problem, options, backend, layout, return_lse)
     _local.runs[signature] = run
-
-
-def _differentiable(
-    call: autograd.RepeatedCall, return_lse: bool, query: Tensor, key: Tensor, value: Tensor
-) -> Any:
-    out, lse = autograd.RepeatedAttention.apply(query, key, value, call)
-    return (out, lse) if return_lse else out
 
 
 def clear() -> None:

@@ -1,16 +1,19 @@
-"""A dense forward call on a GPU that was made before: two allocations and one launch."""
+"""Dense calls on a GPU that were made before: allocations and launches, and nothing else."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import LaunchPlan, Tensors
+from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, Tensors, find
 from tilewise.problem import AttentionProblem
+
+MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
+Whole = Callable[..., tuple[Tensor, ...]]
 
 
 def repeatable(
@@ -28,20 +31,93 @@ def repeatable(
         plan: what launches the kernel.
         arrange: all tensors of the launch, from query, key, value, out and lse.
     """
-    batch, seqlen, heads, dim = (*query.shape[:-1], problem.head_dim_v)
-    # one element, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
-    blank_lse = query.new_empty((), dtype=torch.float32).expand(batch, heads, seqlen)
-    if layout == "bhsd":
-        shape, stride = (batch, heads, seqlen, dim), (seqlen * heads * dim, dim, heads * dim, 1)
-        new_out = functools.partial(
-            torch.empty_strided, shape, stride, dtype=query.dtype, device=query.device
-        )
-    else:
-        new_out = functools.partial(torch.empty_like, query.new_empty(()).expand(batch, seqlen, heads, dim))
+    batch, seqlen, heads = query.shape[:-1]
+    new_out = _allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, layout)
+    new_lse = _allocator(query, (batch, heads, seqlen), torch.float32)
+    plan = plan.seen_as(layout)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        out, lse = new_out(), torch.empty_like(blank_lse)
+        out, lse = new_out(), new_lse()
         plan(arrange(query, key, value, out, lse))  # which reads addresses only
         return (out, lse) if return_lse else out
 
     return run
+
+
+class RepeatedBackward:
+    """The gradients of query, key and value from them, out, lse and dout, all in the caller's layout.
+
+    The first call with tensors of some strides takes the whole path, whose launch plans later ones use.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        layout: str,
+        whole: Whole,
+        steps: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Step]],
+        scratch: Sequence[tuple[int, ...]],
+        is_taken: Callable[[Tensor], bool],
+    ) -> None:
+        """
+        Args:
+            whole: does the same by the whole path.
+            steps: all launches, from the tensors of a call, and dq, dk, dv and scratch.
+            scratch: shapes of float32 tensors that only the launches use.
+            is_taken: whether kernels read a tensor (batch, seqlen, heads, dim) where it lies.
+        """
+        self._problem, self._layout, self._whole = problem, layout, whole
+        self._steps, self._scratch, self._is_taken = steps, scratch, is_taken
+        self._plans: dict[Any, list[LaunchPlan]] = {}  # empty: such tensors take the whole path
+        self._new: list[Callable[[], Tensor]] = []
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> tuple[Tensor, ...]:
+        given = (query, key, value, out, lse, dout)
+        strides = (query.stride(), key.stride(), value.stride(), out.stride(), lse.stride(), dout.stride())
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | dout.data_ptr()
+        if (addresses | lse.data_ptr()) % ALIGNMENT or query.get_device() != torch.cuda.current_device():
+            return self._whole(*given)
+        plans = self._plans.get(strides)
+        if plans is None:
+            return self._first(strides, given)
+        if not plans:
+            return self._whole(*given)
+        new = [make() for make in self._new]
+        for plan, step in zip(plans, self._steps(given, new), strict=True):
+            plan((*step.tensors, *step.fresh))  # which reads addresses only
+        return tuple(new[:3])
+
+    def _first(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        grads = self._whole(*given)
+        query, lse = given[0], given[4]
+        shapes = [tuple(self._canonical(t).shape) for t in grads]
+        self._new = [_allocator(query, shape, query.dtype, self._layout) for shape in shapes]
+        self._new += [_allocator(query, shape, torch.float32) for shape in self._scratch]
+        if len(self._plans) >= MAX_STRIDES:
+            self._plans.clear()
+        self._plans[strides] = []
+        canonical = [self._canonical(t) for t in given]
+        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t is not lse):
+            scratch = [lse for _ in self._scratch]  # any tensor: plans are found by what is given
+            steps = self._steps(canonical, [*map(self._canonical, grads), *scratch])
+            found = [find(s.build, self._problem, s.tensors, *s.choices, fresh=s.fresh) for s in steps]
+            if None not in found:
+                self._plans[strides] = [plan.seen_as(self._layout) for plan in found if plan is not None]
+        return grads
+
+    def _canonical(self, t: Tensor) -> Tensor:
+        return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t
+
+
+def _allocator(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str = "bshd"
+) -> Callable[[], Tensor]:
+    """Makes new tensors, contiguous as `shape` says, seen in a layout."""
+    if layout == "bhsd":
+        batch, seqlen, heads, dim = shape
+        order, stride = (batch, heads, seqlen, dim), (seqlen * heads * dim, dim, heads * dim, 1)
+        return functools.partial(torch.empty_strided, order, stride, dtype=dtype, device=like.device)
+    # one element, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
+    return functools.partial(torch.empty_like, like.new_empty((), dtype=dtype).expand(*shape))

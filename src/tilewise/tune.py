@@ -84,8 +84,10 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
     from tilewise.triton import launch
 
     out, lse = launch.forward(problem, inputs)
-    results = launch._prepare(problem, inputs, launch.Results(out=out, lse=lse, dout=torch.randn_like(out)))
-    results = results._replace(**{name: torch.empty_like(out) for name in ("dq", "dk", "dv")})
+    grads = (torch.empty_like(out) for _ in range(3))
+    statistics_of_rows = launch.new_statistics(problem, lse)
+    results = launch.Results(out, lse, torch.randn_like(out), None, *statistics_of_rows, *grads)
+    launch.run(launch._prepare_launch, problem, (*inputs, *results))
     without = {"dk": results._replace(dv=None), "dv": results._replace(dk=None)}
 
     def once(kernel: str, tile: KernelTile) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +24,13 @@ from tilewise.hopper.launch import (
     scheduler_counter,
     tma_ready,
 )
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.repeated_launch import RepeatedBackward, Whole
 
 NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers of two warpgroups
 
 Config = BackwardConfig | WideBackwardConfig
-
-
-class Scratch(NamedTuple):
-    """Memory of one call beyond its inputs and outputs: 2 floats a row, and dQ in float32."""
-
-    stats: Tensor  # (tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta
-    dq: Tensor  # (tiles * parts * 32, 128): each [64, 64] part in the order of the registers
 
 
 def backward(
@@ -55,19 +50,52 @@ def backward(
     cfg = config or backward_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
-    scratch = make_scratch(problem, query, cfg)
+    stats, dq_sum = (
+        query.new_empty(shape, dtype=torch.float32) for shape in scratch_shapes(problem, cfg, query.shape[-3])
+    )
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
-    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, cu_q), cfg, fresh=scratch)
-    order, first_tile = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
+    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats, dq_sum)
+    for step in steps(problem, cfg, given, new, optional):
+        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def steps(
+    problem: AttentionProblem,
+    cfg: BackwardConfig,
+    given: Sequence[Tensor],
+    new: Sequence[Tensor],
+    optional: Tensors = (None,) * 5,
+) -> list[Step]:
+    """The three launches; `optional` are dlse, the sequences' offsets, and `order_sequences`."""
+    query, key, value, out, lse, dout = given
+    dq, dk, dv, stats, dq_sum = new
+    dlse, cu_q, cu_k, *ordered = optional
     turns = None
     if cfg.IS_DETERMINISTIC:
-        turns = torch.zeros(scratch.stats.shape[0], dtype=torch.int32, device=query.device)
-    fresh = (dk, dv, *scratch, turns, order, first_tile, scheduler_counter(query.device))
-    run(main_launch, problem, (query, key, value, dout, cu_q, cu_k), cfg, fresh=fresh)
-    run(finish_launch, problem, (dq, cu_q), cfg, fresh=(scratch.dq,))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch.stats, cfg)
-    return Gradients(dq, dk, dv, None, dsinks)
+        turns = torch.zeros(stats.shape[0], dtype=torch.int32, device=stats.device)
+    fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
+    return [
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, dq_sum)),
+        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
+        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum,)),
+    ]
+
+
+def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
+    """`backward` for calls that differ in values only: see `tilewise.ops.repeatable_backward`."""
+    if problem.head_dim > NARROW:
+        from tilewise.hopper import backward_wide_launch as wide
+
+        wide_cfg = wide.wide_config(problem)
+        launches, scratch = functools.partial(wide.steps, problem, wide_cfg), [stats_shape(problem, wide_cfg)]
+    else:
+        cfg = backward_config(problem)
+        launches, scratch = functools.partial(steps, problem, cfg), scratch_shapes(problem, cfg)
+    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,11 +122,19 @@ def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
     return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
 
 
-def make_scratch(problem: AttentionProblem, query: Tensor, cfg: BackwardConfig) -> Scratch:
+def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
+    """(tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta. `rows` of a packed query."""
     slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
-    tiles = slots * query_tiles_of(problem, query.shape[-3], cfg)
-    make = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
-    return Scratch(make(tiles, 2 * cfg.BLOCK_M), make(tiles * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128))
+    tiles = slots * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
+    return tiles, 2 * cfg.BLOCK_M
+
+
+def scratch_shapes(
+    problem: AttentionProblem, cfg: BackwardConfig, rows: int | None = None
+) -> list[tuple[int, int]]:
+    """Float32 memory of one call: `stats_shape`, and dQ, each [64, 64] part in the order of the registers."""
+    stats = stats_shape(problem, cfg, rows)
+    return [stats, (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)]
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,12 @@ from tilewise.hopper.backward_launch import (
     kernel_sizes,
     order_sequences,
     prepare_launch,
-    query_tiles_of,
     score_factors,
     sinks_gradient,
+    stats_shape,
 )
 from tilewise.hopper.launch import descriptor, num_sms, scheduler_counter, tma_ready
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
@@ -29,19 +31,35 @@ def backward(
     cfg = wide_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
-    tiles = slots * query_tiles_of(problem, query.shape[-3], cfg)
-    stats = torch.empty(tiles, 2 * cfg.BLOCK_M, dtype=torch.float32, device=query.device)
+    stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
-    run(prepare_launch, problem, (out, dout, lse.contiguous(), dlse, cu_q), cfg, fresh=(stats, None))
-    counter = scheduler_counter(query.device)
-    packing = (cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
-    run(keys_launch, problem, (query, key, value, dout, dk, dv, stats, *packing, counter), cfg)
-    packing = (cu_q, cu_k, *order_sequences(problem, cu_q, cu_k, QUERIES))
-    run(queries_launch, problem, (query, key, value, dout, dq, stats, *packing, counter), cfg)
+    ordered_k = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
+    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats)
+    for step in steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)):
+        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
+
+
+def steps(
+    problem: AttentionProblem,
+    cfg: WideBackwardConfig,
+    given: Sequence[Tensor],
+    new: Sequence[Tensor],
+    optional: Tensors = (None,) * 7,
+) -> list[Step]:
+    """The three launches; `optional` are dlse, the sequences' offsets, `order_sequences` of both sides."""
+    query, key, value, out, lse, dout = given
+    dq, dk, dv, stats = new
+    dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
+    counter, tensors = scheduler_counter(stats.device), (query, key, value, dout, cu_q, cu_k)
+    return [
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
+        Step(keys_launch, tensors, (cfg,), (dk, dv, stats, order_k, first_k, counter)),
+        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter)),
+    ]
 
 
 def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
@@ -73,7 +91,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
 def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
     from tilewise.hopper.backward_wide import attn_bwd_wide_keys_kernel
 
-    query, key, value, dout, dk, dv, stats, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
@@ -82,7 +100,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
         *(descriptor(t, (64, 1, cfg.STORE_WIDTH), is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *others,
+        *(cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
         cfg,
@@ -95,14 +113,14 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
     from tilewise.hopper.backward_wide_queries import attn_bwd_wide_queries_kernel
 
-    query, key, value, dout, dq, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dq, stats, *others = tensors
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
     qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
-    arguments = (*descriptors, *others, *sizes, *score_factors(problem), cfg)
+    arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
     return Launch(attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)

@@ -20,6 +20,7 @@ from tilewise.hopper import decode_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.repeated_launch import RepeatedBackward, Whole
 
 LOG2_E = math.log2(math.e)
 
@@ -87,6 +88,13 @@ def backward(
     from tilewise.hopper import backward_launch
 
     return backward_launch.backward(problem, inputs, out, lse, dout, dlse)
+
+
+def repeatable_backward(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
+    """See `tilewise.ops.repeatable_backward`."""
+    from tilewise.hopper import backward_launch
+
+    return backward_launch.repeatable(problem, layout, whole)
 
 
 def forward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.launch_plan import Launch, Tensors, find, is_interpreted, run
+from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.repeated_launch import RepeatedBackward, Whole
 from tilewise.triton import launch_decode
 from tilewise.triton.arguments import STAT_ROWS, BiasSizes
 from tilewise.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
@@ -132,25 +133,15 @@ def backward(
     tiles = tiles or {}
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
-    results = Results(
-        out=with_dense_rows(out),
-        lse=lse.contiguous(),
-        dout=with_dense_rows(dout),
-        dlse=None if dlse is None else dlse.contiguous(),
-    )
-    results = _prepare(problem, inputs, results)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    results = results._replace(dq=dq, dk=dk, dv=dv)
-    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, query.device) for n in ("dk", "dv"))
-    if dk_tile is None or dv_tile is None or "dkdv" in tiles:
-        _run(_dkdv_launch, problem, inputs, results, tiles.get("dkdv"))
-    else:
-        _run(_dkdv_launch, problem, inputs, results._replace(dv=None), dk_tile)
-        _run(_dkdv_launch, problem, inputs, results._replace(dk=None), dv_tile)
-    _run(_dq_launch, problem, inputs, results, tiles.get("dq"))
+    given = (with_dense_rows(out), lse, with_dense_rows(dout), dlse)
+    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv)
+    for step in _steps(problem, inputs, results, tiles):
+        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
     dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
     dsinks = results.dsinks
     if dsinks is not None:
@@ -158,24 +149,48 @@ def backward(
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
-def _prepare(problem: AttentionProblem, inputs: Inputs, results: Results) -> Results:
-    """results with lse_log2 and delta (slots, rows), in blocks of STAT_ROWS, and with the parts of dsinks."""
-    lse = results.lse
-    assert lse is not None
-    *heads, seqlen = lse.shape
+def repeatable_backward(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
+    """See `tilewise.ops.repeatable_backward`."""
+
+    def steps(given: Sequence[Tensor], new: Sequence[Tensor]) -> list[Step]:
+        query, key, value, out, lse, dout = given
+        dq, dk, dv, lse_log2, delta = new
+        results = Results(out, lse, dout, None, lse_log2, delta, None, dq, dk, dv)
+        return _steps(problem, Inputs(query, key, value), results, {})
+
+    rows = _padded_rows(problem, (problem.batch, problem.num_heads, problem.seqlen_q))
+    return RepeatedBackward(problem, layout, whole, steps, (rows, rows), lambda t: with_dense_rows(t) is t)
+
+
+def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse_log2 and delta, and the parts of dsinks."""
+    *heads, rows = _padded_rows(problem, lse.shape)
+    lse_log2, delta = lse.new_empty(2, *heads, rows)
+    return lse_log2, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
+
+
+def _padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of lse_log2 and delta for an lse: rows in blocks of STAT_ROWS."""
+    *heads, seqlen = shape
     blocks = seqlen // STAT_ROWS + problem.batch if problem.is_packed else -(-seqlen // STAT_ROWS)
-    lse_log2, delta = lse.new_empty(2, *heads, blocks * STAT_ROWS)
-    dsinks = None if inputs.sinks is None else lse.new_empty(*heads, blocks)
-    results = results._replace(lse_log2=lse_log2, delta=delta, dsinks=dsinks)
-    _run(_prepare_launch, problem, inputs, results)
-    return results
+    return (*heads, blocks * STAT_ROWS)
 
 
-def _run(
-    build: Callable[..., Launch], problem: AttentionProblem, inputs: Inputs, results: Results, *choices: Any
-) -> None:
-    """Launch a backward kernel; what the forward and the caller gave comes first in `results`."""
-    run(build, problem, (*inputs, *results[:GIVEN]), *choices, fresh=results[GIVEN:])
+def _steps(problem: AttentionProblem, inputs: Inputs, results: Results, tiles: Tiles) -> list[Step]:
+    """The launches of a backward but for the bias: row statistics, dk and dv, dq."""
+    steps = [_step(_prepare_launch, inputs, results)]
+    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, inputs.query.device) for n in ("dk", "dv"))
+    if dk_tile is None or dv_tile is None or "dkdv" in tiles:
+        steps.append(_step(_dkdv_launch, inputs, results, tiles.get("dkdv")))
+    else:
+        steps.append(_step(_dkdv_launch, inputs, results._replace(dv=None), dk_tile))
+        steps.append(_step(_dkdv_launch, inputs, results._replace(dk=None), dv_tile))
+    return [*steps, _step(_dq_launch, inputs, results, tiles.get("dq"))]
+
+
+def _step(build: Callable[..., Launch], inputs: Inputs, results: Results, *choices: Any) -> Step:
+    """A backward kernel's launch; what the forward and the caller gave comes first in `results`."""
+    return Step(build, (*inputs, *results[:GIVEN]), choices, results[GIVEN:])
 
 
 def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
@@ -241,7 +256,8 @@ def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: Ke
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
     partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
-    _run(_dbias_launch, problem, inputs, results._replace(dbias=partial), tile, sizes)
+    step = _step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)
+    run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
 

@@ -14,7 +14,7 @@ import random_cases
 import torch
 from torch import Tensor
 
-from tilewise.cpu.llvm import plans
+from tilewise.cpu.llvm import backward_plan, plans
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,7 +78,7 @@ def run(case: random_cases.Case, at_end: bool, has_gradients: bool = True) -> No
         torch.int64,
         Tensor,
     )
-    with mock.patch.object(plans, "torch", stand_in):
+    with mock.patch.object(plans, "torch", stand_in), mock.patch.object(backward_plan, "torch", stand_in):
         out, lse = random_cases.launch.forward(problem, inputs)
         if has_gradients and not problem.is_paged:
             dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CHANGING = ("q", "k", "v", "out", "lse", "scratch", "partial")  # first: every forward call writes them
-POINTERS = (
-    *CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn",
-    "mask", "bias", "slopes", "sinks", "spans", "page_table",
-)  # fmt: skip
+CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
+POINTERS = (*CHANGING_BACKWARD, "mask", "bias", "slopes", "sinks", "spans", "page_table")
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1

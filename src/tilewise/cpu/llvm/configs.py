@@ -12,6 +12,7 @@ KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", tor
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 AMX_FORWARD, AMX_BACKWARD = (1, 2), (2, 4, 8)  # query vectors of a tile with tile registers
+AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
@@ -25,6 +26,12 @@ def tile_config(problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[in
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
     wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
     return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), has_amx=True)
+
+
+def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    if max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT:
+        return _config(problem, inputs, _vectors(problem))
+    return tile_config(problem, inputs, AMX_BACKWARD)
 
 
 def has_amx(problem: AttentionProblem) -> bool:

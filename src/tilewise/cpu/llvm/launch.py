@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
 from tilewise.cpu.llvm.configs import has_amx
-from tilewise.cpu.llvm.plans import (
-    CPU,
-    BackwardPlan,
-    DecodePlan,
-    ForwardPlan,
-    local,
-    rows_dense,
-)
+from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_dense
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
@@ -74,11 +68,8 @@ def repeatable(
     plan = _plan(_forward_plan, problem, inputs)
     if plan.has_options:
         return None
-    axes = (0, 2, 1, 3) if layout == "bhsd" else (0, 1, 2, 3)
-    shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (plan.out_shape, plan.out_stride))
-    new_out = _allocator(shape, stride, problem.dtype)
-    lse_stride = torch.empty(plan.lse_shape, device="meta").stride()
-    new_lse = _allocator(plan.lse_shape, lse_stride, problem.compute_dtype)
+    new_out = _allocator(plan.out_shape, problem.dtype, layout)
+    new_lse = _allocator(plan.lse_shape, problem.compute_dtype)
     attend = plan.attend
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -94,11 +85,16 @@ def repeatable(
     return run_with_lse if return_lse else run
 
 
-def _allocator(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Makes new tensors. Cheapest is `empty_like` of a model, which has memory of its own for a moment."""
+def _allocator(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "bshd") -> Callable[[], Tensor]:
+    """Makes new tensors, contiguous as `shape` says, seen in a layout. Cheapest is `empty_like` of a model,
+    which has memory of its own for a moment."""
+    model = torch.empty(shape, dtype=dtype, device="meta")
+    if layout == "bhsd":
+        model = model.transpose(1, 2)
+    new = functools.partial(torch.empty_strided, model.shape, model.stride(), dtype=dtype, device=CPU)
     if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
-        return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=CPU)
-    model = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+        return new
+    model = new()
     model.untyped_storage().resize_(0)
     return functools.partial(torch.empty_like, model)
 
@@ -111,6 +107,27 @@ def backward(
     return _plan(BackwardPlan, problem, inputs)(inputs, out, lse, dout, dlse)
 
 
+def repeatable_backward(
+    problem: AttentionProblem, layout: str, whole: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """See `tilewise.ops.repeatable_backward`."""
+    rows_q = (problem.batch, problem.seqlen_q, problem.num_heads)
+    rows_k = (problem.batch, problem.seqlen_k, problem.num_kv_heads)
+    new_dq = _allocator((*rows_q, problem.head_dim), problem.dtype, layout)
+    new_dk = _allocator((*rows_k, problem.head_dim), problem.dtype, layout)
+    new_dv = _allocator((*rows_k, problem.head_dim_v), problem.dtype, layout)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Any:
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            return whole(query, key, value, out, lse, dout)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        plan = _plan(BackwardPlan, problem, (query, key, value), layout)
+        plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
+        return dq, dk, dv
+
+    return run
+
+
 def _with_dense_rows(inputs: Inputs) -> Inputs:
     """Query, key and value with a contiguous last dimension: a copy only where it was not."""
     q, k, v = inputs.query, inputs.key, inputs.value
@@ -119,15 +136,15 @@ def _with_dense_rows(inputs: Inputs) -> Inputs:
     return inputs._replace(query=rows_dense(q), key=rows_dense(k), value=rows_dense(v))
 
 
-def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
+def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: tuple[Any, ...], *choices: str) -> Any:
     threads = torch.get_num_threads()
-    q, k, v = inputs.query, inputs.key, inputs.value
+    q, k, v = inputs[:3]
     # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.
     # Lengths besides: packed problems that are equal may have other totals, which a plan holds as a stride.
-    key = (make, id(problem), threads, len(q), q.stride(), k.stride(), v.stride())
+    key = (make, id(problem), threads, q.shape[0], q.stride(), k.stride(), v.stride(), choices)
     plan = local.plans.get(key)
     if plan is None:
         if len(local.plans) >= KEPT_PLANS:
             local.plans.clear()
-        plan = local.plans[key] = make(problem, inputs, threads)
+        plan = local.plans[key] = make(problem, inputs, threads, *choices)
     return plan

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import CHANGING, COUNTER, SLOTS, UNBOUNDED, Block
+from tilewise.cpu.llvm.arguments import CHANGING, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import AMX_BACKWARD, AMX_FORWARD, KINDS, decode_config, tile_config
-from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.cpu.llvm.configs import AMX_FORWARD, decode_config, tile_config
+from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
-WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
@@ -63,9 +62,11 @@ class Plan:
         self.problem = problem
         self.is_ragged = problem.is_packed or problem.is_cached or inputs.leftpad_k is not None
         self.has_options = self.is_ragged or any(
-            (problem.mask_shape, problem.bias_shape, problem.has_alibi, problem.has_sinks, problem.is_paged)
-        )
-        self.has_options |= problem.dropout_p > 0  # whose seed is a tensor
+            (
+                problem.mask_shape, problem.bias_shape, problem.has_alibi, problem.has_sinks,
+                problem.is_paged, problem.dropout_p > 0,
+            )
+        )  # fmt: skip
         self.block = Block()
         self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
         visibility = problem.visibility()
@@ -88,12 +89,12 @@ class Plan:
             inverse_keep=1 / (1 - problem.dropout_p),
         )
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
-            self.set_strides(name, t)
+            self.set_strides(name, t.stride())
 
-    def set_strides(self, name: str, t: Tensor) -> None:
+    def set_strides(self, name: str, strides: tuple[int, ...], axes: str = "bnh") -> None:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
-        strides = (0, *t.stride()) if t.ndim == 3 else t.stride()
-        self.block.update(**{f"{name}_{axis}": stride for axis, stride in zip("bnh", strides)})
+        strides = (0, *strides) if len(strides) == 3 else strides
+        self.block.update(**named(name, axes, strides))
 
     def bind(self, inputs: Inputs) -> list[Any]:
         """Write the addresses of optional tensors into the block; the result must outlive the call."""
@@ -105,7 +106,7 @@ class Plan:
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None:
                 t = _last_dimension_dense(t, problem, inputs)
-                self.block.update(**{name: t.data_ptr()}, **_named(name, "bhi", _broadcast_strides(t)))
+                self.block.update(**{name: t.data_ptr()}, **named(name, "bhi", broadcast_strides(t)))
                 kept.append(t)
         if inputs.alibi_slopes is not None:
             slopes = inputs.alibi_slopes.to(dtype).contiguous()
@@ -143,9 +144,8 @@ class OutputPlan(Plan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
         super().__init__(problem, inputs)
         self.out_shape, self.out_stride = _out_layout(problem, inputs.query)
-        self.lse_shape = _lse_shape(problem, inputs)
-        order = (0, *self.out_stride) if problem.is_packed else self.out_stride
-        self.block.update(**_named("out", "bnh", order))
+        self.lse_shape = lse_shape(problem, inputs)
+        self.set_strides("out", self.out_stride)
 
     def size_scratch(self) -> None:
         self.partial_offset = self.threads * self.thread_bytes
@@ -157,7 +157,7 @@ class OutputPlan(Plan):
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if self.problem.is_packed:
-            self.cut(_longest(inputs.cu_seqlens_q))
+            self.cut(longest(inputs.cu_seqlens_q))
         out, lse = self.allocate()
         kept = self.bind(inputs) if self.has_options else None
         self.attend(*inputs[:3], out, lse)
@@ -243,115 +243,6 @@ class DecodePlan(OutputPlan):
         return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
 
-class BackwardPlan(Plan):
-    """A backward of one problem, with one set of strides and one number of threads."""
-
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
-        super().__init__(problem, inputs)
-        config = tile_config(problem, inputs, AMX_BACKWARD)
-        self.dbias_dtype = _dbias_dtype(problem, inputs)
-        dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
-        self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
-        shared_batches, shared_heads = _sharing(problem)
-        self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
-        self.block.update(
-            own_heads=problem.num_kv_heads // shared_heads,
-            shared_heads=shared_heads,
-            sharing=shared_batches * shared_heads,
-        )
-        self.wanted_threads = threads
-        for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
-            self.set_strides(name, torch.empty(t.shape, device="meta"))
-        self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
-        self.cut(problem.seqlen_q, problem.seqlen_k)
-
-    def cut(self, seqlen_q: int, seqlen_k: int) -> None:
-        """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
-        problem, facts = self.problem, self.kernel.facts
-        split = facts["key_block"]
-        while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
-            split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
-        splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = self.owners * splits, (seqlen_q, seqlen_k)
-        self.turns = problem.batch * problem.num_heads * tiles
-        self.sum_bytes = self.turns * facts["tile_bytes"] if splits > 1 else 0
-        self.threads = max(1, min(self.wanted_threads, self.items))
-        self.thread_bytes = facts["scratch_bytes"]
-        self.block.update(
-            items=self.items, splits=splits, split_keys=split, tiles=tiles, scratch_bytes=self.thread_bytes
-        )
-
-    def __call__(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        problem = self.problem
-        if problem.is_packed:
-            lengths = _longest(inputs.cu_seqlens_q), _longest(inputs.cu_seqlens_k)
-            if lengths != self.lengths:
-                self.cut(*lengths)
-        q, k, v = inputs.query, inputs.key, inputs.value
-        dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (q, k, v))  # stays 0 where no item reaches
-        lse = lse.contiguous()
-        dlse = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype).contiguous()
-        bias = inputs.bias if problem.bias_needs_grad else None
-        dbias = None if bias is None else torch.zeros(bias.shape, dtype=self.dbias_dtype)
-        delta = -dlse if problem.has_sinks else None
-        tensors = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": dlse}
-        out, dout = rows_dense(out), rows_dense(dout)
-        tensors |= {"out": out, "do": dout}
-        if self.strides != (strides := (out.stride(), dout.stride())):
-            self.strides = strides
-            self.set_strides("out", out)
-            self.set_strides("do", dout)
-        tensors["turn"] = torch.zeros(self.turns, dtype=torch.int64)
-        tensors["dq_sum"] = torch.empty(self.sum_bytes, dtype=torch.uint8)
-        if dbias is not None:
-            tensors["dbias"] = dbias
-            self.block.update(**_named("dbias", "bhi", _broadcast_strides(dbias)))
-        if delta is not None:
-            tensors["delta"] = delta
-        self.block.update(**{name: t.data_ptr() for name, t in tensors.items()})
-        kept = self.bind(inputs) if self.has_options else None
-        if self.items:
-            self.block.update(scratch=local.reserve(self.threads * self.thread_bytes))
-            self.block.words[COUNTER] = self.block.words[SLOTS] = 0
-            self.run()
-        del kept
-        if dbias is not None and bias is not None:
-            dbias = dbias.to(bias.dtype)
-        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs, lse, delta))
-
-
-def _broadcast_strides(t: Tensor) -> list[int]:
-    """Of a mask, a bias or its gradient, but for the last dimension."""
-    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
-
-
-def _sharing(problem: AttentionProblem) -> tuple[int, int]:
-    """How many sequences, and how many key heads, add to the same gradient of a bias."""
-    if not problem.bias_needs_grad or problem.bias_shape is None:
-        return 1, 1
-    of_batches, of_heads = problem.bias_shape[:2]
-    return (problem.batch if of_batches == 1 else 1), (problem.num_kv_heads if of_heads == 1 else 1)
-
-
-def _dbias_dtype(problem: AttentionProblem, inputs: Inputs) -> torch.dtype | None:
-    """Of the gradient of the bias while it is summed: the compute type where it has more than one term."""
-    if inputs.bias is None or not problem.bias_needs_grad:
-        return None
-    return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype
-
-
-def _sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """dsink = -sum of p_sink * delta over the head's queries."""
-    sinks = inputs.sinks
-    if sinks is None or delta is None:
-        return None
-    p_sink = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    summed = -(p_sink * delta).sum(-1)
-    return (summed if summed.ndim == 1 else summed.sum(0)).to(sinks.dtype)
-
-
 def rows_dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
@@ -376,13 +267,18 @@ def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ..
     return tuple(out.shape), out.stride()
 
 
-def _lse_shape(problem: AttentionProblem, inputs: Inputs) -> tuple[int, ...]:
+def broadcast_strides(t: Tensor) -> list[int]:
+    """Of a mask, a bias or its gradient, but for the last dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
+
+
+def lse_shape(problem: AttentionProblem, inputs: Inputs) -> tuple[int, ...]:
     if problem.is_packed:
         return problem.num_heads, inputs.query.shape[0]
     return problem.batch, problem.num_heads, problem.seqlen_q
 
 
-def _named(name: str, axes: str, strides: Any) -> dict[str, int]:
+def named(name: str, axes: str, strides: Any) -> dict[str, int]:
     return {f"{name}_{axis}": stride for axis, stride in zip(axes, strides)}
 
 
@@ -404,7 +300,7 @@ def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     return spans
 
 
-def _longest(cu_seqlens: Tensor | None) -> int:
+def longest(cu_seqlens: Tensor | None) -> int:
     assert cu_seqlens is not None
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
