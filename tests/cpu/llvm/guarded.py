@@ -46,8 +46,7 @@ def guarded(t: Tensor | None, at_end: bool) -> Tensor | None:
     return copy.copy_(t.detach()).requires_grad_(t.requires_grad)
 
 
-def run(seed: int, at_end: bool) -> None:
-    case = random_cases.draw(seed)
+def run(case: random_cases.Case, at_end: bool, has_gradients: bool = True) -> None:
     if random_cases.launch.supports(case.problem):
         return
     problem = case.problem
@@ -81,7 +80,7 @@ def run(seed: int, at_end: bool) -> None:
     )
     with mock.patch.object(plans, "torch", stand_in), mock.patch.object(backward_plan, "torch", stand_in):
         out, lse = random_cases.launch.forward(problem, inputs)
-        if not problem.is_paged:
+        if has_gradients and not problem.is_paged:
             dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)
             random_cases.launch.backward(problem, inputs, out, lse, dout, dlse)
 
@@ -89,5 +88,7 @@ def run(seed: int, at_end: bool) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(2)
     for seed in range(0, 25 * 24, 5):
-        run(seed, at_end=seed % 10 == 0)
+        run(random_cases.draw(seed), at_end=seed % 10 == 0)
+    for seed in range(0, 10 * 24, 3):
+        run(random_cases.draw_decoding(seed), at_end=seed % 2 == 0, has_gradients=False)
     print("no access out of bounds")

@@ -1,6 +1,6 @@
 """Random attention problems, and what the float64 reference says about them.
 
-`python tests/cpu/llvm/random_cases.py 5000 [first seed]` checks that many cases; the tests run some.
+`python tests/cpu/llvm/random_cases.py 5000 [first seed [decoding]]` checks so many cases; the tests run some.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def draw(seed: int) -> Case:
         v = _tensor(rng, (batch, seqlen_k, kv_heads, dim_v), dtype)
         inputs = Inputs(q, k, v)
         if kind in ("cached", "paged"):
-            lengths = torch.tensor([rng.randint(0, seqlen_k) for _ in range(batch)], dtype=torch.int32)
-            pads = torch.tensor([rng.randint(0, int(n)) for n in lengths], dtype=torch.int32)
-            inputs = inputs._replace(seqlens_k=lengths, leftpad_k=pads if rng.random() < 0.5 else None)
+            inputs = _ragged(rng, inputs)
         if kind == "paged" and seqlen_k:
             inputs = _into_pages(rng, inputs)
             seqlen_k = inputs.page_table.shape[1] * inputs.key.shape[1]
@@ -101,6 +99,49 @@ def draw(seed: int) -> Case:
     lse_shape = (heads, rows[0]) if kind == "packed" else (batch, heads, rows[1])
     dlse = torch.randn(lse_shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     return Case(seed, inputs, options, dout, dlse)
+
+
+def draw_decoding(seed: int) -> Case:
+    """A random problem of few queries, for which the decoding kernel is meant; no gradients."""
+    kernel_rng, rng = random.Random(seed // 10), random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, dim = kernel_rng.choice(DTYPES), kernel_rng.choice((*HEAD_DIMS, 128, 256, 576))
+    dim_v = dim if kernel_rng.random() < 0.6 else kernel_rng.choice(HEAD_DIMS)
+    group = kernel_rng.choice((1, 2, 4, 4, 8))
+    seqlen_q = kernel_rng.choice([n for n in range(1, 17) if n * group <= 32])
+    softcap = kernel_rng.choice((0.0, 0.0, 0.0, 2.0, 30.0))
+    has_alibi, has_sinks, is_paged = (kernel_rng.random() < 0.25 for _ in range(3))
+    kv_heads, batch = rng.choice((1, 1, 2, 3, 8)), rng.choice((1, 1, 2, 3))
+    heads, seqlen_k = kv_heads * group, rng.choice((*LENGTHS, 700, 1100, 2100, 2500))
+    q = _tensor(rng, (batch, seqlen_q, heads, dim), dtype)
+    k = _tensor(rng, (batch, seqlen_k, kv_heads, dim), dtype)
+    inputs = Inputs(q, k, _tensor(rng, (batch, seqlen_k, kv_heads, dim_v), dtype))
+    if is_paged or rng.random() < 0.5:
+        inputs = _ragged(rng, inputs)
+    if is_paged and seqlen_k:
+        inputs = _into_pages(rng, inputs)
+    if has_alibi:
+        slopes = torch.rand((heads,) if rng.random() < 0.5 else (batch, heads)) * 0.3
+        inputs = inputs._replace(alibi_slopes=slopes)
+    if has_sinks:
+        inputs = inputs._replace(sinks=torch.randn(heads).to(dtype))
+    options = Options(
+        causal=rng.random() < 0.6,
+        window_left=rng.choice((None, None, None, 0, 5, 40, 200)),
+        window_right=rng.choice((None, None, 0, 3, 50)),
+        softcap=softcap,
+        scale=rng.choice((None, None, 0.3)),
+    )
+    dout = torch.zeros((batch, seqlen_q, heads, dim_v), dtype=dtype)
+    return Case(seed, inputs, options, dout, torch.zeros(batch, heads, seqlen_q))
+
+
+def _ragged(rng: random.Random, inputs: Inputs) -> Inputs:
+    """Each sequence with its own number of keys, and sometimes with keys to leave out in front."""
+    batch, seqlen_k = inputs.key.shape[:2]
+    lengths = torch.tensor([rng.randint(0, seqlen_k) for _ in range(batch)], dtype=torch.int32)
+    pads = torch.tensor([rng.randint(0, int(n)) for n in lengths], dtype=torch.int32)
+    return inputs._replace(seqlens_k=lengths, leftpad_k=pads if rng.random() < 0.5 else None)
 
 
 def _tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -203,7 +244,7 @@ def _own_axes(t: Tensor, cut: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(slice(None) if size == 1 else rows for size, rows in zip(t.shape, cut))
 
 
-def check(case: Case) -> list[str]:
+def check(case: Case, has_gradients: bool = True) -> list[str]:
     """What is wrong with this backend's answer; empty when all is within budget.
 
     The budget is that of `tilewise.testing`: the formula in PyTorch and the input's precision. Where the
@@ -218,7 +259,7 @@ def check(case: Case) -> list[str]:
     out, lse = launch.forward(problem, inputs)
     exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
     reports = [_compare("out", out, exact[0], baseline[0]), _compare("lse", lse, exact[1], baseline[1])]
-    if not problem.is_paged:
+    if has_gradients and not problem.is_paged:
         names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
         grads = launch.backward(problem, inputs, out, lse, case.dout, case.dlse)
         triples = [tuple(getattr(g, name) for g in (grads, exact[2], baseline[2])) for name in names]
@@ -252,10 +293,12 @@ def _compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> Error
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    is_decoding = "decoding" in sys.argv
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     failures = 0
     for seed in range(first, first + count):
-        for line in check(draw(seed)):
+        case = draw_decoding(seed) if is_decoding else draw(seed)
+        for line in check(case, has_gradients=not is_decoding):
             failures += 1
             print(line, flush=True)
         if (seed - first + 1) % 250 == 0:

@@ -41,6 +41,13 @@ def test_random_problems_meet_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("group", range(30))
+def test_random_decoding_meets_the_error_budget(group):
+    cases = [random_cases.draw_decoding(seed) for seed in range(group * 10, group * 10 + 5)]
+    failures = [line for case in cases for line in random_cases.check(case, has_gradients=False)]
+    assert not failures, "\n".join(failures)
+
+
 def run_script(*args: str, **environment: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(HERE)} | environment
     done = subprocess.run(
@@ -53,6 +60,11 @@ def run_script(*args: str, **environment: str) -> str:
 @pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
 def test_avx2_code_meets_the_error_budget():
     run_script(str(HERE / "random_cases.py"), "60", "5", TILEWISE_CPU_ISA="avx2")
+
+
+@pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
+def test_decoding_with_avx2_meets_the_error_budget():
+    run_script(str(HERE / "random_cases.py"), "60", "300", "decoding", TILEWISE_CPU_ISA="avx2")
 
 
 @pytest.mark.skipif(DEFAULT_ISA != "amx", reason="the default target has no AMX already")
@@ -114,7 +126,7 @@ def test_no_access_out_of_bounds():
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
     neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
-    ir_text, _ = builder.build(Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True), neon)
+    ir_text, _ = builder.build(Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, rows=8), neon)
     code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
 
@@ -156,7 +168,9 @@ def test_more_keys_than_are_loaded_at_once(dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1), (1, 2, 3000, 32, 8)]
+)
 def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     batch, seqlen_q, seqlen_k, heads, kv_heads = shape
     inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, dtype=dtype)

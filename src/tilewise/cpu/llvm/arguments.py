@@ -21,7 +21,7 @@ INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
-    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys",
+    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Config:
     bias_kind: str = ""
     dbias_kind: str = ""  # where the gradient of the bias is summed
     is_paged: bool = False
-    is_direct: bool = False  # decode: read keys where they lie
+    rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
     has_amx: bool = False  # products in tile registers, from bfloat16
 
 

@@ -1,21 +1,32 @@
 """Attention of a few queries to many keys, at the speed of memory.
 
 With few queries, query lanes would stay empty: here the head dimension stands in lanes, and the queries of
-all heads that share a key head (the rows) read each key once. A work item is one key head and one split of
-its keys:
+all heads that share a key head (the rows) read each key once. A work item is one split of the keys, for one
+key head or for several whose keys lie side by side:
 
-    for each block of 64 keys:  k, v converted                                  [BLOCK_K, head_dim]
+    for each block of keys, and each head of the item:                          k, v where they lie
+        for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
         for each row:
-            s     = k q (+ softcap, ALiBi, visibility), 16 keys at a time       [BLOCK_K]
+            s     with softcap, ALiBi, visibility
             m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
-            l     = c l + sum(p);    acc = c acc + p v                          [head_dim_v]
-    partial (m, l, acc) -> memory; the item that finishes a head last merges its splits, in their order
+            l     = c l + sum(p)
+        for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
+    partial (m, l, acc) -> memory; the item that finishes last merges the splits, in their order
 
-Splits depend on the problem alone and are merged first to last, so the result is the same, bit for bit, on
-any number of threads.
+A vector of products s holds `depth` columns of each of `group` rows, so that one load of 4 numbers of k
+serves 4 rows and a sum over 4 lanes is all that remains:
+
+    q:  row 0: c c+1 c+2 c+3 | row 1: c c+1 c+2 c+3 | row 2 ...        k:  c c+1 c+2 c+3 | c c+1 c+2 c+3 | ...
+
+While a block is used, the same rows of the next head, or of the next block, are on their way. Splits depend
+on the problem alone and are merged first to last, so the result is the same, bit for bit, on any number of
+threads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
@@ -31,29 +42,32 @@ from tilewise.cpu.llvm.tiles import (
     Shape,
     lane_chunks,
     load_rows,
-    outer_sums,
     store_rows,
 )
 from tilewise.cpu.llvm.vector import (
+    BYTES,
+    Scalar,
     Value,
     Var,
     absolute,
     across,
+    as_int,
     fma,
     fold_sums,
     function,
     int32,
     iota,
+    lanes_of,
     maximum,
     minimum,
+    repeated,
     select,
     splat,
     to_float,
 )
 
-MAX_ROWS = 32  # queries times the query heads of a key head
-BLOCK_BYTES = 8 << 10  # of K, and of V: both stay in L1 while all rows use them
-AHEAD = 64  # keys between a prefetch and its use
+ITEM_HEADS = 8  # key heads of a work item at most
+BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -62,8 +76,22 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     with function("decode") as emitter:
         kernel = DecodeKernel(shape, Arguments(emitter))
         kernel.run()
-        facts = {"scratch_bytes": kernel.scratch.bytes, "partial_bytes": kernel.partial_width * shape.item}
+        facts = {
+            "scratch_bytes": kernel.scratch.bytes,
+            "partial_bytes": kernel.partial_width * shape.item,
+            "item_heads": ITEM_HEADS,
+        }
         return emitter.finish(), facts
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
+
+    j0: Value
+    n: Value
+    end: Value
+    head: Value
 
 
 class DecodeKernel:
@@ -72,43 +100,72 @@ class DecodeKernel:
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        lanes = shape.lanes
-        row_bytes = max(shape.pad, shape.pad_v) * shape.item
+        lanes, self.rows = shape.lanes, self.config.rows
+        row_bytes = max(shape.pad, shape.pad_v) * BYTES[self.config.kind]
         self.block_k = block_k = max(lanes, min(BLOCK_K, BLOCK_BYTES // row_bytes // lanes * lanes))
-        self.k, self.v = scratch.rows(block_k, shape.pad), scratch.rows(block_k, shape.pad_v)
-        self.q = scratch.rows(MAX_ROWS, shape.pad)  # scaled
-        self.acc = scratch.rows(MAX_ROWS, shape.pad_v)
-        self.m, self.l = scratch.rows(MAX_ROWS, lanes), scratch.rows(MAX_ROWS, lanes)  # m: all lanes alike
-        self.p = scratch.rows(MAX_ROWS, block_k)  # s until the exponential is taken
-        self.m_new, self.correction = scratch.rows(MAX_ROWS, lanes), scratch.rows(MAX_ROWS, lanes)
+        # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
+        sums = 2 * shape.target.rows
+        self.depth = max(min(4, lanes), lanes // self.rows)
+        self.group = lanes // self.depth
+        self.row_groups = -(-self.rows // self.group)
+        self.groups = min(self.row_groups, sums // self.depth)
+        self.tile_k = self.depth * max(1, min(8, sums // self.groups) // self.depth)
+        # Values: sums of `tile` rows x `vectors` vectors.
+        self.tile = min(4, self.rows)
+        self.vectors = min(8, sums // self.tile)
+        is_whole = self.config.head_dim == shape.pad
+        self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
+        self.copies_v = self.config.head_dim_v != shape.pad_v
+        self.k = scratch.rows(self.tile_k, shape.pad)
+        self.v = scratch.rows(block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
+        self.raw_q = scratch.rows(self.rows, shape.pad)
+        self.p = scratch.rows(self.rows, block_k)  # s until the exponential is taken
+        self.correction = scratch.rows(self.rows, lanes)
+        areas = ((self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v))
+        self.state = [
+            (scratch.rows(ITEM_HEADS * count, width), count)
+            for count, width in (*areas, (self.rows, lanes), (self.rows, lanes))
+        ]
+        self.select_head(0)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
+
+    def select_head(self, h: Scalar) -> None:
+        """From here on it is about key head h of the item: its q (scaled), acc, m (all lanes alike) and l."""
+        self.q, self.acc, self.m, self.l = (area.at(h * count, 0) for area, count in self.state)
 
     def run(self) -> None:
         args = self.args
         for item in claim(args.counter, args.items):
-            batch_head, split = item // args.splits, item % args.splits
-            batch, kv_head = batch_head // args.num_kv_heads, batch_head % args.num_kv_heads
+            heads, first, split = args.item_heads, item // args.splits, item % args.splits
+            batch, kv_head = first * heads // args.num_kv_heads, first * heads % args.num_kv_heads
+            for _, head in self.each_head(batch, kv_head):
+                self.start(head, head.seqlen_q * args.group)
             head = Head(self.shape, args, batch, kv_head * args.group)
             rows = head.seqlen_q * args.group
-            self.start(head, rows)
             k0, k1 = head.key_range(0, head.seqlen_q)
             begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
             end = minimum(k1, (split + 1) * args.split_keys)
             for j0 in loop(begin, end, self.block_k):
-                n = minimum(end - j0, self.block_k)
-                k, v = self.load_keys(head, j0, n, end)
-                for r in loop(0, rows):
-                    self.score_row(self.query_head(head, r), r, k, j0, n, (rows, end))
-                for r in loop(0, rows):
-                    self.weigh_row(head, r, j0, n, (rows, end))
-                for r in loop(0, rows):
-                    self.add_values(r, v, n)
-            self.store_partial(item, rows)
-            turn = args.ptr("turn", "i64")[batch_head]
+                for h, head in self.each_head(batch, kv_head):
+                    block = Block(j0, minimum(end - j0, self.block_k), end, h)
+                    self.score(head, block)
+                    for r in loop(0, rows):
+                        self.weigh_row(self.query_head(head, r), r, block)
+                    self.add_values(head, block)
+            for h, _ in self.each_head(batch, kv_head):
+                self.store_partial(item * heads + h, rows)
+            turn = args.ptr("turn", "i64")[first]
             with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
                 turn.store_release(0)  # for the next call
-                for r in loop(0, rows):
-                    self.merge(self.query_head(head, r), r, batch_head)
+                for h, head in self.each_head(batch, kv_head):
+                    for r in loop(0, rows):
+                        self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
+
+    def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
+        """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
+        for h in loop(0, self.args.item_heads):
+            self.select_head(h)
+            yield h, Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
 
     def query_head(self, head: Head, r: Value) -> Head:
         """The query head of row r; its query is r % seqlen_q."""
@@ -120,65 +177,89 @@ class DecodeKernel:
         def source(r: Value) -> Ptr:
             return self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
 
-        load_rows(shape, self.q, source, rows, rows, self.config.head_dim)
-        for r in loop(0, rows):
-            for c in loop(0, shape.pad, shape.lanes):
-                self.q[r, c].store(self.q[r, c].load(shape.lanes) * factor)
+        load_rows(shape, self.raw_q, source, rows, self.rows, self.config.head_dim)
+        for i in range(self.rows):
+            corner = self.q.at(i // self.group, i % self.group * self.depth)
+            for c in loop(0, shape.pad, self.depth):
+                q = self.raw_q[i, c].load(self.depth)
+                corner[0, c * self.group].store(q * lanes_of(factor, 0, self.depth))
+        for r in loop(0, self.rows):
             for c in loop(0, shape.pad_v, shape.lanes):
                 self.acc[r, c].store(shape.constant(0.0))
             self.m[r, 0].store(shape.constant(-INF))
             self.l[r, 0].store(shape.constant(0.0))
 
-    def load_keys(self, head: Head, j0: Value, n: Value, end: Value) -> tuple[Rows, Rows]:
-        """k and v of the block: converted into scratch, or read where they lie when one row uses them."""
-        shape, config = self.shape, self.config
-        count = (n + (shape.lanes - 1)) & -shape.lanes
-        blocks = []
-        for name, area, fill, dim in (
-            ("k", self.k, count, config.head_dim),
-            ("v", self.v, n, config.head_dim_v),
-        ):
-            rows = head.key_rows(name, j0)
-            if config.is_direct:
-                area = Rows(rows(0), getattr(self.args, f"{name}_n"))
-            else:
-                load_rows(shape, area, rows, n, fill, dim)
-            blocks.append(area)
-        return blocks[0], blocks[1]
+    def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
+        """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
 
-    def fetch(self, head: Head, name: str, r: Value, j: Value, ahead: tuple[Value, Value]) -> None:
-        """Ask for row r's share, of `ahead[0]` rows, of the keys that lie AHEAD of j + [0, lanes)."""
-        rows, end = ahead
-        lanes, dim = self.shape.lanes, self.config.head_dim if name == "k" else self.config.head_dim_v
-        source = head.key_rows(name, 0)
-        share = (lanes + (rows - 1)) // rows
-        for key in loop(share * r, minimum(share * (r + 1), lanes)):
-            later = source(minimum(j + key + AHEAD, end - 1))
-            for c in range(0, dim, 64 // later.item):
-                prefetch(later[c])
+        That one belongs to the item's next head, or to its first head and the next block.
+        """
+        args, row = self.args, head.key_rows(name, block.j0)
+        step = getattr(args, f"{name}_h")
+        is_last = (block.head + 1).equals(args.item_heads)
+        to_head = select(is_last, step * (1 - args.item_heads), step)
+        if self.config.is_paged:
+            from_start = head.key_rows(name, 0)
+            j1 = block.j0 + select(is_last, as_int(self.block_k), 0)
+            return row, lambda j: from_start(minimum(j1 + j, block.end - 1))[to_head]
+        ahead = maximum(minimum(block.end - block.j0 - self.block_k, self.block_k), 0)
+        delta = to_head + select(is_last, ahead, 0) * getattr(args, f"{name}_n")
+        return row, lambda j: row(j)[delta]
 
-    def score_row(
-        self, head: Head, r: Value, k: Rows, j0: Value, n: Value, ahead: tuple[Value, Value]
-    ) -> None:
-        """s of row r against one block of keys, and the new maximum."""
+    def score(self, head: Head, block: Block) -> None:
+        """s = k q for one block of keys: each tile of keys serves all rows before the next one is read."""
+        n, config, shape = block.n, self.config, self.shape
+        row, later = self.sources(head, "k", block)
+        for j in loop(0, n, self.tile_k):
+            keys = [minimum(j + key, n - 1) for key in range(self.tile_k)]
+            ahead = [later(key) for key in keys]
+            if self.copies_k:
+                rest = head.key_rows("k", block.j0 + j)
+                load_rows(shape, self.k, rest, n - j, self.tile_k, config.head_dim)
+                for later_row in ahead:
+                    for c in range(0, config.head_dim, 64 // later_row.item):
+                        prefetch(later_row[c])
+            k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
+            for first in range(0, self.row_groups, self.groups):
+                groups = range(first, min(first + self.groups, self.row_groups))
+                self.score_tile(groups, j, k, [] if self.copies_k or first else ahead)
+
+    def score_tile(self, groups: range, j: Value, k: list[Ptr], ahead: list[Ptr]) -> None:
+        """s of some groups of rows and the keys j + [0, tile_k); `ahead` are rows to ask for meanwhile."""
+        shape, depth, lanes = self.shape, self.depth, self.shape.lanes
+        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
+        line = 64 // k[0].item
+        step = line if shape.pad % line == 0 else lanes
+        for c in loop(0, shape.pad, step):
+            for row in ahead:
+                prefetch(row[c])
+            for d in range(0, step, depth):
+                q = [self.q.at(g, 0)[0, c * self.group + d * self.group].load(lanes) for g in groups]
+                for key, row in enumerate(k):
+                    k_d = repeated(row[c][d].load(depth), self.group)
+                    for q_d, sums in zip(q, dots):
+                        sums[key].set(fma(k_d, q_d, sums[key]))
+        for g, sums in zip(groups, dots):
+            for key in range(0, self.tile_k, depth):
+                s = fold_sums(sums[key : key + depth])
+                for i in range(min(self.group, self.rows - g * self.group)):
+                    self.p.at(g * self.group + i, j)[0, key].store(lanes_of(s, i * depth, depth))
+
+    def weigh_row(self, head: Head, r: Value, block: Block) -> None:
+        """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""
         shape = self.shape
-        largest = Var(self.m[r, 0].load(shape.lanes))
-        for j in loop(0, n, shape.lanes):
-            self.fetch(head, "k", r, j0 + j, ahead)
-            s = self.scores(head, r, k, j0, j, n)
+        finish = self.finisher(head, r % head.seqlen_q)
+        m_old = self.m[r, 0].load(shape.lanes)
+        largest = Var(m_old)
+        for j in loop(0, block.n, shape.lanes):
+            s = finish(self.p[r, j].load(shape.lanes), block.j0 + j)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
-        self.m_new[r, 0].store(largest)
-
-    def weigh_row(self, head: Head, r: Value, j0: Value, n: Value, ahead: tuple[Value, Value]) -> None:
-        """p = exp(s - m), l and m of row r. (A loop of its own: rows overlap, chains of one row do not.)"""
-        shape = self.shape
-        m_new = across(self.m_new[r, 0].load(shape.lanes), maximum)
+        m_new = across(largest, maximum)
         m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
-        correction = exp(self.m[r, 0].load(shape.lanes) - m_finite, shape.exp_degree)
+        correction = exp(m_old - m_finite, shape.exp_degree)
         l = Var(self.l[r, 0].load(shape.lanes) * correction)
-        for j in loop(0, n, shape.lanes):
-            self.fetch(head, "v", r, j0 + j, ahead)
+        for j in loop(0, block.n, shape.lanes):
             p = exp(self.p[r, j].load(shape.lanes) - m_finite, shape.exp_degree)
             self.p[r, j].store(p)
             l.set(l + p)
@@ -186,44 +267,66 @@ class DecodeKernel:
         self.l[r, 0].store(l)
         self.correction[r, 0].store(correction)
 
-    def add_values(self, r: Value, v: Rows, n: Value) -> None:
-        """acc = correction * acc + p v of row r."""
-        shape = self.shape
-        correction = self.correction[r, 0].load(shape.lanes)
-        for c, count, vectors in lane_chunks(shape, shape.pad_v, 8):
-            for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                (pv,) = outer_sums(shape, 1, vectors, n, self.p.at(r, 0), v.at(0, column))
-                for x, part in enumerate(pv):
-                    acc = self.acc[r, column][x * shape.lanes]
-                    acc.store(fma(acc.load(shape.lanes), correction, part))
-
-    def scores(self, head: Head, r: Value, k: Rows, j0: Value, j: Value, n: Value) -> Value:
-        """Scores of row r for the keys j0 + j + [0, lanes): one key a lane, -inf where not visible."""
+    def finisher(self, head: Head, i: Value) -> Callable[[Value, Value], Value]:
+        """A function of products q k of query i with the keys j + [0, lanes), and j, that gives scores."""
         shape, config, args = self.shape, self.config, self.args
-        dots = [Var(shape.constant(0.0)) for _ in range(shape.lanes)]
-        corner = k.at(j, 0)
-        key_rows = [
-            k[minimum(j + key, n - 1), 0] if config.is_direct else corner[key, 0]
-            for key in range(shape.lanes)
-        ]
-        for c in loop(0, shape.pad, shape.lanes):
-            q = self.q[r, c].load(shape.lanes)
-            for key_row, dot in zip(key_rows, dots):
-                dot.set(fma(key_row[c].load(shape.lanes), q, dot))
-        s = fold_sums(dots)
-        if config.has_softcap:
-            s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
-        i = r % head.seqlen_q
-        key = splat(int32(j0 + j), shape.lanes) + iota(shape.lanes)
-        if config.has_alibi:
-            distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
-            s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
-        k0, k1 = head.key_range(i, i + 1)
-        is_visible = (key >= splat(int32(k0), shape.lanes)) & (key < splat(int32(k1), shape.lanes))
-        return select(is_visible, s, -INF)
+        k0, k1 = (splat(int32(k), shape.lanes) for k in head.key_range(i, i + 1))
+
+        def finish(s: Value, j: Value) -> Value:
+            if config.has_softcap:
+                s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
+            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
+            if config.has_alibi:
+                distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
+                s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
+            return select((key >= k0) & (key < k1), s, -INF)
+
+        return finish
+
+    def add_values(self, head: Head, block: Block) -> None:
+        """acc = correction * acc + p v, a few columns of v at a time for all rows."""
+        shape, config = self.shape, self.config
+        row, later = self.sources(head, "v", block)
+        if self.copies_v:
+            load_rows(shape, self.v, row, block.n, block.n, config.head_dim_v)
+        for first, count, vectors in lane_chunks(shape, shape.pad_v, self.vectors):
+            width = vectors * shape.lanes
+            for column in loop(first, first + count * width, width):
+                for r in range(0, self.rows, self.tile):
+                    self.add_tile(r, column, vectors, block.n, row, later)
+
+    def add_tile(self, r: int, column: Value, vectors: int, n: Value, row: Callable, later: Callable) -> None:
+        """acc[r + [0, tile), column + vectors], and this tile's share of what is to be asked for."""
+        shape, lanes = self.shape, self.shape.lanes
+        columns = [x * lanes for x in range(vectors)]
+        p_rows = self.p.at(r, 0)
+        keeps = not self.copies_v and r == 0 and self.rows > self.tile
+        item = BYTES[self.config.kind]
+        lines = range(0, vectors * lanes, 64 // item)[r // self.tile :: self.rows // self.tile]
+        pv = [[Var(shape.constant(0.0)) for _ in columns] for _ in range(self.tile)]
+        for k in loop(0, n):
+            if self.copies_v:
+                source = self.v[k, column]
+            else:
+                source = row(k)[column] if r == 0 else self.v[k, 0]
+            v = [source[c].load(lanes) for c in columns]
+            for c in lines:
+                prefetch(later(k)[column][c])
+            if keeps:
+                for c, v_c in zip(columns, v):
+                    self.v[k, c].store(v_c)
+            for i, sums in enumerate(pv):
+                p = p_rows[i, k].splat(lanes)
+                for v_c, total in zip(v, sums):
+                    total.set(fma(p, v_c, total))
+        for i, sums in enumerate(pv):
+            correction = self.correction.at(r, 0)[i, 0].load(lanes)
+            for c, total in zip(columns, sums):
+                acc = self.acc.at(r, column)[i, c]
+                acc.store(fma(acc.load(lanes), correction, total))
 
     def partial(self, item: Value, r: Value) -> Rows:
-        base = self.args.ptr("partial", self.shape.kind)[(item * MAX_ROWS + r) * self.partial_width]
+        base = self.args.ptr("partial", self.shape.kind)[(item * self.rows + r) * self.partial_width]
         return Rows(base, self.partial_width)
 
     def store_partial(self, item: Value, rows: Value) -> None:
@@ -236,20 +339,19 @@ class DecodeKernel:
             l = self.l[r, 0].load(shape.lanes)
             partial[0, shape.pad_v + shape.lanes].store(across(l, lambda a, b: a + b))
 
-    def merge(self, head: Head, r: Value, batch_head: Value) -> None:
+    def merge(self, head: Head, r: Value, first: Value) -> None:
         """out and lse of row r from its splits (and the sink), in the order of the keys."""
         shape, args = self.shape, self.args
         lanes, has_sink = shape.lanes, self.config.has_sinks
         m = Var(head.sink() if has_sink else shape.constant(-INF))
-        first = batch_head * args.splits
         for split in loop(0, args.splits):
-            m.set(maximum(m, self.partial(first + split, r)[0, shape.pad_v].load(lanes)))
+            m.set(maximum(m, self.partial(first + split * args.item_heads, r)[0, shape.pad_v].load(lanes)))
         m_finite = select(m.equals(-INF), 0.0, m)
         l = Var(exp(head.sink() - m_finite, shape.exp_degree) if has_sink else shape.constant(0.0))
         for c in loop(0, shape.pad_v, lanes):
             self.acc[0, c].store(shape.constant(0.0))
         for split in loop(0, args.splits):
-            partial = self.partial(first + split, r)
+            partial = self.partial(first + split * args.item_heads, r)
             weight = exp(partial[0, shape.pad_v].load(lanes) - m_finite, shape.exp_degree)
             l.set(fma(partial[0, shape.pad_v + lanes].load(lanes), weight, l))
             for c in loop(0, shape.pad_v, lanes):

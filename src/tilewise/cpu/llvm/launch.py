@@ -12,10 +12,12 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
+from tilewise.cpu.llvm.configs import has_amx
 from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_dense
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
+DECODE_ROWS, DECODE_QUERIES = 32, 16  # at most: queries times the heads that share a key head, and queries
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
@@ -47,8 +49,11 @@ def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
         return False
-    rows = problem.seqlen_q * problem.group_size
-    return 0 < rows <= (16 if problem.seqlen_k >= 2048 else 8)
+    seqlen_q, group = problem.seqlen_q, problem.group_size
+    most = min(DECODE_ROWS, DECODE_QUERIES * group)
+    if has_amx(problem) and (group < 4 or problem.seqlen_k < 2048):
+        most = 8 * min(group, 2)  # tile registers make up for what queries alone leave empty
+    return 0 < seqlen_q * group <= most
 
 
 def repeatable(

@@ -24,7 +24,6 @@ from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
-DECODE_ROWS = 32  # rows of the decode kernel's scratch
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
@@ -204,28 +203,37 @@ class DecodePlan(OutputPlan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
         rows = problem.seqlen_q * problem.group_size
-        lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-        is_direct = (
-            rows == 1 and not problem.is_paged and problem.head_dim % lanes == problem.head_dim_v % lanes == 0
-        )
-        self.kernel = load("decode", replace(decode_config(problem, inputs), is_direct=is_direct))
+        rows = rows if rows < 3 else -(-rows // 4) * 4
+        self.kernel = load("decode", replace(decode_config(problem, inputs), rows=rows))
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        self.items = heads * splits
+        item_heads = self._item_heads(inputs, heads * splits, threads)
+        self.items = heads * splits // item_heads
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
-        self.partial_bytes = self.items * DECODE_ROWS * self.kernel.facts["partial_bytes"]
+        self.partial_bytes = heads * splits * rows * self.kernel.facts["partial_bytes"]
         self.turns = (ctypes.c_int64 * heads)()  # a head's splits that are done; the kernel leaves zeros
         self.block.update(
             items=self.items,
             splits=splits,
             split_keys=split_keys,
+            item_heads=item_heads,
             scratch_bytes=self.thread_bytes,
             turn=ctypes.addressof(self.turns),
         )
         self.size_scratch()
+
+    def _item_heads(self, inputs: Inputs, items: int, threads: int) -> int:
+        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
+        n, h = inputs.key.stride()[1:3]
+        if h > n:
+            return 1
+        most = self.kernel.facts["item_heads"]
+        if threads > 1:
+            most = min(most, items // (4 * threads))
+        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
 
 def rows_dense(t: Tensor) -> Tensor:

@@ -338,12 +338,18 @@ def lanes_of(x: Operand, first: int, count: int) -> Value:
     return _shuffle(x, x, list(range(first, first + count)))
 
 
+def repeated(x: Operand, times: int) -> Value:
+    """A vector's lanes, several times over."""
+    return _shuffle(x, x, [*range(x.type.count)] * times) if times > 1 else Value(x.raw)
+
+
 def fold_sums(vectors: Sequence[Operand]) -> Value:
-    """n vectors of n lanes -> one vector whose lane r is the sum over vectors[r]."""
+    """n vectors of groups of n lanes -> one: lane r of a group is the sum over that group of vectors[r]."""
     level = [Value(v.raw) for v in vectors]
-    n = len(level)
+    n, lanes = len(level), level[0].type.count
+    groups = [[*range(g, g + n), *range(lanes + g, lanes + g + n)] for g in range(0, lanes, n)]  # of a pair
+    even, odd = ([lane for group in groups for lane in group[start::2]] for start in (0, 1))
     while len(level) > 1:
-        even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
         level = [_shuffle(a, b, even) + _shuffle(a, b, odd) for a, b in zip(level[::2], level[1::2])]
     return level[0]
 
