@@ -27,6 +27,7 @@ from tilewise.cpu.llvm.vector import (
     absolute,
     as_kind,
     fma,
+    fold_sums,
     int32,
     iota,
     maximum,
@@ -348,20 +349,30 @@ class Scores:
                             area.at(j, i)[r, 0].store(column)
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back. Rows of dbias may be one and the same."""
-        shape, rows, kind = self.shape, self.by_query, self.config.dbias_kind
+        """dbias[q0:, j0 + begin : j0 + end] += ds, turned back; where queries share a row, their sum."""
+        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
         assert rows is not None
+        with either(head.args.dbias_i.equals(0)) as (one_row, own_rows):
+            with one_row:
+                for j in loop(0, shape.block_k, lanes):
+                    keys = [[ds_t.at(j, c)[r, 0].load(lanes) for c in shape.columns()] for r in range(lanes)]
+                    rows[0, j].store(fold_sums([sum(of_key[1:], of_key[0]) for of_key in keys]))
+                self._add_row(head.score_row("dbias", self.config.dbias_kind, q0, j0), rows, begin, end)
+            with own_rows:
+                transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
+                for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
+                    row = head.score_row("dbias", self.config.dbias_kind, q0 + i, j0)
+                    self._add_row(row, rows.at(i, 0), begin, end)
 
-        transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
-        for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
-            row = head.score_row("dbias", kind, q0 + i, j0)
-            with either(end - begin < shape.block_k) as (part, whole):
-                with part:
-                    for j in loop(begin, end):
-                        add_at(row[j], rows[i, j], None)
-                with whole:
-                    for c, width in pieces(0, shape.block_k, shape.lanes):
-                        add_at(row[c], rows[i, c], width)
+    def _add_row(self, row: Ptr, terms: Rows, begin: Value, end: Value) -> None:
+        shape = self.shape
+        with either(end - begin < shape.block_k) as (part, whole):
+            with part:
+                for j in loop(begin, end):
+                    add_at(row[j], terms[0, j], None)
+            with whole:
+                for c, width in pieces(0, shape.block_k, shape.lanes):
+                    add_at(row[c], terms[0, c], width)
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
