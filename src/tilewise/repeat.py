@@ -72,7 +72,7 @@ def _place(query: Tensor, key: Tensor, value: Tensor) -> Hashable | None:
 
 
 def _needs_grad(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
 
 
 def keep(

@@ -276,16 +276,21 @@ def test_logits_far_apart_and_rows_without_keys(dtype, factor):
     assert (grads.query[:, :40] == 0).all() and all(g.isfinite().all() for g in grads[:3])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2), (2, 3, 4, 0)])
-def test_empty_tensors(shape):
+def test_empty_tensors(shape, has_bias):
     batch, seqlen_q, seqlen_k, heads = shape
     inputs = qkv(batch, seqlen_q, seqlen_k, heads, heads)
+    if has_bias:
+        inputs = inputs._replace(bias=torch.randn(1, 1, seqlen_q, seqlen_k, requires_grad=True))
     problem = describe(inputs, Options())
+    inputs = inputs._replace(bias=inputs.bias.detach() if has_bias else None)
     out, lse = launch.forward(problem, inputs)
     assert ((out == 0).all() and (lse == float("-inf")).all()) or seqlen_k
     grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
     assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
     assert all((g == 0).all() for g in grads[:3])
+    assert not has_bias or (grads.bias.shape == inputs.bias.shape and (grads.bias == 0).all())
 
 
 class Attention(torch.autograd.Function):

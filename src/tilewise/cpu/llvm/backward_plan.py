@@ -154,7 +154,8 @@ def _sharing(problem: AttentionProblem) -> tuple[int, int]:
     if not problem.bias_needs_grad or problem.bias_shape is None:
         return 1, 1
     of_batches, of_heads = problem.bias_shape[:2]
-    return (problem.batch if of_batches == 1 else 1), (problem.num_kv_heads if of_heads == 1 else 1)
+    batches, heads = max(1, problem.batch), max(1, problem.num_kv_heads)
+    return (batches if of_batches == 1 else 1), (heads if of_heads == 1 else 1)
 
 
 def _dbias_dtype(problem: AttentionProblem, inputs: Inputs) -> torch.dtype | None:

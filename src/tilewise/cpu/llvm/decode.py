@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, loop, when
-from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch
+from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
@@ -217,8 +217,7 @@ class DecodeKernel:
                 rest = head.key_rows("k", block.j0 + j)
                 load_rows(shape, self.k, rest, n - j, self.tile_k, config.head_dim)
                 for later_row in ahead:
-                    for c in range(0, config.head_dim, 64 // later_row.item):
-                        prefetch(later_row[c])
+                    prefetch_row(later_row, config.head_dim)
             k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
             for first in range(0, self.row_groups, self.groups):
                 groups = range(first, min(first + self.groups, self.row_groups))

@@ -17,7 +17,7 @@ from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_de
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
-DECODE_ROWS, DECODE_QUERIES = 32, 16  # at most: queries times the heads that share a key head, and queries
+DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
@@ -50,9 +50,9 @@ def _is_decoding(problem: AttentionProblem) -> bool:
     if problem.dropout_p > 0:
         return False
     seqlen_q, group = problem.seqlen_q, problem.group_size
-    most = min(DECODE_ROWS, DECODE_QUERIES * group)
+    most = min(DECODE_ROWS, (16 if problem.seqlen_k >= 512 else 12) * group)
     if has_amx(problem) and (group < 4 or problem.seqlen_k < 2048):
-        most = 8 * min(group, 2)  # tile registers make up for what queries alone leave empty
+        most = 4 * min(group, 4)  # tile registers make up for what queries alone leave empty
     return 0 < seqlen_q * group <= most
 
 
