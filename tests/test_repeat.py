@@ -151,6 +151,13 @@ def test_every_argument_counts(changed):
     assert torch.equal(tilewise.attention(q, k, v), plain)
 
 
+def test_dropout_draws_anew_in_each_call():
+    q, k, v = qkv()
+    outs = [tilewise.attention(q, k, v, dropout_p=0.5) for _ in range(3)]
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
+    assert list(repeat._local.runs.values()) == [None]
+
+
 def test_strides_and_dtypes_count():
     q, k, v = qkv()
     plain = tilewise.attention(q, k, v)

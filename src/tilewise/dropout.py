@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-_LOW32 = 0xFFFFFFFF
+ROUNDS = 10
+ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
+KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
+LOW32 = 0xFFFFFFFF
 
 
 def philox4x32(
@@ -21,13 +22,13 @@ def philox4x32(
 
     int64 products wrap modulo 2^64, so a shift and a mask give the exact high and low words.
     """
-    key_a, key_b = seed & _LOW32, (seed >> 32) & _LOW32
-    for _ in range(10):
-        product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0 = ((product_b >> 32) & _LOW32) ^ c1 ^ key_a
-        c2 = ((product_a >> 32) & _LOW32) ^ c3 ^ key_b
-        c1, c3 = product_b & _LOW32, product_a & _LOW32
-        key_a, key_b = (key_a + _KEY_A) & _LOW32, (key_b + _KEY_B) & _LOW32
+    key_a, key_b = seed & LOW32, (seed >> 32) & LOW32
+    for _ in range(ROUNDS):
+        product_a, product_b = c0 * ROUND_A, c2 * ROUND_B
+        c0 = ((product_b >> 32) & LOW32) ^ c1 ^ key_a
+        c2 = ((product_a >> 32) & LOW32) ^ c3 ^ key_b
+        c1, c3 = product_b & LOW32, product_a & LOW32
+        key_a, key_b = (key_a + KEY_A) & LOW32, (key_b + KEY_B) & LOW32
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 

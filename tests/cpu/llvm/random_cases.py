@@ -57,6 +57,7 @@ def draw(seed: int) -> Case:
     has_mask, has_bias, has_alibi, has_sinks = (kernel_rng.random() < 0.25 for _ in range(4))
     bias_dtype = dtype if kernel_rng.random() < 0.7 else kernel_rng.choice(DTYPES)
     has_dbias, is_paged = kernel_rng.random() < 0.5, kernel_rng.random() < 0.2
+    has_dropout = kernel_rng.random() < 0.25
     seqlen_q, seqlen_k = rng.choice(LENGTHS), rng.choice(LENGTHS)
     if rng.random() < 0.4:
         seqlen_k = seqlen_q
@@ -92,7 +93,10 @@ def draw(seed: int) -> Case:
         window_right=rng.choice((None, None, None, 0, 3, 50)),
         softcap=softcap,
         scale=rng.choice((None, None, 0.3)),
+        dropout_p=rng.choice((0.1, 0.5, 0.9)) if has_dropout else 0.0,
     )
+    if has_dropout:
+        scores["dropout_seed"] = torch.randint(2**63 - 1, ())
     inputs = inputs._replace(**scores)
     rows = inputs.query.shape[:-1]
     dout = _tensor(rng, (*rows, dim_v), dtype)
@@ -216,6 +220,9 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gradients]
             "softcap": options.softcap,
             "scale": options.scale,
             "sinks": inputs.sinks,
+            "dropout_p": options.dropout_p,
+            "dropout_seed": inputs.dropout_seed,
+            "first_sequence": n,
             "dtype": dtype,
         }
         columns = slice(0, span.k1 - span.k0) if is_packed else rows_k

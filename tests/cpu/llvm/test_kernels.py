@@ -17,6 +17,7 @@ from tilewise import reference
 from tilewise.cpu.llvm import backward, decode, forward, launch
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import Config
+from tilewise.dropout import keep_mask
 from tilewise.problem import Inputs, Options, describe
 
 HERE = Path(__file__).parent
@@ -31,6 +32,8 @@ BFLOAT16_GROUPS = [group for group in range(12, 60) if is_bfloat16(group)][
     :8
 ]  # with AMX, kernels of their own
 
+DROPOUT_GROUP = 6
+
 
 @pytest.mark.parametrize("group", [*range(12), *BFLOAT16_GROUPS])
 def test_random_problems_meet_the_error_budget(group):
@@ -41,6 +44,11 @@ def test_random_problems_meet_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
+def test_random_problems_have_dropout():
+    for group in (DROPOUT_GROUP, *BFLOAT16_GROUPS[:1]):
+        assert random_cases.draw(group * random_cases.CASES_A_KERNEL).options.dropout_p > 0
+
+
 @pytest.mark.parametrize("group", range(30))
 def test_random_decoding_meets_the_error_budget(group):
     cases = [random_cases.draw_decoding(seed) for seed in range(group * 10, group * 10 + 5)]
@@ -49,7 +57,8 @@ def test_random_decoding_meets_the_error_budget(group):
 
 
 def run_script(*args: str, **environment: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(HERE)} | environment
+    path = os.pathsep.join(filter(None, sys.path))  # the package that these tests import
+    environment = os.environ | {"PYTHONPATH": path} | environment
     done = subprocess.run(
         [sys.executable, *args], env=environment, capture_output=True, text=True, timeout=400
     )
@@ -58,8 +67,9 @@ def run_script(*args: str, **environment: str) -> str:
 
 
 @pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
-def test_avx2_code_meets_the_error_budget():
-    run_script(str(HERE / "random_cases.py"), "60", "5", TILEWISE_CPU_ISA="avx2")
+@pytest.mark.parametrize(("count", "first"), [(60, 5), (8, DROPOUT_GROUP * random_cases.CASES_A_KERNEL)])
+def test_avx2_code_meets_the_error_budget(count, first):
+    run_script(str(HERE / "random_cases.py"), str(count), str(first), TILEWISE_CPU_ISA="avx2")
 
 
 @pytest.mark.skipif(DEFAULT_ISA not in ("avx512", "amx"), reason="the default target is AVX2 already")
@@ -81,7 +91,7 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
 @pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 8)])
 def test_amx_code_compiles(builder, vectors):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_amx=True)
+    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, has_amx=True)
     ir_text, _ = builder.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
@@ -126,7 +136,9 @@ def test_no_access_out_of_bounds():
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
     neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
-    ir_text, _ = builder.build(Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, rows=8), neon)
+    options = {"rows": 8} if builder is decode else {"has_dropout": True}
+    config = Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options)
+    ir_text, _ = builder.build(config, neon)
     code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
 
@@ -214,6 +226,40 @@ def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
     assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", random_cases.DTYPES)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "pad"), [(100, 147, 0), (100, 147, 70), (1, 130, 0)])
+def test_dropout_has_the_mask_of_the_generator(seqlen_q, seqlen_k, pad, dtype):
+    """Unit matrices as values and as dout show which weights reach out and dV."""
+    batch, heads, dim = 2, 3, 160
+    n, seed, p = seqlen_k - pad, torch.tensor(2**62 + 12345), 0.3
+    value = torch.zeros(batch, seqlen_k, heads, dim)
+    value[:, pad:] = torch.eye(n, dim)[:, None]
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads, heads, dtype=dtype)
+    inputs = inputs._replace(value=value.to(dtype), dropout_seed=seed)
+    if pad:
+        ends = torch.full((batch,), seqlen_k, dtype=torch.int32)
+        inputs = inputs._replace(seqlens_k=ends, leftpad_k=torch.full_like(ends, pad))
+    problem = describe(inputs, Options(dropout_p=p, scale=0.05))
+    dout = torch.eye(seqlen_q, dim, dtype=dtype)[None, :, None].expand(batch, -1, heads, -1)
+    out, lse = launch.forward(problem, inputs)
+    dv = launch.backward(problem, inputs, out, lse, dout, None).value
+    mask = keep_mask(seed, p, range(batch), heads, 0, seqlen_q, 0, n)  # [batch, heads, seqlen_q, n]
+    assert torch.equal(out[..., :n].transpose(1, 2) != 0, mask)
+    assert torch.equal(dv[:, pad:, :, :seqlen_q].permute(0, 2, 3, 1) != 0, mask)
+
+
+def test_dropout_of_packed_sequences_counts_from_their_starts():
+    lengths_q, lengths_k, heads, dim, seed, p = (33, 0, 100), (147, 5, 61), 2, 160, torch.tensor(7), 0.4
+    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (lengths_q, lengths_k))
+    value = torch.cat([torch.eye(n, dim) for n in lengths_k])[:, None].repeat(1, heads, 1)
+    q, k = (torch.randn(sum(n), heads, 16) for n in (lengths_q, lengths_k))
+    inputs = Inputs(q, k, value, starts_q, starts_k, dropout_seed=seed)
+    out, _ = launch.forward(describe(inputs, Options(dropout_p=p, scale=0.05)), inputs)
+    for i, rows in enumerate(out.split(lengths_q)):
+        mask = keep_mask(seed, p, range(i, i + 1), heads, 0, lengths_q[i], 0, lengths_k[i])[0]
+        assert torch.equal(rows[..., : lengths_k[i]].transpose(0, 1) != 0, mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1e4, 1e8])
 def test_logits_far_apart_and_rows_without_keys(dtype, factor):
@@ -275,8 +321,6 @@ def test_gradients_in_float64_pass_gradcheck():
 def test_refusals_say_why(monkeypatch):
     problem = describe(qkv(), Options())
     assert launch.supports(problem) is None
-    seeded = qkv()._replace(dropout_seed=torch.tensor(1))
-    assert "dropout" in launch.supports(describe(seeded, Options(dropout_p=0.1)))
     biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 1, requires_grad=True))
     assert "broadcast over keys" in launch.supports(describe(biased, Options()))
     launch.supports.cache_clear()

@@ -14,7 +14,7 @@ from typing import Any
 CHANGING = ("q", "k", "v", "out", "lse", "scratch", "partial")  # first: every forward call writes them
 CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
 POINTERS = (*CHANGING_BACKWARD, "mask", "bias", "slopes", "sinks", "spans", "page_table")
-FLOATS = ("q_factor", "softcap", "scale")
+FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
@@ -22,6 +22,7 @@ INTEGERS = (
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
+    "seed", "threshold",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -46,6 +47,7 @@ class Config:
     has_mask: bool = False
     bias_kind: str = ""
     dbias_kind: str = ""  # where the gradient of the bias is summed
+    has_dropout: bool = False
     is_paged: bool = False
     rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
     has_amx: bool = False  # products in tile registers, from bfloat16

@@ -9,6 +9,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
         for each 64 keys:
             s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
+            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q
         dq of the tile += dq_t, after the previous block of keys has added its own
@@ -23,6 +24,7 @@ from __future__ import annotations
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
+from tilewise.cpu.llvm.dropout import Dropout
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.tiles import (
@@ -41,7 +43,18 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    fma,
+    fold_sums,
+    function,
+    maximum,
+    minimum,
+    select,
+)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
@@ -83,6 +96,7 @@ class BackwardKernel:
         self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
         self.lse, self.delta = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.reserve(scratch)
+        self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
 
     def reserve(self, scratch: Scratch) -> None:
@@ -211,13 +225,19 @@ class BackwardKernel:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
         shape = self.shape
         delta = [self.delta[0, c].load(shape.lanes) for c in shape.columns()]
+        dropout = self.dropout.at(shape, head, q0, j0 + j) if self.dropout else None
         for r0 in loop(begin, end, shape.rows):
+            kept = dropout and dropout.kept(r0, shape.rows)
             v_rows = self.v.at(j + r0, 0)
             dp = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim_v, v_rows, self.do_t)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
                     p = self.p_t.at(r0, c)[r, 0].load(shape.lanes)
-                    self.ds_t.at(r0, c)[r, 0].store(p * (dp[r][v] - delta[v]))
+                    dp_rv: Operand = dp[r][v]
+                    if self.dropout and kept:
+                        self.p_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
+                        dp_rv = select(kept[r][v], dp_rv * self.dropout.inverse_keep, 0.0)
+                    self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.ds_t, q0, j0 + j, begin, end)
         if self.cap_slope is not None:
@@ -279,6 +299,9 @@ class BackwardKernel:
         for j in loop(0, n):
             for c in range(0, shape.pad, shape.lanes):
                 self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)
+            if self.dropout is not None:
+                for c in range(0, shape.pad_v, shape.lanes):
+                    self.dv[j, c].store(self.dv[j, c].load(shape.lanes) * self.dropout.inverse_keep)
         store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
         store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
 

@@ -5,7 +5,7 @@ bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, 
 
     q_t, do_t: pairs of q^T, do^T; qs, dos: pairs of q, do    [head_dim / 2, block_q], [block_q / 2, head_dim]
     k, v, k_t: rows of k, v, k^T                              [key_block, head_dim], [head_dim, key_block]
-    for each part:  s_t = k q_t;  dp_t = v do_t                                    [BLOCK_K, 32]
+    for each part:  s_t = k q_t;  dp_t = v do_t (dropout as in `backward.py`)      [BLOCK_K, 32]
                     p, ds = rows of p_t, ds_t                                      [BLOCK_K, block_q]
                     ds_pairs = pairs of ds_t;  dq_t += k_t ds_pairs                [BLOCK_K / 2, block_q]
     dv += p dos;  dk += ds qs
@@ -28,11 +28,12 @@ from tilewise.cpu.llvm.amx import (
 )
 from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
 from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.dropout import TileDropout
 from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, TileScores, load_rows, transpose_rows
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum
+from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
 
 
 class AmxBackwardKernel(BackwardKernel):
@@ -115,15 +116,16 @@ class AmxBackwardKernel(BackwardKernel):
         shape = self.shape
         self.scores.load(head, q0 + c, j0 + j, b)
         scores = self.scores.at(head, q0 + c, j0 + j)
+        dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
             tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
-            self.round_weights(scores, r, c)
+            self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
 
-    def round_weights(self, scores: TileScores, first: Value, c: Value) -> None:
+    def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
         scale = self.args.vector("q_factor", part)
@@ -134,6 +136,7 @@ class AmxBackwardKernel(BackwardKernel):
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, scale, self.cap_slope)
+            kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
                 p, ds = [], []
                 for k in (i, i + 1):
@@ -144,8 +147,12 @@ class AmxBackwardKernel(BackwardKernel):
                     else:
                         exponents = [fma(x, factor, y) for x, y in zip(s, log2_lse)]
                     p.append([exp2_avx512(x, DEGREE) for x in exponents])
+                    if self.dropout and kept:
+                        dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds.append([w * (x - y) for w, x, y in zip(p[-1], dp, delta)])
                     self.keep_bias_gradient(r, k, ds[-1])
+                    if kept:
+                        p[-1] = [select(z, x, 0.0) for z, x in zip(kept[k], p[-1])]
                     self.p.at(r, c)[k, 0].store(rounded(*p[-1]))
                     self.ds.at(r, c)[k, 0].store(rounded(*ds[-1]))
                 for v, x in enumerate(columns):

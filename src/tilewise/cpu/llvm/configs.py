@@ -50,6 +50,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bo
         has_sinks=problem.has_sinks,
         has_mask=problem.mask_shape is not None,
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
+        has_dropout=problem.dropout_p > 0,
         is_paged=problem.is_paged,
         has_amx=has_amx,
     )

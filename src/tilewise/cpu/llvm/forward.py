@@ -8,7 +8,8 @@ once and all tiles of the item use them:
         for each tile:
             s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [BLOCK_K, block_q]
             m_new = max(m, max over keys of s_t);  c = exp(m - m_new);  p_t = exp(s_t - m_new)
-            l     = c l + sum over keys of p_t;    acc_t = c acc_t + v^T p_t     [head_dim_v, block_q]
+            l     = c l + sum over keys of p_t;    (p_t = 0 where dropped)
+            acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]
     for each tile:  out = acc_t^T / l;  lse = m + log l
 
 The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, when
+from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.llvm.memory import Ptr, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
 from tilewise.cpu.llvm.tiles import (
@@ -93,6 +95,7 @@ class ForwardKernel:
         self.reserve(scratch)
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
         self.scores = Scores(shape, scratch)
+        self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, shape.vectors - 1) if shape.vectors > 2 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
 
@@ -172,7 +175,8 @@ class ForwardKernel:
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
             correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
-            l = self.weigh(m_finite, first, n)
+            dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
+            l = self.weigh(m_finite, dropout, first, n)
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
@@ -201,8 +205,11 @@ class ForwardKernel:
             for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
                 prefetch_row(head.key_rows(name, 0)(minimum(j + r, head.seqlen_k - 1)), dim)
 
-    def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
-        """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more."""
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
+        """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more.
+
+        The sums are of all weights; then those that are dropped become 0.
+        """
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
         for j in loop(first, n):
@@ -210,6 +217,12 @@ class ForwardKernel:
                 p = exp(self.p_t[j, c].load(shape.lanes) - m[v], shape.exp_degree)
                 self.p_t[j, c].store(p)
                 l[v].set(l[v] + p)
+        if dropout is not None:
+            for j in loop(first, n, GROUP):
+                for r, masks in enumerate(dropout.kept(j, GROUP)):
+                    for kept, c in zip(masks, shape.columns()):
+                        cell = self.p_t.at(j, c)[r, 0]
+                        cell.store(select(kept, cell.load(shape.lanes), 0.0))
         return l
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
@@ -234,6 +247,8 @@ class ForwardKernel:
             head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
         for c in shape.columns():
             l = tile.l[0, c].load(shape.lanes)
+            if self.dropout is not None:
+                l = l / self.dropout.inverse_keep
             inverse = select(l.equals(0.0), 0.0, 1.0 / l)
             for d in loop(0, shape.pad_v):
                 acc = tile.acc_t[d, c]

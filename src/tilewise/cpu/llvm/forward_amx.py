@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
 from tilewise.cpu.llvm.control import either, loop, when
+from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, TileScores, transpose_rows
-from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fma, maximum, minimum
+from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fma, maximum, minimum, select
 
 LOG2_E = 1 / math.log(2)
 DEGREE = 4
@@ -94,33 +95,41 @@ class AmxForwardKernel(ForwardKernel):
             scale = shape.constant(1.0)
         return [maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)]
 
-    def weigh(self, m: list[Value], first: Value, n: Value) -> list[Var]:
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m) and the block's sums over keys."""
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
         if self.scores.has_options:
-            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, first, n)
+            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, dropout, first, n)
             return l
         scale = self.args.vector("q_factor", shape)
         factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
         with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
             with far:
-                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, first, n)
+                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, dropout, first, n)
             with near:
-                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, first, n)
+                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, dropout, first, n)
         return l
 
     def sum_weights(
-        self, exponent: Callable[[Value, int], Value], l: list[Var], first: Value, n: Value
+        self,
+        exponent: Callable[[Value, int], Value],
+        l: list[Var],
+        dropout: TileDropout | None,
+        first: Value,
+        n: Value,
     ) -> None:
-        """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t."""
+        """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t, and then p_t = 0 where dropped."""
         shape = self.shape
         for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
+            kept = dropout and dropout.kept(j, GROUP)
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
                     low, high = (exp2_avx512(exponent(x, v), DEGREE) for x in s)
                     l[v].set(l[v] + (low + high))
+                    if kept:
+                        low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
                     self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:

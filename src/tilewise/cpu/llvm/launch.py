@@ -26,8 +26,6 @@ def supports(problem: AttentionProblem) -> str | None:
     """None if these kernels serve the problem, else the reason why not."""
     if problem.device_type != "cpu":
         return "runs on the CPU only"
-    if problem.dropout_p > 0:
-        return "has no dropout"
     if problem.is_quantized:
         return "has no quantized caches"
     if problem.bias_needs_grad and problem.bias_shape and problem.bias_shape[3] == 1 < problem.seqlen_k:
@@ -48,6 +46,8 @@ def _forward_plan(problem: AttentionProblem, inputs: Inputs, threads: int) -> Fo
 def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
+        return False
+    if problem.dropout_p > 0:
         return False
     seqlen_q, group = problem.seqlen_q, problem.group_size
     most = min(DECODE_ROWS, (16 if problem.seqlen_k >= 512 else 12) * group)

@@ -62,8 +62,11 @@ class Plan:
         self.problem = problem
         self.is_ragged = problem.is_packed or problem.is_cached or inputs.leftpad_k is not None
         self.has_options = self.is_ragged or any(
-            (problem.mask_shape, problem.bias_shape, problem.has_alibi, problem.has_sinks, problem.is_paged)
-        )
+            (
+                problem.mask_shape, problem.bias_shape, problem.has_alibi, problem.has_sinks,
+                problem.is_paged, problem.dropout_p > 0,
+            )
+        )  # fmt: skip
         self.block = Block()
         self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
         visibility = problem.visibility()
@@ -82,6 +85,8 @@ class Plan:
             lse_h=inputs.query.shape[0] if problem.is_packed else problem.seqlen_q,
             score_k0=int(not problem.has_packed_keys),
             page_size=problem.page_size or 1,
+            threshold=int(problem.dropout_p * 2**32),
+            inverse_keep=1 / (1 - problem.dropout_p),
         )
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
             self.set_strides(name, t.stride())
@@ -115,6 +120,8 @@ class Plan:
             table = inputs.page_table.to(torch.int32).contiguous()
             self.block.update(page_table=table.data_ptr(), page_b=table.shape[1])
             kept.append(table)
+        if problem.dropout_p > 0:
+            self.block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
         return kept
 
     def run(self) -> None:

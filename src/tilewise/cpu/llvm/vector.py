@@ -121,6 +121,9 @@ class Operand:
     def __or__(self, other: Any) -> Value:
         return _binary("or_", self, other)
 
+    def __xor__(self, other: Any) -> Value:
+        return _binary("xor", self, other)
+
     def __lshift__(self, other: Any) -> Value:
         return _binary("shl", self, other)
 
