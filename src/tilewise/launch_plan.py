@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -94,6 +94,11 @@ def run(
         rebuild = functools.partial(_rebuild, build, problem, choices)
         _plans[key] = LaunchPlan(launch, bound, aliases, rebuild)
     return None
+
+
+def run_steps(problem: Any, steps: Iterable[Step]) -> None:
+    for step in steps:
+        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
 
 
 def find(

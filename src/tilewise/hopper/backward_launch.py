@@ -24,7 +24,7 @@ from tilewise.hopper.launch import (
     scheduler_counter,
     tma_ready,
 )
-from tilewise.launch_plan import Launch, Step, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
@@ -57,8 +57,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats, dq_sum)
-    for step in steps(problem, cfg, given, new, optional):
-        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+    run_steps(problem, steps(problem, cfg, given, new, optional))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 

@@ -18,7 +18,7 @@ from tilewise.hopper.backward_launch import (
     stats_shape,
 )
 from tilewise.hopper.launch import descriptor, num_sms, scheduler_counter, tma_ready
-from tilewise.launch_plan import Launch, Step, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
@@ -37,8 +37,7 @@ def backward(
     ordered_k = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
     given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats)
-    for step in steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)):
-        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+    run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, run
+from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 from tilewise.triton import launch_decode
@@ -140,8 +140,7 @@ def backward(
     dq = query.new_empty(query.shape)
     given = (with_dense_rows(out), lse, with_dense_rows(dout), dlse)
     results = Results(*given, *new_statistics(problem, lse), dq, dk, dv)
-    for step in _steps(problem, inputs, results, tiles):
-        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+    run_steps(problem, _steps(problem, inputs, results, tiles))
     dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
     dsinks = results.dsinks
     if dsinks is not None:
@@ -256,8 +255,7 @@ def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: Ke
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
     partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
-    step = _step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)
-    run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+    run_steps(problem, [_step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)])
     return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
 
 

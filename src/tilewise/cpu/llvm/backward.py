@@ -27,12 +27,12 @@ from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.dropout import Dropout
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp
+from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
     Arguments,
     Head,
-    Scores,
     Scratch,
     Shape,
     lane_chunks,

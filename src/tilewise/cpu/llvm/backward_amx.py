@@ -32,7 +32,8 @@ from tilewise.cpu.llvm.dropout import TileDropout
 from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
-from tilewise.cpu.llvm.tiles import Head, Scores, Scratch, Shape, TileScores, load_rows, transpose_rows
+from tilewise.cpu.llvm.scores import Scores, TileScores
+from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
 from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
 
 

@@ -26,12 +26,12 @@ from tilewise.cpu.llvm.control import claim, either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.llvm.memory import Ptr, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
+from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
     Arguments,
     Head,
-    Scores,
     Scratch,
     Shape,
     load_rows,

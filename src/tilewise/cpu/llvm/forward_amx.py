@@ -21,7 +21,8 @@ from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
-from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, TileScores, transpose_rows
+from tilewise.cpu.llvm.scores import TileScores
+from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
 from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fma, maximum, minimum, select
 
 LOG2_E = 1 / math.log(2)
