@@ -116,3 +116,14 @@ def test_a_forked_child_calls_and_answers(tmp_path):
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     finish(start(code, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("2048K\n", 2 << 20), ("1024K\n", 1 << 20), ("64K\n", 512 << 10), ("65536K\n", 2 << 20), ("", 1 << 20)],
+)
+def test_blocks_are_cut_to_the_l2_cache_of_the_machine(tmp_path, said, expected):
+    size_file = tmp_path / "size"
+    size_file.write_text(said)
+    assert kernels._l2_bytes(size_file) == expected
+    assert kernels._l2_bytes(tmp_path / "missing") == 1 << 20

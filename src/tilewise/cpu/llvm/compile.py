@@ -88,13 +88,13 @@ def target(wanted: str = "") -> Target | str:
     return f"{platform.machine()} lacks AVX2 with FMA and F16C, or NEON"
 
 
-def _l2_bytes() -> int:
+def _l2_bytes(size_file: Path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) -> int:
     """Of this machine, or 1 MB where it does not say; between 512 KB and 2 MB, as large ones are shared."""
     try:
-        found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        found = 0
-    return min(max(found, 512 << 10), 2 << 20) if found > 0 else 1 << 20
+        found = int(size_file.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 1 << 20
+    return min(max(found, 512 << 10), 2 << 20)
 
 
 def may_use_amx() -> bool:
