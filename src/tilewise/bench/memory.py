@@ -3,8 +3,9 @@
 On a GPU, PyTorch's allocator keeps the peak. On the CPU the only witness that sees every allocation,
 also those of C++ kernels and of generated code, is the kernel's count of resident pages; so each
 measurement is a process of its own that makes the inputs, warms up on a small problem (thread pools,
-library scratch), resets the peak, calls and reads the growth of the peak, up to three times. glibc is
-told to give freed blocks back at once, or pages that it keeps would hide what a call allocates.
+library scratch), resets the peak, calls once and reads the growth of the peak: a second call would find
+the scratch memory that the first one keeps. glibc is told to give freed blocks back at once, or pages that
+it keeps would hide what a call allocates.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from tilewise.bench.peers import find_peers
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 WARM_UP_LENGTH = 512
-CALLS, ENOUGH_SECONDS = 3, 5.0
 
 
 def method(device: str) -> str:
@@ -37,7 +36,7 @@ def method(device: str) -> str:
 
 
 def measure(case: Case, peer_name: str, data: Data) -> list[int]:
-    """Bytes at the peak of a call beyond inputs, outputs and gradients, for several calls.
+    """Bytes at the peak of a call beyond inputs, outputs and gradients: a list of one.
 
     Raises:
         Refusal: the peer does not serve the case.
@@ -95,14 +94,10 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> list[int]:
         with warm.context():
             warm.call()
     prepared = peer.prepare(case, data, layout)
-    found: list[int] = []
-    started = time.monotonic()
     with prepared.context():
-        while len(found) < CALLS and time.monotonic() - started < ENOUGH_SECONDS:
-            before = _reset_peak()
-            kept = _call_once(prepared.call)
-            found.append(max(0, _status("VmHWM") - before - kept))
-    return found
+        before = _reset_peak()
+        kept = _call_once(prepared.call)
+        return [max(0, _status("VmHWM") - before - kept)]
 
 
 def _reset_peak() -> int:
