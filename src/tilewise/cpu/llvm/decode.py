@@ -101,8 +101,6 @@ class DecodeKernel:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         lanes, self.rows = shape.lanes, self.config.rows
-        row_bytes = max(shape.pad, shape.pad_v) * BYTES[self.config.kind]
-        self.block_k = block_k = max(lanes, min(BLOCK_K, BLOCK_BYTES // row_bytes // lanes * lanes))
         # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
         self.depth = max(min(4, lanes), lanes // self.rows)
@@ -110,6 +108,10 @@ class DecodeKernel:
         self.row_groups = -(-self.rows // self.group)
         self.groups = min(self.row_groups, sums // self.depth)
         self.tile_k = self.depth * max(1, min(8, sums // self.groups) // self.depth)
+        step = max(lanes, self.tile_k)  # a block is whole tiles of keys and whole vectors of scores
+        row_bytes = max(shape.pad, shape.pad_v) * BYTES[self.config.kind]
+        self.block_k = block_k = max(step, min(BLOCK_K, BLOCK_BYTES // row_bytes // step * step))
+        assert block_k % self.tile_k == block_k % lanes == 0
         # Values: sums of `tile` rows x `vectors` vectors.
         self.tile = min(4, self.rows)
         self.vectors = min(8, sums // self.tile)

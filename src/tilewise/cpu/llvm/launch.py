@@ -28,8 +28,11 @@ def supports(problem: AttentionProblem) -> str | None:
         return "runs on the CPU only"
     if problem.is_quantized:
         return "has no quantized caches"
-    if problem.bias_needs_grad and problem.bias_shape and problem.bias_shape[3] == 1 < problem.seqlen_k:
-        return "has no gradient of a bias that is broadcast over keys"
+    if problem.bias_needs_grad and problem.bias_shape:
+        if problem.bias_shape[3] == 1 < problem.seqlen_k:
+            return "has no gradient of a bias that is broadcast over keys"
+        if problem.bias_shape[0] < problem.batch and problem.has_leftpad:  # their blocks of keys differ
+            return "has no gradient of a bias that sequences with left padding share"
     return unavailable()
 
 
