@@ -35,15 +35,15 @@ def method(device: str) -> str:
     return "growth of a fresh process's peak resident set (VmHWM) during one call, less outputs and gradients"
 
 
-def measure(case: Case, peer_name: str, data: Data) -> list[int]:
-    """Bytes at the peak of a call beyond inputs, outputs and gradients: a list of one.
+def measure(case: Case, peer_name: str, data: Data) -> int:
+    """Bytes at the peak of a call beyond inputs, outputs and gradients.
 
     Raises:
         Refusal: the peer does not serve the case.
         RuntimeError: the measuring process failed.
     """
     if data.device == "cuda":
-        return [_measure_cuda(case, peer_name, data)]
+        return _measure_cuda(case, peer_name, data)
     request = json.dumps(
         {"case": case.to_json(), "peer": peer_name, "seed": data.seed, "threads": torch.get_num_threads()}
     )
@@ -83,7 +83,7 @@ def _call_once(call: Any) -> int:
     return out[0].nbytes + sum(t.nbytes for t in out[1])
 
 
-def _measure_here(case: Case, peer_name: str, seed: int) -> list[int]:
+def _measure_here(case: Case, peer_name: str, seed: int) -> int:
     """In the fresh process."""
     (peer,) = find_peers([peer_name])
     layout = peer.layouts(case)[0]
@@ -97,7 +97,7 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> list[int]:
     with prepared.context():
         before = _reset_peak()
         kept = _call_once(prepared.call)
-        return [max(0, _status("VmHWM") - before - kept)]
+        return max(0, _status("VmHWM") - before - kept)
 
 
 def _reset_peak() -> int:

@@ -197,7 +197,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _measure_memory(case: Case, peer: Peer, data: Data) -> results.Entry:
-    return {"status": "ok", "samples": [[b] for b in memory.measure(case, peer.name, data)]}
+    return {"status": "ok", "samples": [[memory.measure(case, peer.name, data)]]}
 
 
 def _prepare(

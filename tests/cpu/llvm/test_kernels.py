@@ -173,16 +173,15 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
     assert all(torch.equal(gradients[0], g) for g in gradients)
 
 
-@pytest.mark.skipif(
-    sys.platform == "win32" or DEFAULT_ISA == "neon", reason="needs another target of this machine"
-)
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 96), (torch.bfloat16, 192), (torch.float64, 192)])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     """The sizes that an ARM processor has, compiled for this one."""
     torch.manual_seed(0)
     machine = kernels.current_target()
-    monkeypatch.setattr(kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16))
+    monkeypatch.setattr(
+        kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16, rows=8)
+    )
     inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
     problem = describe(inputs, Options())
     assert launch._is_decoding(problem)

@@ -35,6 +35,7 @@ from tilewise.cpu.llvm.tiles import (
     Head,
     Scratch,
     Shape,
+    fitting,
     lane_chunks,
     load_rows,
     narrowed,
@@ -153,20 +154,10 @@ class BackwardKernel:
         first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
         for j in loop(first & -block_k, last, block_k):
             begin, end = maximum(0, first - j) & -self.key_group, minimum(last - j, block_k)
-            self.step_lanes(head, q0, j0, j, begin, end)
+            for kernel in fitting(self, head, q0):
+                kernel.step(head, q0, j0, j, begin, end)
         split = self.args.split_keys
         self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
-
-    def step_lanes(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
-        """`step`, without the last vector if it holds no query."""
-        if self.narrow is None:
-            self.step(head, q0, j0, j, begin, end)
-            return
-        with either(q0 + self.narrow.shape.width < head.seqlen_q) as (wide, narrow):
-            with wide:
-                self.step(head, q0, j0, j, begin, end)
-            with narrow:
-                self.narrow.step(head, q0, j0, j, begin, end)
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [begin, end)."""

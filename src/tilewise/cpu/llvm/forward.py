@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, either, loop, when
+from tilewise.cpu.llvm.control import claim, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.llvm.memory import Ptr, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
@@ -34,6 +34,7 @@ from tilewise.cpu.llvm.tiles import (
     Head,
     Scratch,
     Shape,
+    fitting,
     load_rows,
     narrowed,
     outer_sums,
@@ -96,7 +97,7 @@ class ForwardKernel:
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
-        self.narrow = narrowed(self, shape.vectors - 1) if shape.vectors > 2 else None
+        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
 
     def reserve(self, scratch: Scratch) -> None:
@@ -122,7 +123,8 @@ class ForwardKernel:
                 for t in loop(0, tiles):
                     tile = self.tile(q0, t)
                     tile.share = share_of(t, tiles, self.shape.rows)
-                    self.attend_lanes(head, tile, j0)
+                    for kernel in fitting(self, head, tile.q0):
+                        kernel.attend(head, tile, j0)
             for t in loop(0, tiles):
                 self.finish(head, self.tile(q0, t))
 
@@ -153,17 +155,6 @@ class ForwardKernel:
         count = (n + (shape.rows - 1)) & -shape.rows
         load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
         load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
-
-    def attend_lanes(self, head: Head, tile: Tile, j0: Value) -> None:
-        """`attend`, without the last vector if it holds no query."""
-        if self.narrow is None:
-            self.attend(head, tile, j0)
-            return
-        with either(tile.q0 + self.narrow.shape.width < head.seqlen_q) as (wide, narrow):
-            with wide:
-                self.attend(head, tile, j0)
-            with narrow:
-                self.narrow.attend(head, tile, j0)
 
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
         """Fold the keys of one block that the tile can see into its running softmax."""

@@ -28,7 +28,6 @@ from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fm
 LOG2_E = 1 / math.log(2)
 DEGREE = 4
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
-KEY_BYTES = 512 << 10  # K and V of a block that all tiles of an item go through: a quarter of a 2 MB L2
 
 
 class AmxForwardKernel(ForwardKernel):
@@ -39,7 +38,8 @@ class AmxForwardKernel(ForwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         shape = self.shape
         self.key_group = TILE
-        blocks = max(1, KEY_BYTES // (2 * shape.block_k * (shape.pad + shape.pad_v)))
+        key_bytes = shape.target.l2_bytes // 4  # K and V of a block that all tiles of an item go through
+        blocks = max(1, key_bytes // (2 * shape.block_k * (shape.pad + shape.pad_v)))
         self.load_k = blocks * shape.block_k
         self.all_k = scratch.rows(self.load_k, shape.pad, "i16")
         self.all_v_t = scratch.rows(blocks * shape.pad_v, shape.block_k, "i16")

@@ -48,9 +48,7 @@ def _forward_plan(problem: AttentionProblem, inputs: Inputs, threads: int) -> Fo
 
 def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.mask_shape is not None or problem.bias_shape is not None:
-        return False
-    if problem.dropout_p > 0:
+    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
     seqlen_q, group = problem.seqlen_q, problem.group_size
     most = min(DECODE_ROWS, (16 if problem.seqlen_k >= 512 else 12) * group)

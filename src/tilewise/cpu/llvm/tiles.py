@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.vector import (
     BYTES,
@@ -272,6 +272,18 @@ def narrowed(kernel: Any, vectors: int) -> Any:
     narrow.shape, narrow.scores = copy.copy(kernel.shape), copy.copy(kernel.scores)
     narrow.shape.vectors, narrow.scores.shape = vectors, narrow.shape
     return narrow
+
+
+def fitting(kernel: Any, head: Head, q0: Scalar) -> Iterator[Any]:
+    """The kernel for the tile at q0: itself, or in a branch `narrow` where its last vector is empty."""
+    if kernel.narrow is None:
+        yield kernel
+        return
+    with either(q0 + kernel.narrow.shape.width < head.seqlen_q) as (wide, narrow):
+        with wide:
+            yield kernel
+        with narrow:
+            yield kernel.narrow
 
 
 def share_of(part: Value, parts: Value, count: int) -> tuple[Value, Value]:
