@@ -1,0 +1,139 @@
+"""Random attention problems on a GPU, forward and backward, by the project's error rule.
+
+`python tests/random_gpu_cases.py hopper 1000 [first seed]` checks so many.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import reference
+from tilewise.testing import check_attention, compare
+
+HEAD_DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (80, 80), (96, 96), (112, 112), (40, 40), (160, 160))
+WIDE = ((192, 128), (192, 192), (256, 256), (128, 64))
+EDGES = (1, 2, 15, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 257, 383, 385)
+LENGTHS = (*EDGES, 500, 777, 1000, 1300)
+CASES_A_KERNEL = 10
+
+
+def draw(seed: int, backend: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], float]:
+    """query, key, value, options, and how much steeper than usual the scores are.
+
+    What is compiled into a kernel changes every CASES_A_KERNEL seeds, so that a long run tests more than
+    it compiles.
+    """
+    kernel_rng, rng = random.Random(seed // CASES_A_KERNEL), random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = kernel_rng.choice((torch.bfloat16, torch.bfloat16, torch.float16))
+    dim, dim_v = kernel_rng.choice(HEAD_DIMS + WIDE)
+    is_packed, has_softcap, has_sinks = (kernel_rng.random() < share for share in (0.3, 0.2, 0.2))
+    has_right, has_left = kernel_rng.random() < 0.6, kernel_rng.random() < 0.3
+    kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4, 8))
+    heads, batch = kv_heads * group, rng.choice((1, 1, 2, 3))
+    steepness = rng.choice((1.0, 1.0, 1.0, 4.0, 20.0))
+    options: dict[str, Any] = {"scale": rng.choice((None, None, 0.3))}
+    rows_q: tuple[int, ...]
+    rows_k: tuple[int, ...]
+    if is_packed:
+        lengths = [[rng.choice((0, 5, *EDGES)) for _ in range(batch + 1)] for _ in range(2)]
+        offsets = [torch.tensor([0, *n], device="cuda").cumsum(0) for n in lengths]
+        offset_dtype = rng.choice((torch.int32, torch.int64))
+        for name, starts in zip("qk", offsets, strict=True):
+            starts[-1] = starts[-1].clamp(min=1)
+            options[f"cu_seqlens_{name}"] = starts.to(offset_dtype)
+        rows_q, rows_k = ((int(starts[-1]),) for starts in offsets)
+    else:
+        seqlen_q, seqlen_k = rng.choice(LENGTHS), rng.choice(LENGTHS)
+        rows_q, rows_k = (batch, seqlen_q), (batch, seqlen_q if rng.random() < 0.4 else seqlen_k)
+    q = _tensor(rng, (*rows_q, heads, dim), dtype) * steepness
+    k, v = (_tensor(rng, (*rows_k, kv_heads, d), dtype) for d in (dim, dim_v))
+    if has_softcap:
+        options["softcap"] = rng.choice((2.0, 30.0))
+    if has_sinks:
+        options["sinks"] = torch.randn(heads, device="cuda")
+    right = rng.choice((0, 0, 0, 3, 50, 300)) if has_right else None
+    left = rng.choice((0, 5, 40, 200, 600)) if has_left else None
+    if (left, right) == (None, 0):
+        options["causal"] = True
+    elif (left, right) != (None, None):
+        options["window"] = (left, right)
+    if backend == "triton":
+        options |= _only_triton(kernel_rng, rng, q, k, is_packed)
+    return q, k, v, options, steepness
+
+
+def _only_triton(
+    kernel_rng: random.Random, rng: random.Random, q: Tensor, k: Tensor, is_packed: bool
+) -> dict[str, Any]:
+    """Options that the Hopper kernels leave to the Triton ones."""
+    has_mask, has_bias, has_alibi, has_dropout = (kernel_rng.random() < 0.25 for _ in range(4))
+    options: dict[str, Any] = {}
+    if has_alibi:
+        options["alibi_slopes"] = torch.rand(q.shape[-2], device="cuda") * 0.3
+    if has_dropout:
+        options["dropout_p"] = rng.choice((0.1, 0.5))
+    if is_packed:
+        return options
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if has_mask:
+        options["mask"] = torch.rand(_broadcast(rng, full), device="cuda") < rng.choice((0.2, 0.8))
+    if has_bias:
+        options["bias"] = torch.randn(_broadcast(rng, full), device="cuda").to(q.dtype)
+    return options
+
+
+def _broadcast(rng: random.Random, full: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if rng.random() < 0.35 else n for n in full)
+
+
+def _tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal numbers, in one of the memory layouts that callers have."""
+    how = rng.choice(("dense", "dense", "heads first", "slice"))
+    if how == "slice":
+        return torch.randn((*shape[:-1], shape[-1] + 8), device="cuda").to(dtype)[..., 8:]
+    if how == "heads first":
+        order = [*range(len(shape) - 3), len(shape) - 2, len(shape) - 3]
+        return torch.randn([shape[i] for i in order] + [shape[-1]], device="cuda").to(dtype).transpose(-2, -3)
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def check(seed: int, backend: str) -> None:
+    """Forward and backward; the forward alone where steep scores make gradients nearly cancel."""
+    q, k, v, options, steepness = draw(seed, backend)
+    if steepness == 1.0:
+        check_attention(q, k, v, backend=backend, seed=seed, holds_mean=False, **options)
+        return
+    options = {name: option for name, option in options.items() if option is not None}
+    options.pop("dropout_p", None)
+    run: Any = tilewise.attention_varlen if "cu_seqlens_q" in options else tilewise.attention
+    out, lse = run(q, k, v, return_lse=True, backend=backend, **options)
+    exact, baseline = (reference.attention(q, k, v, dtype=t, **options) for t in (torch.float64, q.dtype))
+    for name, found, e, b in zip(("out", "lse"), (out, lse), exact, baseline, strict=True):
+        report = compare(name, found, e, b)
+        assert report.max_error <= report.max_budget, str(report)
+
+
+def main() -> None:
+    backend, count = sys.argv[1], int(sys.argv[2])
+    first = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
+    failures = 0
+    for seed in range(first, first + count):
+        try:
+            check(seed, backend)
+        except (AssertionError, RuntimeError) as problem:
+            failures += 1
+            print(f"seed {seed}: {problem!r}", flush=True)
+    print(f"{count} cases from seed {first}, {failures} failures", flush=True)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
