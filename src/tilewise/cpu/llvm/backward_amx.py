@@ -108,7 +108,7 @@ class AmxBackwardKernel(BackwardKernel):
             self.hide_rest(c, begin, a, b, end)
             for d in loop(0, shape.pad, TILE):
                 dq_t, k_t = self.dq_t.at(d, c), self.k_t.at(d, j)
-                tile_sums(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
+                tile_sums(dq_t, [k_t], [self.ds_pairs.at(0, c)], (a, b), 2, True)
         with when(first < last):
             self.add_over_queries((first, last), j, begin, end)
 
@@ -120,8 +120,8 @@ class AmxBackwardKernel(BackwardKernel):
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
-            tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
+            tile_sums(s_t, [self.k.at(j + r, 0)], [self.q_t.at(0, c)], (0, shape.pad), 2, False)
+            tile_sums(dp_t, [self.v.at(j + r, 0)], [self.do_t.at(0, c)], (0, shape.pad_v), 2, False)
             self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
@@ -182,4 +182,4 @@ class AmxBackwardKernel(BackwardKernel):
         for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
             for r in loop(begin, end, TILE):
                 for c in loop(0, gradient.stride, TILE):
-                    tile_sums(gradient.at(j + r, c), weights.at(r, 0), pairs.at(0, c), queries, 2, True)
+                    tile_sums(gradient.at(j + r, c), [weights.at(r, 0)], [pairs.at(0, c)], queries, 2, True)

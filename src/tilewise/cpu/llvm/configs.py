@@ -12,6 +12,8 @@ KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", tor
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 AMX_FORWARD, AMX_BACKWARD = (1, 2), (2, 4, 8)  # query vectors of a tile with tile registers
+CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
+LONG_ENOUGH_TO_CUT = 96  # queries: fewer do not make up for cutting K and V
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -19,27 +21,34 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
     return _config(problem, inputs, 1)
 
 
-def tile_config(problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[int, ...]) -> Config:
-    """Of a kernel whose tiles of queries are as wide as suits their number."""
-    if not has_amx(problem):
-        return _config(problem, inputs, _vectors(problem))
-    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), has_amx=True)
+def forward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    is_cut = current_target().isa == "amx" and problem.dtype in CUT and problem.seqlen_q >= LONG_ENOUGH_TO_CUT
+    pieces = CUT[problem.dtype] if is_cut else int(has_amx(problem))
+    return _tile_config(problem, inputs, AMX_FORWARD, pieces)
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    if max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT:
+    is_too_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
+    return _tile_config(problem, inputs, AMX_BACKWARD, int(has_amx(problem) and not is_too_short))
+
+
+def _tile_config(
+    problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[int, ...], pieces: int
+) -> Config:
+    """Of a kernel whose tiles of queries are as wide as suits their number."""
+    if not pieces:
         return _config(problem, inputs, _vectors(problem))
-    return tile_config(problem, inputs, AMX_BACKWARD)
+    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
+    wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), pieces)
 
 
 def has_amx(problem: AttentionProblem) -> bool:
-    """Whether products run in tile registers. There the scale is applied after the maximum is taken."""
+    """Whether products of numbers as they are run in tile registers. There the scale is applied after the maximum is taken."""
     return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
 
 
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bool = False) -> Config:
+def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int = 0) -> Config:
     return Config(
         kind=KINDS[problem.dtype],
         head_dim=problem.head_dim,
@@ -52,7 +61,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bo
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         has_dropout=problem.dropout_p > 0,
         is_paged=problem.is_paged,
-        has_amx=has_amx,
+        pieces=pieces,
     )
 
 

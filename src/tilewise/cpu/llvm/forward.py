@@ -64,9 +64,9 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
 def _kernel_class(config: Config) -> type[ForwardKernel]:
     if not config.has_amx:
         return ForwardKernel
-    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel  # which is made of this file's parts
+    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel, CutForwardKernel  # made of this file's parts
 
-    return AmxForwardKernel
+    return AmxForwardKernel if config.pieces == 1 else CutForwardKernel
 
 
 class Tile:
@@ -76,7 +76,7 @@ class Tile:
         self.q0 = q0  # its first query
         self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
         self.scratch = Scratch(shape, base)
-        height = shape.pad // 2 if shape.config.has_amx else shape.pad
+        height = shape.config.pieces * shape.pad // 2 if shape.config.has_amx else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum

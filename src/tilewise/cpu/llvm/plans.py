@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import AMX_FORWARD, decode_config, tile_config
+from tilewise.cpu.llvm.configs import decode_config, forward_config
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        self.kernel = load("forward", tile_config(problem, inputs, AMX_FORWARD))
+        self.kernel = load("forward", forward_config(problem, inputs))
         self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
