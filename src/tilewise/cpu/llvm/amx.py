@@ -158,24 +158,27 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
 
     8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
     towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
-    either sign.
+    either sign. An infinity leaves a NaN: see `cut_rows`.
     """
     rest = list(numbers)
     for n in range(count - 1):
         bits = [bitcast(x, I32) + (0x8000 if n else 0) for x in rest]
         piece = [bitcast(x & -0x10000, F32) for x in bits]
         yield list(piece)
-        rest = [select(absolute(x).equals(INF), 0.0, x - head) for x, head in zip(rest, piece)]
+        rest = [x - head for x, head in zip(rest, piece)]
     yield rest
 
 
 def cut_rows(parts: Sequence[Rows], src: Rows, count: Scalar, factor: Operand | None = None) -> None:
-    """parts[.][r] = the pieces of src[r] * factor, r < count."""
+    """parts[.][r] = the pieces of src[r] * factor, r < count; of an infinity all but the first are 0."""
     for r in loop(0, count):
         for c in range(0, parts[0].stride, 2 * LANES):
             both = [src[r, c + i].load(LANES) for i in (0, LANES)]
             both = both if factor is None else [x * factor for x in both]
-            for part, piece in zip(parts, cut(both, len(parts))):
+            is_infinite = [absolute(x).equals(INF) for x in both]
+            for n, (part, piece) in enumerate(zip(parts, cut(both, len(parts)))):
+                if n:
+                    piece = [select(infinite, 0.0, x) for infinite, x in zip(is_infinite, piece)]
                 part[r, c].store(rounded(*piece))
 
 
@@ -187,8 +190,10 @@ def rounded(low: Operand, high: Operand) -> Value:
     return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
 
 
-def paired(low: Operand, high: Operand) -> Value:
-    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high)."""
+def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
+    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
+    if is_exact:
+        return bitcast((bitcast(low, I32) >> 16) | bitcast(high, I32), F32)
     both = rounded(low, high)
     order = [x for lane in range(LANES) for x in (lane, lane + LANES)]
     mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * LANES), order))

@@ -30,13 +30,13 @@ from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import exp, exp2_avx512
+from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import TileScores
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, load_rows, transpose_rows
 from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, absolute, any_lane, fma, maximum, minimum, select
 
 LOG2_E = 1 / math.log(2)
-DEGREE = 4
+DEGREE, CUT_DEGREE = 4, {"f32": 5, "f16": 4}  # of 2^f; 5: off by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
@@ -164,7 +164,7 @@ class AmxForwardKernel(ForwardKernel):
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
                     for p_t, piece in zip(self.p_t, cut((low, high), len(self.p_t))):
-                        p_t.at(j // 2, 0)[i // 2, c].store(paired(*piece))
+                        p_t.at(j // 2, 0)[i // 2, c].store(paired(*piece, is_exact=p_t is not self.p_t[-1]))
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -202,7 +202,7 @@ class CutForwardKernel(AmxForwardKernel):
         cut_rows(parts, wide, count, factor)
 
     def power(self, x: Operand) -> Value:
-        return exp(x, self.shape.exp_degree)
+        return exp2_avx512(x * LOG2_E, CUT_DEGREE[self.shape.config.kind])
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         l = [Var(self.shape.constant(0.0)) for _ in m]
