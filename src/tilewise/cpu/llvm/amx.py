@@ -20,7 +20,7 @@ import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.control import loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.tiles import INF, Scratch, pieces
+from tilewise.cpu.llvm.tiles import INF, Scratch, Shape, load_rows, pieces
 from tilewise.cpu.llvm.vector import (
     F32,
     I8,
@@ -158,7 +158,7 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
 
     8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
     towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
-    either sign. An infinity leaves a NaN: see `cut_rows`.
+    either sign. An infinity leaves a NaN: see `take_cut_rows`.
     """
     rest = list(numbers)
     for n in range(count - 1):
@@ -169,17 +169,27 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
     yield rest
 
 
-def cut_rows(parts: Sequence[Rows], src: Rows, count: Scalar, factor: Operand | None = None) -> None:
-    """parts[.][r] = the pieces of src[r] * factor, r < count; of an infinity all but the first are 0."""
-    for r in loop(0, count):
-        for c in range(0, parts[0].stride, 2 * LANES):
-            both = [src[r, c + i].load(LANES) for i in (0, LANES)]
-            both = both if factor is None else [x * factor for x in both]
-            is_infinite = [absolute(x).equals(INF) for x in both]
-            for n, (part, piece) in enumerate(zip(parts, cut(both, len(parts)))):
-                if n:
-                    piece = [select(infinite, 0.0, x) for infinite, x in zip(is_infinite, piece)]
-                part[r, c].store(rounded(*piece))
+def take_cut_rows(
+    shape: Shape, parts: Sequence[Rows], wide: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar,
+    dim: int, factor: Operand | None = None,
+) -> None:  # fmt: skip
+    """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`; `wide` holds 32 rows meanwhile.
+
+    Of an infinity all pieces but the first are 0.
+    """
+    wide = Rows(wide.ptr, parts[0].stride)
+    for r0 in loop(0, count, TILE):
+        height = minimum(TILE, count - r0)
+        load_rows(shape, wide, lambda r, r0=r0: source(r0 + r), n - r0, height, dim)
+        for r in loop(0, height):
+            for c in range(0, wide.stride, 2 * LANES):
+                both = [wide[r, c + i].load(LANES) for i in (0, LANES)]
+                both = both if factor is None else [x * factor for x in both]
+                is_infinite = [absolute(x).equals(INF) for x in both]
+                for i, (part, piece) in enumerate(zip(parts, cut(both, len(parts)))):
+                    if i:
+                        piece = [select(infinite, 0.0, x) for infinite, x in zip(is_infinite, piece)]
+                    part[r0 + r, c].store(rounded(*piece))
 
 
 def rounded(low: Operand, high: Operand) -> Value:

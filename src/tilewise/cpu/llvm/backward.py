@@ -76,9 +76,9 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
 def _kernel_class(config: Config) -> type[BackwardKernel]:
     if not config.has_amx:
         return BackwardKernel
-    from tilewise.cpu.llvm.backward_amx import AmxBackwardKernel  # which is made of this file's parts
+    from tilewise.cpu.llvm.backward_amx import AmxBackwardKernel, CutBackwardKernel  # made of this file's parts
 
-    return AmxBackwardKernel
+    return AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel
 
 
 class BackwardKernel:
@@ -89,8 +89,7 @@ class BackwardKernel:
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.key_group = shape.rows  # keys whose scores are computed together
-        row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
-        keys = shape.target.l2_bytes // 2 // row_bytes // BLOCK_K * BLOCK_K  # K, V, dK and dV: half of L2
+        keys = shape.target.l2_bytes // 2 // self.key_bytes() // BLOCK_K * BLOCK_K  # half of L2
         self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
@@ -99,6 +98,10 @@ class BackwardKernel:
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
+
+    def key_bytes(self) -> int:
+        """Of K, V, dK and dV, for each key of a block."""
+        return 2 * (self.shape.pad + self.shape.pad_v) * self.shape.item
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for the factors and for what comes of a block of keys and a tile of queries."""

@@ -22,14 +22,21 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    is_cut = current_target().isa == "amx" and problem.dtype in CUT and problem.seqlen_q >= LONG_ENOUGH_TO_CUT
-    pieces = CUT[problem.dtype] if is_cut else int(has_amx(problem))
-    return _tile_config(problem, inputs, AMX_FORWARD, pieces)
+    is_long = problem.seqlen_q >= LONG_ENOUGH_TO_CUT
+    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, is_long, True))
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    is_long = min(problem.seqlen_q, problem.seqlen_k) >= LONG_ENOUGH_TO_CUT
     is_too_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    return _tile_config(problem, inputs, AMX_BACKWARD, int(has_amx(problem) and not is_too_short))
+    return _tile_config(problem, inputs, AMX_BACKWARD, _pieces(problem, is_long, not is_too_short))
+
+
+def _pieces(problem: AttentionProblem, may_cut: bool, may_round: bool) -> int:
+    """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
+    if current_target().isa == "amx" and problem.dtype in CUT and problem.scale > 0 and may_cut:
+        return CUT[problem.dtype]
+    return int(may_round and has_amx(problem))
 
 
 def _tile_config(

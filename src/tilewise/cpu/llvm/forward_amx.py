@@ -19,9 +19,9 @@ from tilewise.cpu.llvm.amx import (
     TILE,
     copy_rows,
     cut,
-    cut_rows,
     pair_rows,
     paired,
+    take_cut_rows,
     tile_registers,
     tile_sums,
     words,
@@ -32,11 +32,11 @@ from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import TileScores
-from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, load_rows, transpose_rows
+from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
 from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, absolute, any_lane, fma, maximum, minimum, select
 
 LOG2_E = 1 / math.log(2)
-DEGREE, CUT_DEGREE = 4, {"f32": 5, "f16": 4}  # of 2^f; 5: off by 8e-8
+DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
@@ -142,7 +142,7 @@ class AmxForwardKernel(ForwardKernel):
         return l
 
     def power(self, x: Operand) -> Value:
-        return exp2_avx512(x, DEGREE)
+        return exp2_avx512(x, DEGREES[self.shape.config.kind])
 
     def sum_weights(
         self,
@@ -197,12 +197,10 @@ class CutForwardKernel(AmxForwardKernel):
         self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
         factor: Operand | None = None,
     ) -> None:  # fmt: skip
-        wide = Rows(self.wide.ptr, parts[0].stride)
-        load_rows(self.shape, wide, source, n, count, dim)
-        cut_rows(parts, wide, count, factor)
+        take_cut_rows(self.shape, parts, self.wide, source, n, count, dim, factor)
 
     def power(self, x: Operand) -> Value:
-        return exp2_avx512(x * LOG2_E, CUT_DEGREE[self.shape.config.kind])
+        return super().power(x * LOG2_E)
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         l = [Var(self.shape.constant(0.0)) for _ in m]
