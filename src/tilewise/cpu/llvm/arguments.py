@@ -50,7 +50,9 @@ class Config:
     has_dropout: bool = False
     is_paged: bool = False
     rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
-    pieces: int = 0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    pieces: int = (
+        0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    )
 
     @property
     def has_amx(self) -> bool:

@@ -57,10 +57,12 @@ from tilewise.cpu.llvm.vector import (
     select,
 )
 
+AMX_BLOCK_K = {1: (128, 256), 2: (128, 128), 3: (32, 64)}  # P and dS, in so many pieces, stay near
+
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target)
+    shape = Shape(config, target, AMX_BLOCK_K)
     with function("backward") as emitter:
         kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
@@ -76,7 +78,10 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
 def _kernel_class(config: Config) -> type[BackwardKernel]:
     if not config.has_amx:
         return BackwardKernel
-    from tilewise.cpu.llvm.backward_amx import AmxBackwardKernel, CutBackwardKernel  # made of this file's parts
+    from tilewise.cpu.llvm.backward_amx import (
+        AmxBackwardKernel,
+        CutBackwardKernel,
+    )  # made of this file's parts
 
     return AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel
 

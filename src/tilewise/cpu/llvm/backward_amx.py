@@ -30,7 +30,7 @@ from tilewise.cpu.llvm.amx import (
     tile_sums,
     words,
 )
-from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
+from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
 from tilewise.cpu.llvm.forward_amx import DEGREES, LOG2_E, finish_scores
@@ -47,7 +47,7 @@ class AmxBackwardKernel(BackwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target)
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, AMX_BLOCK_K)
 
         def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
             return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]

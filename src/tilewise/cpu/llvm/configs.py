@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tilewise.cpu.llvm.arguments import Config
@@ -11,9 +13,13 @@ from tilewise.problem import AttentionProblem, Inputs
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
-AMX_FORWARD, AMX_BACKWARD = (1, 2), (2, 4, 8)  # query vectors of a tile with tile registers
+# query vectors of a tile with tile registers, by pieces
+AMX_FORWARD = dict.fromkeys((1, 2, 3), (1, 2))
+AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
-LONG_ENOUGH_TO_CUT = 96  # queries: fewer do not make up for cutting K and V
+# The fewest queries and keys that make up for cutting numbers.
+CUT_FORWARD = {torch.float32: (128, 1), torch.float16: (32, 1)}
+CUT_BACKWARD = {torch.float32: (64, 256), torch.float16: (32, 32)}
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -22,32 +28,31 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    is_long = problem.seqlen_q >= LONG_ENOUGH_TO_CUT
-    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, is_long, True))
+    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, CUT_FORWARD, True))
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    is_long = min(problem.seqlen_q, problem.seqlen_k) >= LONG_ENOUGH_TO_CUT
-    is_too_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    return _tile_config(problem, inputs, AMX_BACKWARD, _pieces(problem, is_long, not is_too_short))
+    is_long = max(problem.seqlen_q, problem.seqlen_k) > AMX_TOO_SHORT
+    return _tile_config(problem, inputs, AMX_BACKWARD, _pieces(problem, CUT_BACKWARD, is_long))
 
 
-def _pieces(problem: AttentionProblem, may_cut: bool, may_round: bool) -> int:
+def _pieces(problem: AttentionProblem, fewest: Mapping[torch.dtype, tuple[int, int]], is_long: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
-    if current_target().isa == "amx" and problem.dtype in CUT and problem.scale > 0 and may_cut:
-        return CUT[problem.dtype]
-    return int(may_round and has_amx(problem))
+    if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
+        queries, keys = fewest[problem.dtype]
+        return CUT[problem.dtype] if problem.seqlen_q >= queries and problem.seqlen_k >= keys else 0
+    return int(is_long and has_amx(problem))
 
 
 def _tile_config(
-    problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[int, ...], pieces: int
+    problem: AttentionProblem, inputs: Inputs, amx_vectors: Mapping[int, tuple[int, ...]], pieces: int
 ) -> Config:
     """Of a kernel whose tiles of queries are as wide as suits their number."""
     if not pieces:
         return _config(problem, inputs, _vectors(problem))
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), pieces)
+    wide_enough = (v for v in amx_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, amx_vectors[pieces][-1]), pieces)
 
 
 def has_amx(problem: AttentionProblem) -> bool:

@@ -45,10 +45,13 @@ from tilewise.cpu.llvm.tiles import (
 )
 from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
 
+# With tile registers. Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
+AMX_BLOCK_K = {1: (128, 256), 2: (64, 128), 3: (64, 256)}
+
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target)
+    shape = Shape(config, target, AMX_BLOCK_K)
     with function("forward") as emitter:
         kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()

@@ -33,7 +33,18 @@ from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import TileScores
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, absolute, any_lane, fma, maximum, minimum, select
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    any_lane,
+    fma,
+    maximum,
+    minimum,
+    select,
+)
 
 LOG2_E = 1 / math.log(2)
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
@@ -211,7 +222,9 @@ class CutForwardKernel(AmxForwardKernel):
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
         shape = self.shape
         for d in loop(0, shape.pad_v, TILE):
-            tile_sums(self.pv, [part.at(d, 0) for part in self.v_t], self.p_t, (first, n), shape.vectors, False)
+            tile_sums(
+                self.pv, [part.at(d, 0) for part in self.v_t], self.p_t, (first, n), shape.vectors, False
+            )
             for r in loop(0, TILE):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t.at(d, 0)[r, c]
