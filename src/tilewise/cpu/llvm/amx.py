@@ -18,7 +18,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.tiles import INF, Scratch, Shape, load_rows, pieces
 from tilewise.cpu.llvm.vector import (
@@ -30,12 +30,15 @@ from tilewise.cpu.llvm.vector import (
     Operand,
     Scalar,
     Value,
+    Var,
     absolute,
+    any_lane,
+    as_int,
     bitcast,
     builder,
     emitter,
+    maximum,
     minimum,
-    select,
 )
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
@@ -158,7 +161,7 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
 
     8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
     towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
-    either sign. An infinity leaves a NaN: see `take_cut_rows`.
+    either sign. An infinity leaves a NaN.
     """
     rest = list(numbers)
     for n in range(count - 1):
@@ -169,27 +172,33 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
     yield rest
 
 
-def take_cut_rows(
-    shape: Shape, parts: Sequence[Rows], wide: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar,
-    dim: int, factor: Operand | None = None,
-) -> None:  # fmt: skip
-    """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`; `wide` holds 32 rows meanwhile.
+class RowCutter:
+    """Rows of float32 and float16 in pieces, through 32 rows of scratch."""
 
-    Of an infinity all pieces but the first are 0.
-    """
-    wide = Rows(wide.ptr, parts[0].stride)
-    for r0 in loop(0, count, TILE):
-        height = minimum(TILE, count - r0)
-        load_rows(shape, wide, lambda r, r0=r0: source(r0 + r), n - r0, height, dim)
-        for r in loop(0, height):
-            for c in range(0, wide.stride, 2 * LANES):
-                both = [wide[r, c + i].load(LANES) for i in (0, LANES)]
-                both = both if factor is None else [x * factor for x in both]
-                is_infinite = [absolute(x).equals(INF) for x in both]
-                for i, (part, piece) in enumerate(zip(parts, cut(both, len(parts)))):
-                    if i:
-                        piece = [select(infinite, 0.0, x) for infinite, x in zip(is_infinite, piece)]
-                    part[r0 + r, c].store(rounded(*piece))
+    def __init__(self, shape: Shape, scratch: Scratch, infinite: Ptr) -> None:
+        self.shape, self.infinite = shape, infinite
+        self.rows = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
+
+    def take(
+        self, parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`. An infinity is reported."""
+        shape, rows = self.shape, Rows(self.rows, parts[0].stride)
+        largest = Var(shape.constant(0.0))
+        for r0 in loop(0, count, TILE):
+            height = minimum(TILE, count - r0)
+            load_rows(shape, rows, lambda r, first=r0: source(first + r), n - r0, height, dim)  # type: ignore[misc]
+            for r in loop(0, height):
+                for c in range(0, rows.stride, 2 * LANES):
+                    both = [rows[r, c + i].load(LANES) for i in (0, LANES)]
+                    both = both if factor is None else [x * factor for x in both]
+                    for x in both:
+                        largest.set(maximum(absolute(x), largest))
+                    for part, piece in zip(parts, cut(both, len(parts))):
+                        part[r0 + r, c].store(rounded(*piece))
+        with when(any_lane(largest.equals(INF))):
+            self.infinite.store(as_int(1))
 
 
 def rounded(low: Operand, high: Operand) -> Value:

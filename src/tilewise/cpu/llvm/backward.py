@@ -21,6 +21,8 @@ which other threads already hold or have finished, so the wait ends. Scratch: on
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
@@ -68,6 +70,7 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
         kernel.run()
         facts = {
             "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
             "key_block": kernel.key_block,
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": shape.pad * shape.block_q * shape.item,
@@ -90,6 +93,12 @@ class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
+    k: Any  # Rows; with tile registers, lists of their pieces
+    v: Any
+    q: Any
+    do: Any
+    q_t: Any
+    do_t: Any
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config

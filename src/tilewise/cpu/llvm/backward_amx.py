@@ -20,12 +20,12 @@ from tilewise.cpu.llvm.amx import (
     LANES,
     ROWS,
     TILE,
+    RowCutter,
     copy_rows,
     cut,
     pair_rows,
     paired,
     rounded,
-    take_cut_rows,
     tile_registers,
     tile_sums,
     words,
@@ -217,13 +217,13 @@ class CutBackwardKernel(AmxBackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
-        self.wide = scratch.rows(TILE, max(self.shape.pad, self.shape.pad_v))
+        self.cutter = RowCutter(self.shape, scratch, self.args.infinite)
         self.sums = scratch.rows(TILE, TILE)
 
     def take_rows(
         self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
     ) -> None:
-        take_cut_rows(self.shape, parts, self.wide, source, n, count, dim)
+        self.cutter.take(parts, source, n, count, dim)
 
     def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
         return fma(s, scale, lse * -1.0) * LOG2_E

@@ -27,21 +27,23 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
     return _config(problem, inputs, 1)
 
 
-def forward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, CUT_FORWARD, True))
+def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+    pieces = _pieces(problem, CUT_FORWARD) if may_cut or problem.dtype not in CUT else 0
+    return _tile_config(problem, inputs, AMX_FORWARD, pieces)
 
 
-def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    is_long = max(problem.seqlen_q, problem.seqlen_k) > AMX_TOO_SHORT
-    return _tile_config(problem, inputs, AMX_BACKWARD, _pieces(problem, CUT_BACKWARD, is_long))
+def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
+    pieces = 0 if is_short or not (may_cut or problem.dtype not in CUT) else _pieces(problem, CUT_BACKWARD)
+    return _tile_config(problem, inputs, AMX_BACKWARD, pieces)
 
 
-def _pieces(problem: AttentionProblem, fewest: Mapping[torch.dtype, tuple[int, int]], is_long: bool) -> int:
+def _pieces(problem: AttentionProblem, fewest: Mapping[torch.dtype, tuple[int, int]]) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
         queries, keys = fewest[problem.dtype]
         return CUT[problem.dtype] if problem.seqlen_q >= queries and problem.seqlen_k >= keys else 0
-    return int(is_long and has_amx(problem))
+    return int(has_amx(problem))
 
 
 def _tile_config(
@@ -56,7 +58,7 @@ def _tile_config(
 
 
 def has_amx(problem: AttentionProblem) -> bool:
-    """Whether products of numbers as they are run in tile registers. There the scale is applied after the maximum is taken."""
+    """Whether numbers are multiplied in tile registers as they are, and scaled after the maximum is taken."""
     return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
 
 

@@ -19,6 +19,7 @@ in its item nor on which thread computes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
@@ -57,6 +58,7 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
         kernel.run()
         facts = {
             "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": kernel.tile_bytes,
             "most_tiles": kernel.most_tiles,
@@ -90,6 +92,9 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     most_tiles = 16  # tiles that share one converted K/V block
+    k: Any  # Rows; with tile registers, lists of their pieces
+    v: Any
+    p_t: Any
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args

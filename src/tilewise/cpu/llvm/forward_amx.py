@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import (
     TILE,
+    RowCutter,
     copy_rows,
     cut,
     pair_rows,
     paired,
-    take_cut_rows,
     tile_registers,
     tile_sums,
     words,
@@ -174,8 +174,9 @@ class AmxForwardKernel(ForwardKernel):
                     l[v].set(l[v] + (low + high))
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
-                    for p_t, piece in zip(self.p_t, cut((low, high), len(self.p_t))):
-                        p_t.at(j // 2, 0)[i // 2, c].store(paired(*piece, is_exact=p_t is not self.p_t[-1]))
+                    for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
+                        pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
+                        p_t.at(j // 2, 0)[i // 2, c].store(pairs)
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -200,7 +201,7 @@ class CutForwardKernel(AmxForwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
         shape = self.shape
-        self.wide = scratch.rows(TILE, max(shape.pad, shape.pad_v))
+        self.cutter = RowCutter(shape, scratch, self.args.infinite)
         self.pv = scratch.rows(TILE, shape.block_q)
         self.q_factor, self.scale = self.scale, shape.constant(1.0)
 
@@ -208,7 +209,7 @@ class CutForwardKernel(AmxForwardKernel):
         self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
         factor: Operand | None = None,
     ) -> None:  # fmt: skip
-        take_cut_rows(self.shape, parts, self.wide, source, n, count, dim, factor)
+        self.cutter.take(parts, source, n, count, dim, factor)
 
     def power(self, x: Operand) -> Value:
         return super().power(x * LOG2_E)

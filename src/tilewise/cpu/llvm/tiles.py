@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
+from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, INFINITE, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
@@ -106,6 +106,10 @@ class Arguments:
     @property
     def counter(self) -> Ptr:
         return self.block[COUNTER]
+
+    @property
+    def infinite(self) -> Ptr:
+        return self.block[INFINITE]
 
     def thread_scratch(self) -> Ptr:
         """This thread's own part of the scratch memory."""
