@@ -21,6 +21,7 @@ from tilewise.triton.primitives import (
     padded_stat_start,
     scores_log2,
     sequence_rows,
+    store_scores,
     visible_pairs,
 )
 from tilewise.triton.tiles import dot_rows, load_source
@@ -29,14 +30,14 @@ from tilewise.triton.tiles import dot_rows, load_source
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_log2_ptr, delta_ptr, dbias_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    lse_log2_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
     tiles_m, tiles_n, per_part,
     ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of dbias (parts, *bias.shape), summed over a part of what the tile serves.
+    """One tile of one part of dbias (parts * bias_batch, ...), summed over a part of what the tile serves.
 
     Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
     its gradient is summed in registers.
@@ -75,7 +76,10 @@ def attn_bwd_dbias_kernel(
         q_start, k_start, _j0, place, is_seen = dbias_place(
             tile_m * BLOCK_M, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg
         )
-        bias_tile = load_scores(extras.bias, i, c, place, True)
+        if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+            bias_tile = load_scores(extras.bias, i, c, place, False)
+        else:
+            bias_tile = load_scores(extras.bias, i, c, place, True)
         for n in range(first, tl.where(is_seen, last, first)):
             b = bias_b + n // loop_heads
             h = bias_h + n % loop_heads
@@ -109,10 +113,11 @@ def attn_bwd_dbias_kernel(
     if COLS_BROADCAST:
         acc = tl.sum(acc, 1, keep_dims=True)
         c = tl.zeros((1, 1), tl.int32)
-    plane = (part * bias_batch + bias_b) * bias_heads + bias_h
-    rows = plane.to(tl.int64) * bias_rows + i
-    exists = (i < bias_rows) & (c < bias_cols)
-    tl.store(dbias_ptr + rows * bias_cols + c, acc.to(dbias_ptr.dtype.element_ty), mask=exists)
+    own = Place(part * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
+    if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+        store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores
+    else:
+        store_scores(dbias, acc, i, c, own, True)
 
 
 @triton.jit

@@ -270,9 +270,9 @@ def _shared_dbias(
     tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
-    partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
+    partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
     run_steps(problem, [_step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)])
-    return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
+    return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -300,12 +300,12 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
     call = Call(problem, tensors)
     r = call.results
     assert r.dbias is not None
-    programs = r.dbias.shape[0] * sizes.bias_batch * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
+    programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout)),
         *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        *(r.lse_log2, r.delta, r.dbias),
+        *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
         *call.extras(),
         call.factors(),
