@@ -402,7 +402,8 @@ def install() -> None:
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
-        meet=lambda: _local.meeting.wait(TIMEOUT), fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
+        meet=lambda: _local.meeting.wait(TIMEOUT),
+        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),

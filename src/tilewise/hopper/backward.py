@@ -15,7 +15,8 @@ from both. One query tile, a step, and the next:
     wgmma        S  dP  |                    | dV  dQ  dK
     arithmetic          | P = exp(S)  dS     |         dQ out
 
-FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, operands in registers and the dQ warp as in FlashAttention-3.
+FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
+FlashAttention-3.
 """
 
 from tilewise.hopper.arguments import Packing
@@ -204,7 +205,8 @@ def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
 def leave_dq(W: gl.constexpr, dq, use, zero, ch):
     """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time.
 
-    The slot has been acquired, as late as may be: before the first product with a register operand starts.
+    The slot was acquired before dV started: a wait between the start of a product with a register operand
+    and its end would make ptxas run all products one by one.
     """
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
     ch.dq.tiles.index(W + zero).store(dq)
@@ -218,9 +220,33 @@ def stats_of(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
+def start_step(W: gl.constexpr, use, zero, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr):
+    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived."""
+    stats = stats_of(use, ch, cfg)
+    s = start_product(W, ch.k, ch.q, use, zero, cfg)
+    if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
+        dp = start_product(W, ch.v, ch.do, use, zero, cfg)
+    else:  # float32 weights: no need to widen P again, element by element
+        dp = start_product(W, ch.v, ch.do, use, zero, cfg)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
+        weight = p
+    return p, weight, dp
+
+
+@gluon.jit
+def leave_ds(W: gl.constexpr, weight, dp, use, ch, cfg: gl.constexpr):
+    """dS^T [64, BLOCK_M] of finished products, as register operand and in shared memory for dQ."""
+    ds = pinned(score_gradient(weight, dp, stats_of(use, ch, cfg), ch.ds.dtype, cfg))
+    ch.ds.index(use % 2 * 2 + W).store(ds)
+    return gl.convert_layout(ds, operand_layout(cfg.BLOCK_D))
+
+
+@gluon.jit
 def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
-    dtype: gl.constexpr = dk_desc.dtype
     turn = 0
     use = 0  # query tiles so far
     work = receive(ch.work, turn)
@@ -236,29 +262,18 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         ch.v.wait(turn)
         for step in range(tiles.count() * sizes.group_size):
             zero = opaque_zero(step)
-            stats = ch.stats.index(use % cfg.Q_STAGES).reshape([2 * cfg.BLOCK_M])
             ch.q.wait(use)
             ch.do.wait(use)
-            s = start_product(W, ch.k, ch.q, use, zero, cfg)
-            if not cfg.HAS_SOFTCAP:
-                dp = start_product(W, ch.v, ch.do, use, zero, cfg)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
-                weight = p
-            else:  # whose arithmetic needs the registers
-                s = warpgroup_mma_wait(0, deps=(s,))
-                p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, dtype, cfg)
-                dp = start_product(W, ch.v, ch.do, use, zero, cfg)
+            p, weight, dp = start_step(W, use, zero, tile, key, own, work, ch, sizes, factors, cfg)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
-            p = as_operand(p.to(dtype), cfg)
-            ch.ds.index(use % 2 * 2 + W).store(ds)
-            ch.dq.acquire(2 * use + W)
+            ds = leave_ds(W, weight, dp, use, ch, cfg)
+            p = as_operand(p.to(ch.ds.dtype), cfg)
+            ch.dq.acquire(2 * use + W)  # late, as the last dQ is still read; but not while dV or dK runs
             dv = start_sum(p, ch.do, dv, use, cfg)
             fence_async_shared()  # the stores of dS are visible to wgmma
             meet()
             dq = start_queries(W, use, zero, ch, cfg)
-            dk = start_sum(gl.convert_layout(ds, operand_layout(cfg.BLOCK_D)), ch.q, dk, use, cfg)
+            dk = start_sum(ds, ch.q, dk, use, cfg)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
             ch.do.release(use)
             leave_dq(W, dq, use, zero, ch)
