@@ -17,10 +17,11 @@ The second kernel, and the next one's first, are launched early (programmatic de
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
 """
 
-from tilewise.hopper.arguments import DecodeSizes
+from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.hopper.channel import make_ring
 from tilewise.hopper.compat import (
     as_boxes,
+    fence_async_shared,
     gl,
     gluon,
     load_tile,
@@ -98,8 +99,10 @@ def worker_tiles(line, sizes):
 
 
 @gluon.jit
-def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's tiles of keys, or of values."""
+def load_role(
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr
+):
+    """Stream every LOADERS-th tile of the worker's: keys, or values."""
     PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
     rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
     boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
@@ -114,12 +117,14 @@ def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, 
         if cfg.PAGE_SIZE > 0:
             ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
             held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        pages = load_pages(ptr_table, piece.tile, held, cfg)
-        for tile in range(piece.tile, piece.tile + piece.count):
-            next_pages = load_pages(ptr_table, tile + 1, held, cfg)  # answered while a slot is waited for
-            load_keys(ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+        first = (L - use) & (cfg.LOADERS - 1)
+        pages = load_pages(ptr_table, piece.tile + first, held, cfg)
+        for n in range(first, piece.count, cfg.LOADERS):
+            tile = piece.tile + n
+            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
+            load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
             pages = next_pages
-            use += 1
+        use += piece.count
         unit += piece.count
 
 
@@ -127,9 +132,10 @@ def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, 
 
 
 @gluon.jit
-def load_queries(q, piece, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a key head as a left operand [64, BLOCK_D], rows that do not exist as zeros."""
-    layout: gl.constexpr = accumulator_layout(cfg.BLOCK_D)
+def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+    """Queries of all heads of a key head [64, BLOCK_D], rows that do not exist as zeros."""
+    LANES: gl.constexpr = cfg.BLOCK_D // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     cols = gl.arange(0, cfg.BLOCK_D, gl.SliceLayout(0, layout))
     position = piece.row + rows // cfg.PACK
@@ -138,8 +144,8 @@ def load_queries(q, piece, sizes, cfg: gl.constexpr):
     start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
     offset = position * sizes.stride_q_row + head * sizes.stride_q_head
     mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
-    tile = gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
-    return gl.convert_layout(tile, operand_layout(cfg.BLOCK_D))
+    smem.store(gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0))
+    fence_async_shared()  # the stores above are visible to wgmma
 
 
 @gluon.jit
@@ -184,9 +190,45 @@ def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.co
 
 
 @gluon.jit
+def by_threads(acc, cfg: gl.constexpr):
+    """acc [64, BLOCK_DV] as [BLOCK_DV / 8, 512]: each thread stores four of its numbers side by side."""
+    acc = acc.reshape([4, 2, 8, cfg.BLOCK_DV // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return acc.reshape([cfg.BLOCK_DV // 8, 512])
+
+
+@gluon.jit
+def hand_over(acc, m, l, use, halves, stats, cfg: gl.constexpr):
+    """The second warpgroup's part of a piece, for the first one."""
+    halves.acquire(use)
+    halves.part(use, 0).store(by_threads(acc, cfg))
+    stats.index(0).store(m)
+    stats.index(1).store(l)
+    halves.publish(use)
+
+
+@gluon.jit
+def take_over(acc, m, l, use, halves, stats, cfg: gl.constexpr):
+    """(acc, m, l) of a whole piece, from the first warpgroup's and what the second handed over."""
+    halves.wait(use)
+    other = halves.part(use, 0).load(by_threads(acc, cfg).type.layout)
+    other_m, other_l = stats.index(0).load(m.type.layout), stats.index(1).load(m.type.layout)
+    halves.release(use)
+    other = other.reshape([cfg.BLOCK_DV // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    layout: gl.constexpr = accumulator_layout(cfg.BLOCK_DV)
+    other = gl.convert_layout(other.reshape([64, cfg.BLOCK_DV]), layout, assert_trivial=True)
+    m_new = gl.maximum(m, other_m)
+    m_finite = finite_or_zero(m_new)
+    mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
+    l = l * mine + other_l * others
+    mine = gl.convert_layout(mine, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    others = gl.convert_layout(others, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    return acc * mine[:, None] + other * others[:, None], m_new, l
+
+
+@gluon.jit
 def mma_role(
-    W: gl.constexpr, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors,
-    cfg: gl.constexpr,
+    W: gl.constexpr, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats,
+    sizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: every WARPGROUPS-th tile of the worker's."""
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
@@ -196,9 +238,10 @@ def mma_role(
     line = make_line(seqlens_k, sizes, cfg, 4)
     unit, end = worker_tiles(line, sizes)
     use = 0  # of the rings, by all warpgroups
+    pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
-        q_tile = load_queries(q, piece, sizes, cfg)  # [64, BLOCK_D]
+        load_queries(q, q_tiles.index(W), piece, sizes, cfg)
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
             head = piece.kv_head * cfg.PACK + rows % cfg.PACK
@@ -211,7 +254,7 @@ def mma_role(
             k_ring.wait(use + n)
             zero = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
             k_tile = k_ring.part(use + n, 0).permute((1, 0))
-            s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+            s = warpgroup_mma(q_tiles.index(W), k_tile, zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
             k_ring.release(use + n)
             p, m, l, alpha = weigh(s, m, l, piece.tile + n, slope_log2, piece, sizes, factors, cfg)
@@ -222,8 +265,15 @@ def mma_role(
             acc = warpgroup_mma(p, v_ring.part(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
             acc = warpgroup_mma_wait(0, deps=(acc,))
             v_ring.release(use + n)
-        place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes) * cfg.WARPGROUPS + W
-        store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+        place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes) * cfg.PARTIALS
+        if cfg.PARTIALS == 2:
+            store_piece(partial, partial_lse, acc, m, l, place + W, piece, sizes, cfg)
+        elif W == 0:
+            acc, m, l = take_over(acc, m, l, pieces, halves, stats, cfg)
+            store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+        else:
+            hand_over(acc, m, l, pieces, halves, stats, cfg)
+        pieces += 1
         use += piece.count
         unit += piece.count
 
@@ -231,7 +281,7 @@ def mma_role(
 # ---- the kernels
 
 
-@gluon.jit(do_not_specialize=DecodeSizes._fields)
+@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
     q, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
@@ -253,15 +303,25 @@ def attn_decode_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
     k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
     v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
+    layout_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], k_desc.dtype)
+    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], layout_q)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    half: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
+    halves = make_ring(
+        gl.allocate_shared_memory(gl.float32, half, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])), 1, 1, 1
+    )
+    stats = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     gl.warp_specialize(
         [
-            (mma_role, (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
-            (mma_role, (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
-            (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
+            (mma_role, (0, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
+            (mma_role, (1, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
+            (load_role, (False, 0, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 0, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (False, 1, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 1, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
         ],
-        [4, 1, 1],
-        [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
+        [4, 1, 1, 1, 1],
+        [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
     )
 
 
@@ -273,7 +333,7 @@ def merge_layout(cfg):
     return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 4 // warps, 1], [2, 1, 0])
 
 
-@gluon.jit(do_not_specialize=DecodeSizes._fields)
+@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_merge_kernel(
     partial, partial_lse, out, lse, seqlens_k, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
@@ -298,8 +358,8 @@ def attn_decode_merge_kernel(
     tiles = number_of(line.tiles, b, cfg, 4)
     first = number_of(line.ends, b, cfg, 4) - (segments - segment) * tiles
     worker = worker_of(first, total, workers)
-    piece = piece_index(b, segment, worker, sizes) * cfg.WARPGROUPS
-    count = (worker_of(first + tiles - 1, total, workers) - worker + 1) * cfg.WARPGROUPS
+    piece = piece_index(b, segment, worker, sizes) * cfg.PARTIALS
+    count = (worker_of(first + tiles - 1, total, workers) - worker + 1) * cfg.PARTIALS
     count = gl.where(tiles > 0, count, 0)
 
     rows = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS + gl.arange(0, cfg.MERGE_ROWS, rows_layout)

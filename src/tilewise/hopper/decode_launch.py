@@ -59,7 +59,7 @@ def forward(
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
     workers = _workers(problem, cfg, query.device)
-    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.WARPGROUPS * cfg.ROWS
+    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.PARTIALS * cfg.ROWS
     partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
     sinks, slopes, lengths, table = (
         None if t is None else t.contiguous()
@@ -91,8 +91,17 @@ def keys_ready(t: Tensor) -> Tensor:
 def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
     from tilewise.hopper.launch import num_sms
 
-    most = problem.batch * segments(problem, cfg) * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(num_sms(device.index), most)
+    line = problem.batch * segments(problem, cfg)
+    most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(even_workers(line, num_sms(device.index)), most)
+
+
+def even_workers(line: int, most: int) -> int:
+    """Workers of `most` that cut so many segments of one length evenly, if nearly all can be kept."""
+    for workers in range(most, most - most // 32 - 1, -1):
+        if line % workers == 0 or workers % line == 0:
+            return workers
+    return most
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
@@ -185,15 +194,12 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
-    pieces = min(64, _power_of_two(DecodeConfig.WARPGROUPS * (2 + USUAL_SMS // segments)))
-    # where it can be had without spills, room for the merging kernel beside this one, which then starts early
-    is_simple = problem.seqlen_q == 1 and problem.softcap == 0 and not problem.has_alibi
-    registers = (168, 72) if is_simple and problem.batch <= 128 else (208, 88)
+    pieces = min(64, _power_of_two(2 + USUAL_SMS // segments))
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if segments * problem.seqlen_k <= FEW_KEYS else STAGES,
-        CONSUMER_REGISTERS=registers[0],
-        PRODUCER_REGISTERS=registers[1],
+        CONSUMER_REGISTERS=168,
+        PRODUCER_REGISTERS=72,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,

@@ -2,6 +2,8 @@
 
 A program handles one token and BLOCK_H heads of one of the three tensors. Pair (a, b) of a head becomes
 (a cos - b sin, a sin + b cos): each coordinate is x cos + partner sin, with a minus for the first of a pair.
+The launch also counts the tokens, which would take another one as long. On Hopper and newer it starts early,
+as `hopper.decode` does, and so does the attention behind it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
+from tilewise.triton.call import gpu_capability
 
 BLOCK_H = tl.constexpr(16)
 
@@ -25,6 +28,8 @@ class Tokens(NamedTuple):
     positions: Tensor | None  # (tokens,)
     lengths: Tensor | None  # (batch,) before these tokens
     page_table: Tensor | None = None  # (batch, pages)
+    new_lengths: Tensor | None = None  # (batch,) written: lengths with these tokens; may be `lengths` itself
+    arrivals: Tensor | None = None  # (batch,) int32 zeros, zeros again afterwards; only if it is
 
 
 def append(
@@ -52,14 +57,15 @@ def append(
 
 
 def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
-    key, value, query, turned, key_storage, value_storage, *places, table, cos, sin = tensors
+    key, value, query, turned, key_storage, value_storage, *places, cos, sin = tensors
+    table = Tokens(*places).page_table
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
     arguments = (
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(*places, table, cos, sin),
+        *(*places, cos, sin),
         *(
             new_tokens,
             key_storage.shape[1],
@@ -70,8 +76,11 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
+        is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
     )
-    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1)
+    return Launch(
+        append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1, launch_pdl=is_early
+    )
 
 
 class Heads(NamedTuple):
@@ -99,10 +108,10 @@ def _flat(t: Tensor | None) -> Heads | None:
 
 @triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows", "pages"])
 def append_kernel(
-    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, cos, sin,
+    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, new_lengths, arrivals, cos, sin,
     new_tokens, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage."""
     BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + V_BLOCKS
@@ -110,8 +119,19 @@ def append_kernel(
     block = tl.program_id(0) % BLOCKS
     b = token // new_tokens
     n = token % new_tokens
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
     if lengths is not None:
         held = tl.load(lengths + b)
+        if arrivals is not None:
+            tl.debug_barrier()  # all threads have read the length that the last program is to change
+            if tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
+                tl.store(arrivals + b, 0)
+                tl.store(new_lengths + b, held + new_tokens)
+        elif new_lengths is not None:
+            if (n == 0) & (block == 0):
+                tl.store(new_lengths + b, held + new_tokens)
         position = held + n
         if page_table is not None:
             at = tl.minimum(position // rows, pages - 1)
