@@ -112,6 +112,12 @@ class DecodeConfig:
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
     PARTIALS: int = 1
+    DIRECT: bool = True
+
+    @property
+    def STORES_WHOLE(self) -> bool:
+        """Whether a worker that does a whole segment stores its rows, which else the merging kernel does."""
+        return self.DIRECT and self.PARTIALS == 1 and not self.HAS_SINKS
 
     @property
     def PAGES(self) -> int:

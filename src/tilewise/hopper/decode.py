@@ -190,6 +190,33 @@ def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.co
 
 
 @gluon.jit
+def store_rows(out, lse, acc, m, l, b, segment, first, sizes, cfg: gl.constexpr):
+    """out and lse of rows [first, ...) of a whole segment, from acc [rows, BLOCK_DV] that l divides."""
+    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    stat_rows: gl.constexpr = m.type.layout
+    position, head, exists = places(first, m.shape[0], stat_rows, segment, sizes, cfg)
+    stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
+    layout: gl.constexpr = acc.type.layout
+    acc_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
+    position, head, exists = places(first, acc.shape[0], acc_rows, segment, sizes, cfg)
+    row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
+    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, layout))
+    mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]
+    gl.store(out + (row[:, None] * cfg.HEAD_DIM_V + cols[None, :]), acc.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
+    """(query, head, whether it exists) of rows [first, first + COUNT) of a segment."""
+    rows = first + gl.arange(0, COUNT, layout)
+    position = segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
+    head = segment // sizes.row_tiles * cfg.PACK + rows % cfg.PACK
+    return position, head, (rows < cfg.ROWS) & (position < sizes.seqlen_q)
+
+
+@gluon.jit
 def by_threads(acc, cfg: gl.constexpr):
     """acc [64, BLOCK_DV] as [BLOCK_DV / 8, 512]: each thread stores four of its numbers side by side."""
     acc = acc.reshape([4, 2, 8, cfg.BLOCK_DV // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
@@ -227,7 +254,7 @@ def take_over(acc, m, l, use, halves, stats, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats,
+    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats,
     sizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: every WARPGROUPS-th tile of the worker's."""
@@ -270,7 +297,10 @@ def mma_role(
             store_piece(partial, partial_lse, acc, m, l, place + W, piece, sizes, cfg)
         elif W == 0:
             acc, m, l = take_over(acc, m, l, pieces, halves, stats, cfg)
-            store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+            if cfg.STORES_WHOLE and piece.is_whole:
+                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, 0, sizes, cfg)
+            else:
+                store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
         else:
             hand_over(acc, m, l, pieces, halves, stats, cfg)
         pieces += 1
@@ -283,7 +313,7 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
-    q, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
+    q, k_desc, v_desc, out, lse, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -313,8 +343,8 @@ def attn_decode_kernel(
     stats = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     gl.warp_specialize(
         [
-            (mma_role, (0, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
-            (mma_role, (1, q, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
+            (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
+            (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, q_tiles, k_ring, v_ring, halves, stats, sizes, factors, cfg)),
             (load_role, (False, 0, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
             (load_role, (True, 0, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
             (load_role, (False, 1, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
@@ -361,13 +391,14 @@ def attn_decode_merge_kernel(
     piece = piece_index(b, segment, worker, sizes) * cfg.PARTIALS
     count = (worker_of(first + tiles - 1, total, workers) - worker + 1) * cfg.PARTIALS
     count = gl.where(tiles > 0, count, 0)
+    if cfg.STORES_WHOLE and count == 1:
+        count = -1  # the worker has stored it
 
-    rows = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
+    first_row = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS
+    rows = first_row + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
     cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     pieces = gl.arange(0, cfg.MERGE_PIECES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    position = segment % row_tiles * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
-    head = segment // row_tiles * cfg.PACK + rows % cfg.PACK
-    exists = (rows < cfg.ROWS) & (position < seqlen_q)
+    _, head, exists = places(first_row, cfg.MERGE_ROWS, rows_layout, segment, sizes, cfg)
     m = gl.full([cfg.MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
     l = gl.full([cfg.MERGE_ROWS], 0.0, gl.float32, rows_layout)
     if cfg.HAS_SINKS:
@@ -389,15 +420,5 @@ def attn_decode_merge_kernel(
         acc += gl.sum(part * gl.expand_dims(weight, 2), 1)
         l = l * alpha + gl.sum(weight, 1)
         m = m_new
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, out_layout))[:, None]
-    stat = (b * num_heads + head).to(gl.int64) * seqlen_q + position
-    gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
-    row = (b * seqlen_q + position).to(gl.int64) * num_heads + head
-    row = gl.convert_layout(row, gl.SliceLayout(1, out_layout))
-    mask = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, out_layout)) != 0
-    offs_dv = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, out_layout))
-    mask = mask[:, None] & (offs_dv < cfg.HEAD_DIM_V)[None, :]
-    gl.store(
-        out + (row[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]), acc.to(out.dtype.element_ty), mask=mask
-    )
+    if count >= 0:
+        store_rows(out, lse, acc, m, l, b, segment, first_row, sizes, cfg)

@@ -66,7 +66,7 @@ def forward(
         for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
     )
     pieces = (partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :])
-    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=pieces)
+    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=(*pieces, out, lse))
     run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=(*pieces, out, lse))
     return out, lse
 
@@ -108,12 +108,12 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
     from tilewise.hopper.decode import attn_decode_kernel
     from tilewise.hopper.launch import factors
 
-    query, key, value, lengths, table, slopes, partial, partial_lse = tensors
+    query, key, value, lengths, table, slopes, *pieces, out, lse = tensors
     arguments = (
         query,
         _key_descriptor(key, cfg),
         _key_descriptor(value, cfg),
-        *(partial, partial_lse, lengths, table, slopes),
+        *(out, lse, *pieces, lengths, table, slopes),
         *_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *factors(problem),
         cfg,

@@ -38,17 +38,19 @@ class Piece:
     segment: gl.tensor  # within its sequence
     tile: gl.tensor
     count: gl.tensor
+    is_whole: gl.tensor  # all tiles of the segment
     row: gl.tensor  # first query
     kv_head: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, segment, tile, count, row, kv_head, seqlen_q, seqlen_k):
+    def __init__(self, batch, segment, tile, count, is_whole, row, kv_head, seqlen_q, seqlen_k):
         self.batch = batch
         self.segment = segment
         self.tile = tile
         self.count = count
+        self.is_whole = is_whole
         self.row = row
         self.kv_head = kv_head
         self.seqlen_q = seqlen_q
@@ -121,11 +123,13 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
     tiles = number_of(line.tiles, b, cfg, NUM_WARPS)
     segment = place // tiles
     tile = place % tiles
+    count = gl.minimum(tiles - tile, end - unit)
     return Piece(
         b,
         segment,
         first_tile(seqlen_k, sizes, cfg) + tile,
-        gl.minimum(tiles - tile, end - unit),
+        count,
+        count == tiles,
         segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
         segment // sizes.row_tiles,
         sizes.seqlen_q + 0 * b,
