@@ -128,7 +128,7 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig
     arguments = (*pieces, out, lse, lengths, sinks, *_sizes(problem, cfg, workers), cfg)
     programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
     return Launch(
-        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
+        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=cfg.MERGE_REGISTERS, launch_pdl=True
     )
 
 

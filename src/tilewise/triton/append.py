@@ -122,43 +122,75 @@ def append_kernel(
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
-    if lengths is not None:
+    where = Where(slots, positions, lengths, page_table)
+    if block < K_BLOCKS:
+        move(
+            k, k_out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
+            BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
+        )  # fmt: skip
+    elif block < K_BLOCKS + V_BLOCKS:
+        if v is not None:
+            move(
+                v, v_out, where, cos, sin, b, n, block - K_BLOCKS, new_tokens, rows, table_rows, pages,
+                BLOCK_D, 0, IS_INTERLEAVED,
+            )  # fmt: skip
+    else:
+        if q is not None:
+            block -= K_BLOCKS + V_BLOCKS
+            tile = load_heads(q, b, n, block, BLOCK_D)
+            _, position = find(where, b, n, new_tokens, rows, table_rows, pages)
+            x = turn(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+            store_heads(q_out, b, n, block, x, BLOCK_D)
+    if lengths is not None and new_lengths is not None:
         held = tl.load(lengths + b)
         if arrivals is not None:
             tl.debug_barrier()  # all threads have read the length that the last program is to change
             if tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
                 tl.store(arrivals + b, 0)
                 tl.store(new_lengths + b, held + new_tokens)
-        elif new_lengths is not None:
-            if (n == 0) & (block == 0):
-                tl.store(new_lengths + b, held + new_tokens)
-        position = held + n
-        if page_table is not None:
-            at = tl.minimum(position // rows, pages - 1)
-            slot = tl.load(page_table + b * pages + at).to(tl.int64) * rows + position % rows
         else:
-            slot = (
-                b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
-            )  # a full one: its last rows
+            if (n == 0) & (tl.program_id(0) % BLOCKS == 0):
+                tl.store(new_lengths + b, held + new_tokens)
+
+
+class Where(NamedTuple):
+    """What tells a token's slot and position: `Tokens`, in a kernel."""
+
+    slots: tl.tensor
+    positions: tl.tensor
+    lengths: tl.tensor
+    page_table: tl.tensor
+
+
+@triton.jit
+def move(
+    x, out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
+    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token into the storage. Nothing waits for the length before their loads have started."""
+    tile = load_heads(x, b, n, block, BLOCK_D)
+    slot, position = find(where, b, n, new_tokens, rows, table_rows, pages)
+    tile = turn(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    if slot >= 0:
+        store_heads(out, slot, 0, block, tile, BLOCK_D)
+
+
+@triton.jit
+def find(where, b, n, new_tokens, rows, table_rows, pages):
+    """(row of the storage or -1, position in the rotary tables) of token n of sequence b."""
+    if where.lengths is not None:
+        held = tl.load(where.lengths + b)
+        position = held + n
+        if where.page_table is not None:
+            at = tl.minimum(position // rows, pages - 1)
+            slot = tl.load(where.page_table + b * pages + at).to(tl.int64) * rows + position % rows
+        else:  # in a full one its last rows
+            slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
     else:
-        position = tl.load(positions + token)
-        slot = tl.load(slots + token).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
-    if block < K_BLOCKS:
-        x = load_turned(k, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-        if slot >= 0:
-            store_heads(k_out, slot, 0, block, x, BLOCK_D)
-    elif block < K_BLOCKS + V_BLOCKS:
-        if v is not None:
-            block -= K_BLOCKS
-            x = load_turned(v, b, n, block, cos, sin, position, BLOCK_D, 0, IS_INTERLEAVED)
-            if slot >= 0:
-                store_heads(v_out, slot, 0, block, x, BLOCK_D)
-    else:
-        if q is not None:
-            block -= K_BLOCKS + V_BLOCKS
-            x = load_turned(q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-            store_heads(q_out, b, n, block, x, BLOCK_D)
+        token = b * new_tokens + n
+        position = tl.load(where.positions + token)
+        slot = tl.load(where.slots + token).to(tl.int64)
+    return slot, tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
 
 
 @triton.jit
@@ -169,16 +201,23 @@ def head_pointers(x, b, n, block):
 
 
 @triton.jit
-def load_turned(
-    x, b, n, block, cos, sin, position,
-    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Heads [BLOCK_H, BLOCK_D] of one token, their first ROTARY_DIM coordinates turned."""
+def load_heads(x, b, n, block, BLOCK_D: tl.constexpr):
+    """Heads [BLOCK_H, BLOCK_D] of one token."""
     ptrs, exists = head_pointers(x, b, n, block)
     column = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (column < x.dim)[None, :]
-    tile = tl.load(ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def turn(
+    tile, x, b, n, block, cos, sin, position,
+    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The heads that were loaded, their first ROTARY_DIM coordinates turned."""
     if ROTARY_DIM > 0:
+        ptrs, exists = head_pointers(x, b, n, block)
+        column = tl.arange(0, BLOCK_D)
         HALF: tl.constexpr = ROTARY_DIM // 2
         if IS_INTERLEAVED:
             pair = column // 2
@@ -189,10 +228,11 @@ def load_turned(
             is_first = column < HALF
             partner = tl.where(is_first, column + HALF, column - HALF)
         turns = column < ROTARY_DIM
+        mask = exists[:, None] & ((column < x.dim) & turns)[None, :]
+        other = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0)
         entry = position.to(tl.int64) * HALF + pair
         c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
         s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
-        other = tl.load(ptrs[:, None] + partner[None, :], mask=mask & turns[None, :], other=0.0)
         signed = tl.where(is_first, -s, s)
         turned = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
         tile = turned.to(tile.dtype)
