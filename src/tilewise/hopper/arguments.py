@@ -113,6 +113,7 @@ class DecodeConfig:
     MERGE_PIECES: int  # held at a time by a merging program
     PARTIALS: int = 1
     DIRECT: bool = True
+    PREFETCH: bool = True
     MERGE_REGISTERS: int = 104
 
     @property
