@@ -111,15 +111,17 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
-    PARTIALS: int = 1
-    DIRECT: bool = True
     PREFETCH: bool = True
-    MERGE_REGISTERS: int = 104
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of the partitions after the first, which has the rest."""
+        return [self.CONSUMER_REGISTERS] + 2 * self.LOADERS * [self.PRODUCER_REGISTERS]
 
     @property
     def STORES_WHOLE(self) -> bool:
         """Whether a worker that does a whole segment stores its rows, which else the merging kernel does."""
-        return self.DIRECT and self.PARTIALS == 1 and not self.HAS_SINKS
+        return not self.HAS_SINKS
 
     @property
     def PAGES(self) -> int:

@@ -59,15 +59,16 @@ def forward(
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
     workers = _workers(problem, cfg, query.device)
-    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.PARTIALS * cfg.ROWS
+    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
     partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
     sinks, slopes, lengths, table = (
         None if t is None else t.contiguous()
         for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
     )
     pieces = (partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :])
-    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=(*pieces, out, lse))
-    run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=(*pieces, out, lse))
+    fresh = (*pieces, out, lse)
+    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=fresh)
+    run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
     return out, lse
 
 
@@ -122,13 +123,13 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
 
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
-    from tilewise.hopper.decode import attn_decode_merge_kernel
+    from tilewise.hopper.decode_merge import attn_decode_merge_kernel
 
     _, lengths, sinks, *pieces, out, lse = tensors
     arguments = (*pieces, out, lse, lengths, sinks, *_sizes(problem, cfg, workers), cfg)
     programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
     return Launch(
-        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=cfg.MERGE_REGISTERS, launch_pdl=True
+        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
 
 

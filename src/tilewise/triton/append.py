@@ -78,9 +78,7 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         is_interleaved,
         is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
     )
-    return Launch(
-        append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1, launch_pdl=is_early
-    )
+    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1, launch_pdl=is_early)
 
 
 class Heads(NamedTuple):
