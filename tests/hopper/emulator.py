@@ -396,7 +396,7 @@ def install() -> None:
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
-        prefetch=lambda pointers: None, load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),

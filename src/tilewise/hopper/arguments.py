@@ -111,7 +111,6 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
-    PREFETCH: bool = True
 
     @property
     def REGISTERS(self) -> list[int]:

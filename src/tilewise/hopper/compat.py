@@ -88,14 +88,6 @@ def wait_for_previous_kernel():
     )
 
 
-@gluon.jit
-def prefetch(pointers):
-    """Have what pointers point to in the L2 cache soon. It may still change: nothing is read."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 __all__ = [
     "TensorDescriptor",
     "add_tile",
@@ -108,7 +100,6 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
-    "prefetch",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",

@@ -29,14 +29,12 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
-    prefetch,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode_plan import (
-    batch_layout,
     make_line,
     piece_at,
     piece_index,
@@ -145,9 +143,6 @@ def load_role(
     PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
     rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
     boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
-    if cfg.PREFETCH and cfg.HAS_LENGTHS and L == 0:
-        b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, 1))
-        prefetch(seqlens_k + gl.minimum(b, sizes.batch - 1))  # since the last call, keys went through L2
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_tiles(line, sizes)

@@ -18,7 +18,8 @@ MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
-FEW_KEYS = 1 << 17  # of all key heads: so short a line goes faster with 2 stages
+FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stages
+FEW_PIECES = 4
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
 
@@ -98,9 +99,13 @@ def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device)
 
 
 def even_workers(line: int, most: int) -> int:
-    """Workers of `most` that cut so many segments of one length evenly, if nearly all can be kept."""
+    """Workers of `most` for a line of segments.
+
+    A few less than all, if those have whole segments of one length each, or a few have one together: there is
+    little or nothing to merge then. Measured on an H200: with many workers on a segment, all are faster.
+    """
     for workers in range(most, most - most // 32 - 1, -1):
-        if line % workers == 0 or workers % line == 0:
+        if line % workers == 0 or (workers % line == 0 and workers <= FEW_PIECES * line):
             return workers
     return most
 
@@ -196,6 +201,9 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     pieces = min(64, _power_of_two(2 + USUAL_SMS // segments))
+    # no more merging programs than multiprocessors if that can be: each finds room beside a worker
+    share = -(-segments * -(-problem.seqlen_q * pack // rows) * rows // USUAL_SMS)
+    merge_rows = max(1, min(4, 64 // pieces, _power_of_two(share)))
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if segments * problem.seqlen_k <= FEW_KEYS else STAGES,
@@ -217,7 +225,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_SINKS=problem.has_sinks,
-        MERGE_ROWS=max(1, min(4, 32 // pieces)),
+        MERGE_ROWS=merge_rows,
         MERGE_PIECES=pieces,
     )
 
