@@ -7,7 +7,8 @@ segment is one (sequence, key head, tile of rows); its key tiles stand on the li
     tiles    | . . . . . . . | . . . . | . . . . . . |
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
-Each worker has total // workers tiles, the first total % workers of them one more.
+Each worker has total // workers tiles, the first total % workers of them one more. A piece that is all of
+its segment needs no merging.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
