@@ -76,6 +76,7 @@ class KVCache:
         else:
             self.value = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim_v, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts: see there
         self._held: list[int] | None = [0] * batch
         self._version = self.lengths._version
 
@@ -117,6 +118,10 @@ class KVCache:
         """Count tokens that were written."""
         held = self.held()
         self.lengths += new_tokens
+        self.mirror(held, new_tokens)
+
+    def mirror(self, held: list[int] | None, new_tokens: int) -> None:
+        """Follow `lengths`, which were counted from `held` on."""
         if held is not None and self._held is not None:
             self._held, self._version = [n + new_tokens for n in held], self.lengths._version
 

@@ -171,9 +171,11 @@ class ContiguousStep(Step[KVCache]):
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         from tilewise.triton.append import Tokens, append
 
+        held, lengths = self.cache.held(), self.cache.lengths
         storage = self.cache.key, None if value is None else self.cache.value
-        query = append(query, key, value, *storage, Tokens(None, None, self.cache.lengths), rotary)
-        self.cache.advance(self.new_tokens)
+        tokens = Tokens(None, None, lengths, new_lengths=lengths, arrivals=self.cache.arrivals)
+        query = append(query, key, value, *storage, tokens, rotary)
+        self.cache.mirror(held, self.new_tokens)
         return query
 
     def undo(self) -> None:

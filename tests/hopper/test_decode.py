@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import KVCache, attention_with_cache, reference
+from tilewise.flash_attn import flash_attn_with_kvcache
 from tilewise.hopper import decode_launch
 from tilewise.hopper.arguments import DecodeConfig
 from tilewise.problem import Inputs, Options, describe
@@ -122,6 +123,35 @@ def test_many_sequences():
     check(*cached(1, (4, 1), (128, 128), lengths=lengths), causal=True)
 
 
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("batch", [16, 4])
+def test_workers_with_whole_segments(queries: int, batch: int):
+    """128 segments of one length, which 128 workers store without the merging kernel, and 32."""
+    check(*cached(queries, (32, 8), (128, 128), lengths=[1111] * batch), causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_new_tokens(page_size: int | None, dtype: torch.dtype):
+    """One launch writes them where they belong and hands the lengths with them to the attention behind it."""
+    inputs, k, v = cached(2, (8, 2), (128, 128), page_size)
+    held = torch.tensor([max(n - 2, 0) for n in LENGTHS], device="cuda", dtype=dtype)
+    new = [torch.randn(len(LENGTHS), 2, 2, 128, device="cuda").bfloat16() for _ in range(2)]
+    out = flash_attn_with_kvcache(
+        inputs.query, inputs.key, inputs.value, *new, cache_seqlens=held, causal=True,
+        block_table=inputs.page_table,
+    )  # fmt: skip
+    for b, start in enumerate(held.tolist()):
+        own = [t[b : b + 1, : start + 2].clone() for t in (k, v)]
+        for t, tokens in zip(own, new, strict=True):
+            t[0, start:] = tokens[b]
+        exact, base = (
+            reference.attention(inputs.query[b : b + 1], *own, causal=True, dtype=d)[0]
+            for d in (torch.float64, out.dtype)
+        )
+        assert compare("out", out[b : b + 1], exact, base).is_within
+
+
 def test_the_same_bits_every_time():
     inputs, k, v = cached(2, (8, 2), (128, 128), 16)
     first = check(inputs, k, v, causal=True)
@@ -141,6 +171,7 @@ def test_a_graph_replays_with_other_lengths():
     with torch.cuda.graph(graph):
         out = attention_with_cache(q, cache, k, v)
     for step in range(100):
+        assert cache.lengths.tolist() == [301 + step] * 3
         k.normal_()
         v.normal_()
         graph.replay()

@@ -41,3 +41,12 @@ def test_tiles_hold_whole_groups_and_an_even_number_of_slots(queries: int):
     cfg = decode_launch.decode_config(cached(queries, heads=12))
     assert cfg.ROWS % cfg.PACK == 0 and cfg.ROWS <= 64
     assert cfg.STAGES % cfg.WARPGROUPS == 0
+
+
+def test_workers_cut_even_lines_evenly():
+    """Whole segments, or a few workers on each; never many fewer than there are multiprocessors."""
+    assert {line: decode_launch.even_workers(line, 132) for line in (128, 32, 512, 264)} == {
+        128: 128, 32: 128, 512: 128, 264: 132,
+    }  # fmt: skip
+    for line in (1, 8, 12, 96, 120):
+        assert decode_launch.even_workers(line, 132) == 132

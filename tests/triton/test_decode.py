@@ -222,6 +222,28 @@ def test_appending_turns_and_writes(form: str, interleaved: bool):
     assert append(q, k, v, *storages, tokens, None) is q
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_appending_counts(in_place: bool):
+    """The launch that writes tokens leaves the lengths with them, here of pages in any order."""
+    k, v = randn(3, 2, 18, 16), randn(3, 2, 18, 20)
+    storages = [torch.zeros(12, 4, 18, d, device=DEVICE) for d in (16, 20)]
+    table = torch.randperm(12, device=DEVICE).int().view(3, 4)
+    held = [0, 3, 12]
+    lengths = torch.tensor(held, dtype=torch.int32, device=DEVICE)
+    new_lengths = lengths if in_place else torch.full_like(lengths, -9)
+    arrivals = torch.zeros_like(lengths) if in_place else None
+    for step in range(2):
+        if not in_place:
+            lengths = torch.tensor([n + 2 * step for n in held], dtype=torch.int32, device=DEVICE)
+        append(k, k, v, *storages, Tokens(None, None, lengths, table, new_lengths, arrivals), None)
+        assert new_lengths.tolist() == [n + 2 * step + 2 for n in held]
+        assert arrivals is None or not arrivals.any()
+        for storage, new in zip(storages, (k, v)):
+            for b, n in enumerate(held):
+                rows = storage[table[b].long()].flatten(0, 1)
+                assert torch.equal(rows[n + 2 * step : n + 2 * step + 2], new[b])
+
+
 def test_packed_queries_with_a_cache():
     """Prefill, a chunk and a token in one launch of the general kernel, keys in pages."""
     new, held = [20, 1, 0, 5], [20, 30, 7, 9]

@@ -80,11 +80,13 @@ class Data:
         return Pages(key, value, table.int(), lengths)
 
     def _cut(self, t: Tensor, table: Tensor) -> Tensor:
+        """A pool of pages, filled by one copy: there may be thousands."""
         size = self.case.page_size or 1
-        pool = t.new_zeros((table.numel(), size, *t.shape[2:]))
-        for b, row in enumerate(table):
-            for page, rows in zip(row.tolist(), t[b].split(size)):
-                pool[page, : len(rows)] = rows
+        rows = table.shape[1] * size
+        padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, rows - t.shape[1]))
+        pages = padded.unflatten(1, (-1, size)).flatten(0, 1)
+        pool = torch.empty_like(pages)
+        pool[table.flatten()] = pages
         return pool
 
     @functools.cached_property

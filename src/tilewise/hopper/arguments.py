@@ -87,6 +87,7 @@ class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
     WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
+    LOADERS: ClassVar[int] = 2  # warps for keys, and as many for values, which take turns as well
 
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
@@ -112,6 +113,16 @@ class DecodeConfig:
     MERGE_PIECES: int  # held at a time by a merging program
 
     @property
+    def REGISTERS(self) -> list[int]:
+        """Of the partitions after the first, which has the rest."""
+        return [self.CONSUMER_REGISTERS] + 2 * self.LOADERS * [self.PRODUCER_REGISTERS]
+
+    @property
+    def STORES_WHOLE(self) -> bool:
+        """Whether a worker that does a whole segment stores its rows, which else the merging kernel does."""
+        return not self.HAS_SINKS
+
+    @property
     def PAGES(self) -> int:
         """Boxes of a tile along its keys."""
         return self.BLOCK_N // self.BOX_ROWS
@@ -127,7 +138,7 @@ class DecodeConfig:
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start; the producers' two warps count as a warpgroup."""
+        """Registers of each thread at the start; the producers are a warpgroup's worth of warps."""
         total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS
         return total // (self.WARPGROUPS + 1) // 8 * 8
 
@@ -151,3 +162,7 @@ class DecodeSizes(NamedTuple):
     stride_page_table: Any
     rows_k: Any  # rows from one sequence, or page, to the next
     rows_v: Any
+
+
+# strides of queries tell how many elements may be read at once
+UNSPECIALIZED_DECODE_SIZES = [name for name in DecodeSizes._fields if not name.startswith("stride_q")]

@@ -1,25 +1,29 @@
 """Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
 
     role           warps   does
-    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA: one K, one V
+    load_role x 4  1 each  stream the key tiles of their worker's pieces into rings, by TMA: two K, two V
     mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
 
-    attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`
+    attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`;
+                              a piece that is a whole segment -> out and lse
     attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
 
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
 what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
-across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own. A ring's slots
-are an even number, so that one warpgroup alone waits for a slot: with two, one could be a round ahead of the
-other, and a parity does not tell one round from the next but one. Dao et al., "Flash-Decoding" (2023).
+across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
+piece the first one adds the second one's to its own. The load warps take turns as well: pages of 16 need 16
+copies a tile. A ring's slots are an even number, so that one warpgroup alone waits for a slot: with two, one
+could be a round ahead of the other, and a parity does not tell one round from the next but one.
+Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
 """
 
-from tilewise.hopper.arguments import DecodeSizes
-from tilewise.hopper.channel import make_ring
+from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
+    aggregate,
     as_boxes,
     gl,
     gluon,
@@ -32,18 +36,52 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.decode_plan import (
     make_line,
-    number_of,
     piece_at,
     piece_index,
-    worker_of,
     worker_start,
 )
+from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide
-from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, online_softmax, softcapped
+from tilewise.hopper.softmax import Factors, online_softmax, softcapped
 
-LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Shared:
+    """Shared memory: the rings of keys and values, and what a warpgroup has for itself or for the other."""
+
+    k: Ring  # STAGES tiles [BLOCK_N, BLOCK_D]
+    v: Ring  # STAGES tiles [BLOCK_N, BLOCK_DV]
+    q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
+    half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
+    half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, half, half_stats):
+        self.k = k
+        self.v = v
+        self.q = q
+        self.half = half
+        self.half_stats = half_stats
+
+
+@gluon.jit
+def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
+    """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB."""
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_DV], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], dtype)
+    k = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], k_layout)
+    v = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], v_layout)
+    q = gl.allocate_shared_memory(dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
+    half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
+    half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
+    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
+
 
 # ---- the load role
 
@@ -98,8 +136,10 @@ def worker_tiles(line, sizes):
 
 
 @gluon.jit
-def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's tiles of keys, or of values."""
+def load_role(
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr
+):
+    """Stream every LOADERS-th tile of the worker's: keys, or values."""
     PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
     rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
     boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
@@ -114,32 +154,18 @@ def load_role(IS_VALUE: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, 
         if cfg.PAGE_SIZE > 0:
             ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
             held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        pages = load_pages(ptr_table, piece.tile, held, cfg)
-        for tile in range(piece.tile, piece.tile + piece.count):
-            next_pages = load_pages(ptr_table, tile + 1, held, cfg)  # answered while a slot is waited for
-            load_keys(ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+        first = (L - use) & (cfg.LOADERS - 1)
+        pages = load_pages(ptr_table, piece.tile + first, held, cfg)
+        for n in range(first, piece.count, cfg.LOADERS):
+            tile = piece.tile + n
+            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
+            load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
             pages = next_pages
-            use += 1
+        use += piece.count
         unit += piece.count
 
 
 # ---- the mma roles
-
-
-@gluon.jit
-def load_queries(q, piece, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a key head as a left operand [64, BLOCK_D], rows that do not exist as zeros."""
-    layout: gl.constexpr = accumulator_layout(cfg.BLOCK_D)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, cfg.BLOCK_D, gl.SliceLayout(0, layout))
-    position = piece.row + rows // cfg.PACK
-    head = piece.kv_head * cfg.PACK + rows % cfg.PACK
-    exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
-    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
-    offset = position * sizes.stride_q_row + head * sizes.stride_q_head
-    mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
-    tile = gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
-    return gl.convert_layout(tile, operand_layout(cfg.BLOCK_D))
 
 
 @gluon.jit
@@ -168,27 +194,13 @@ def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.constexpr):
-    """Normalized out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
-    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
-    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
-    gl.store(partial_lse + (place * cfg.ROWS + rows), m + gl.log2(l), mask=exists)
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    acc_rows: gl.constexpr = row_layout(cfg.BLOCK_DV)
-    acc = acc * gl.convert_layout(inverse, acc_rows, assert_trivial=True)[:, None]
-    rows = gl.arange(0, 64, acc_rows)
-    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_DV)))
-    offset = rows[:, None] * cfg.BLOCK_DV + cols[None, :]
-    gl.store(partial + place * (cfg.ROWS * cfg.BLOCK_DV) + offset, acc, mask=exists[:, None])
-
-
-@gluon.jit
 def mma_role(
-    W: gl.constexpr, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors,
+    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: every WARPGROUPS-th tile of the worker's."""
+    """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a piece for both."""
+    k_ring, v_ring = smem.k, smem.v
+    q_tile = smem.q.index(W)  # [64, BLOCK_D]
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     wait_for_previous_kernel()
     if W == 0:
@@ -196,9 +208,10 @@ def mma_role(
     line = make_line(seqlens_k, sizes, cfg, 4)
     unit, end = worker_tiles(line, sizes)
     use = 0  # of the rings, by all warpgroups
+    pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
-        q_tile = load_queries(q, piece, sizes, cfg)  # [64, BLOCK_D]
+        load_queries(q, q_tile, piece, sizes, cfg)
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
             head = piece.kv_head * cfg.PACK + rows % cfg.PACK
@@ -222,8 +235,16 @@ def mma_role(
             acc = warpgroup_mma(p, v_ring.part(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
             acc = warpgroup_mma_wait(0, deps=(acc,))
             v_ring.release(use + n)
-        place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes) * cfg.WARPGROUPS + W
-        store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+        if W == 0:
+            acc, m, l = take_over(acc, m, l, pieces, smem, cfg)
+            if cfg.STORES_WHOLE and piece.is_whole:
+                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, 0, sizes, cfg)
+            else:
+                place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
+                store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+        else:
+            hand_over(acc, m, l, pieces, smem, cfg)
+        pieces += 1
         use += piece.count
         unit += piece.count
 
@@ -231,9 +252,9 @@ def mma_role(
 # ---- the kernels
 
 
-@gluon.jit(do_not_specialize=DecodeSizes._fields)
+@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
-    q, k_desc, v_desc, partial, partial_lse, seqlens_k, page_table, slopes,
+    q, k_desc, v_desc, out, lse, partial, partial_lse, seqlens_k, page_table, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -247,97 +268,16 @@ def attn_decode_kernel(
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
-    layout_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], k_desc.dtype)
-    layout_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_DV], k_desc.dtype)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], layout_k)
-    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], layout_v)
-    k_ring = make_ring(k_tiles, cfg.STAGES, 1, 1)
-    v_ring = make_ring(v_tiles, cfg.STAGES, 1, 1)
+    smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
-            (mma_role, (1, q, partial, partial_lse, seqlens_k, slopes, k_ring, v_ring, sizes, factors, cfg)),
-            (load_role, (False, k_desc, k_ring, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, v_desc, v_ring, seqlens_k, page_table, sizes, cfg)),
+            (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
+            (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
+            (load_role, (False, 0, k_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 0, v_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (False, 1, k_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 1, v_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
         ],
-        [4, 1, 1],
-        [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS, cfg.PRODUCER_REGISTERS],
-    )
-
-
-@gluon.constexpr_function
-def merge_layout(cfg):
-    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: four columns a thread, warps along rows or along pieces."""
-    lanes = min(32, cfg.BLOCK_DV // 4)
-    warps = min(4, cfg.MERGE_ROWS)
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 4 // warps, 1], [2, 1, 0])
-
-
-@gluon.jit(do_not_specialize=DecodeSizes._fields)
-def attn_decode_merge_kernel(
-    partial, partial_lse, out, lse, seqlens_k, sinks,
-    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
-    sizes = DecodeSizes(
-        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
-    )  # fmt: skip
-    layout: gl.constexpr = merge_layout(cfg)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    out_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    BLOCKS: gl.constexpr = (cfg.ROWS + cfg.MERGE_ROWS - 1) // cfg.MERGE_ROWS
-    start_next_kernel()
-    # The first kernel started this one after its own wait, so the lengths are there to be read.
-    b = gl.program_id(0) // BLOCKS // segments
-    segment = gl.program_id(0) // BLOCKS % segments
-    line = make_line(seqlens_k, sizes, cfg, 4)
-    total = gl.max(line.ends, 0)
-    tiles = number_of(line.tiles, b, cfg, 4)
-    first = number_of(line.ends, b, cfg, 4) - (segments - segment) * tiles
-    worker = worker_of(first, total, workers)
-    piece = piece_index(b, segment, worker, sizes) * cfg.WARPGROUPS
-    count = (worker_of(first + tiles - 1, total, workers) - worker + 1) * cfg.WARPGROUPS
-    count = gl.where(tiles > 0, count, 0)
-
-    rows = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    pieces = gl.arange(0, cfg.MERGE_PIECES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    position = segment % row_tiles * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
-    head = segment // row_tiles * cfg.PACK + rows % cfg.PACK
-    exists = (rows < cfg.ROWS) & (position < seqlen_q)
-    m = gl.full([cfg.MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
-    l = gl.full([cfg.MERGE_ROWS], 0.0, gl.float32, rows_layout)
-    if cfg.HAS_SINKS:
-        m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
-        l += 1.0
-    acc = gl.full([cfg.MERGE_ROWS, cfg.BLOCK_DV], 0.0, gl.float32, out_layout)
-    wait_for_previous_kernel()  # until every piece is written
-    for n in range(0, count, cfg.MERGE_PIECES):
-        place = (piece + n + pieces)[None, :] * cfg.ROWS + rows[:, None]
-        is_piece = (n + pieces < count)[None, :] & exists[:, None]  # [MERGE_ROWS, MERGE_PIECES]
-        part_lse = gl.load(partial_lse + place, mask=is_piece, other=float("-inf"))
-        offset = gl.expand_dims(place * cfg.BLOCK_DV, 2) + gl.expand_dims(gl.expand_dims(cols, 0), 0)
-        part = gl.load(partial + offset, mask=gl.expand_dims(is_piece, 2), other=0.0)
-        m_new = gl.maximum(m, gl.max(part_lse, 1))
-        m_finite = finite_or_zero(m_new)
-        alpha = exp2(m - m_finite)
-        weight = exp2(part_lse - m_finite[:, None])
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, out_layout))[:, None]
-        acc += gl.sum(part * gl.expand_dims(weight, 2), 1)
-        l = l * alpha + gl.sum(weight, 1)
-        m = m_new
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, out_layout))[:, None]
-    stat = (b * num_heads + head).to(gl.int64) * seqlen_q + position
-    gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
-    row = (b * seqlen_q + position).to(gl.int64) * num_heads + head
-    row = gl.convert_layout(row, gl.SliceLayout(1, out_layout))
-    mask = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, out_layout)) != 0
-    offs_dv = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, out_layout))
-    mask = mask[:, None] & (offs_dv < cfg.HEAD_DIM_V)[None, :]
-    gl.store(
-        out + (row[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]), acc.to(out.dtype.element_ty), mask=mask
+        [4, 1, 1, 1, 1],
+        cfg.REGISTERS,
     )

@@ -7,7 +7,8 @@ segment is one (sequence, key head, tile of rows); its key tiles stand on the li
     tiles    | . . . . . . . | . . . . | . . . . . . |
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
-Each worker has total // workers tiles, the first total % workers of them one more.
+Each worker has total // workers tiles, the first total % workers of them one more. A piece that is all of
+its segment needs no merging.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
@@ -38,17 +39,19 @@ class Piece:
     segment: gl.tensor  # within its sequence
     tile: gl.tensor
     count: gl.tensor
+    is_whole: gl.tensor  # all tiles of the segment
     row: gl.tensor  # first query
     kv_head: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, segment, tile, count, row, kv_head, seqlen_q, seqlen_k):
+    def __init__(self, batch, segment, tile, count, is_whole, row, kv_head, seqlen_q, seqlen_k):
         self.batch = batch
         self.segment = segment
         self.tile = tile
         self.count = count
+        self.is_whole = is_whole
         self.row = row
         self.kv_head = kv_head
         self.seqlen_q = seqlen_q
@@ -121,11 +124,13 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
     tiles = number_of(line.tiles, b, cfg, NUM_WARPS)
     segment = place // tiles
     tile = place % tiles
+    count = gl.minimum(tiles - tile, end - unit)
     return Piece(
         b,
         segment,
         first_tile(seqlen_k, sizes, cfg) + tile,
-        gl.minimum(tiles - tile, end - unit),
+        count,
+        count == tiles,
         segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
         segment // sizes.row_tiles,
         sizes.seqlen_q + 0 * b,

@@ -85,16 +85,31 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = _new_layout(call, batch)
     held = _held_lengths(call, batch, capacity)
-    lengths = held if new is None else held + new.counts()
     if device.type == "cpu":
         _check_values(call, queries, new, held, capacity, table)
     rotary = _rotary(call, options, held)
+    is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
+    lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
     inputs = _inputs(call, table, lengths)
     check_values(describe(inputs, options), inputs, options)  # the rest, also before the first write
 
-    if new is not None:
+    if new is not None and is_fused:
+        inputs = inputs._replace(query=_append_at_once(call, held, lengths, table, rotary))
+    elif new is not None:
         inputs = inputs._replace(query=_append(call, options, queries, new, held, table, rotary))
     return autograd.attention(inputs, options, None)
+
+
+def _append_at_once(
+    call: KVCacheCall, held: Tensor, lengths: Tensor, table: Tensor | None, rotary: Rotary | None
+) -> Tensor:
+    """`_append` in one launch, which also writes the lengths with the new tokens."""
+    from tilewise.triton.append import Tokens, append
+
+    assert call.k is not None and call.v is not None
+    tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
+    tokens = Tokens(None, None, held, table, lengths)
+    return append(call.q, call.k, call.v, call.k_cache, call.v_cache, tokens, tables)
 
 
 def _append(
@@ -108,21 +123,12 @@ def _append(
 ) -> Tensor:
     """Turn q and k by their positions, and write k and v; q as it is to be used."""
     assert call.k is not None and call.v is not None
-    is_local = options.causal or options.window_left is not None or options.window_right is not None
-    is_alike = rotary is None or (is_local and queries.total == new.total and rotary.starts is held)
-    if table is None and _is_fusible(call, queries, new) and is_alike:
-        from tilewise.triton.append import Tokens as Places
-        from tilewise.triton.append import append
-
-        storage = call.k_cache, call.v_cache
-        tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
-        return append(call.q, call.k, call.v, *storage, Places(None, None, held), tables)
     q, k, device = call.q, call.k, call.q.device
     sequence, offset = new.offsets(device)
     if rotary is not None:
         k = _turn(call, k, rotary, sequence, offset)
         at = queries.offsets(device)
-        q = _turn(call, q, rotary, at[0], at[1] if is_local else at[1] * 0)
+        q = _turn(call, q, rotary, at[0], at[1] if _is_local(options) else at[1] * 0)
     position = held[sequence] + offset
     entry, row = sequence, position
     if table is not None:
@@ -146,14 +152,26 @@ def _turn(call: KVCacheCall, x: Tensor, rotary: Rotary, sequence: Tensor, offset
     return apply_rotary(x, rotary.cos[position], rotary.sin[position], interleaved=call.rotary_interleaved)
 
 
-def _is_fusible(call: KVCacheCall, queries: Layout, new: Layout) -> bool:
+def _is_local(options: Options) -> bool:
+    return options.causal or options.window_left is not None or options.window_right is not None
+
+
+def _is_fusible(
+    call: KVCacheCall, options: Options, queries: Layout, new: Layout, rotary: Rotary | None, held: Tensor
+) -> bool:
     """Whether one Triton kernel can turn and write everything."""
     assert call.k is not None and call.v is not None
+    if not (call.q.is_cuda and has_triton() and new.total > 0):
+        return False
+    if rotary is not None and not (
+        _is_local(options) and queries.total == new.total and rotary.starts is held
+    ):
+        return False
     tensors = (call.q, call.k, call.v)
     is_even = queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype != torch.float64
     rows_dense = all(t.stride(-1) == 1 for t in tensors)
     whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous()
-    return is_even and rows_dense and whole and call.q.is_cuda and has_triton()
+    return is_even and rows_dense and whole
 
 
 def _inputs(call: KVCacheCall, table: Tensor | None, lengths: Tensor) -> Inputs:

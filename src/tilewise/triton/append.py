@@ -2,6 +2,8 @@
 
 A program handles one token and BLOCK_H heads of one of the three tensors. Pair (a, b) of a head becomes
 (a cos - b sin, a sin + b cos): each coordinate is x cos + partner sin, with a minus for the first of a pair.
+The launch also counts the tokens, which would take another one as long. On Hopper and newer it starts early,
+as `hopper.decode` does, and so does the attention behind it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
+from tilewise.triton.call import gpu_capability
 
 BLOCK_H = tl.constexpr(16)
 
@@ -25,6 +28,8 @@ class Tokens(NamedTuple):
     positions: Tensor | None  # (tokens,)
     lengths: Tensor | None  # (batch,) before these tokens
     page_table: Tensor | None = None  # (batch, pages)
+    new_lengths: Tensor | None = None  # (batch,) written: lengths with these tokens; may be `lengths` itself
+    arrivals: Tensor | None = None  # (batch,) int32 zeros, zeros again afterwards; only if it is
 
 
 def append(
@@ -52,14 +57,15 @@ def append(
 
 
 def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
-    key, value, query, turned, key_storage, value_storage, *places, table, cos, sin = tensors
+    key, value, query, turned, key_storage, value_storage, *places, cos, sin = tensors
+    table = Tokens(*places).page_table
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
     arguments = (
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(*places, table, cos, sin),
+        *(*places, cos, sin),
         *(
             new_tokens,
             key_storage.shape[1],
@@ -70,8 +76,9 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
+        is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
     )
-    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1)
+    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1, launch_pdl=is_early)
 
 
 class Heads(NamedTuple):
@@ -99,10 +106,10 @@ def _flat(t: Tensor | None) -> Heads | None:
 
 @triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows", "pages"])
 def append_kernel(
-    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, cos, sin,
+    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, new_lengths, arrivals, cos, sin,
     new_tokens, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage."""
     BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + V_BLOCKS
@@ -110,35 +117,78 @@ def append_kernel(
     block = tl.program_id(0) % BLOCKS
     b = token // new_tokens
     n = token % new_tokens
-    if lengths is not None:
-        held = tl.load(lengths + b)
-        position = held + n
-        if page_table is not None:
-            at = tl.minimum(position // rows, pages - 1)
-            slot = tl.load(page_table + b * pages + at).to(tl.int64) * rows + position % rows
-        else:
-            slot = (
-                b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
-            )  # a full one: its last rows
-    else:
-        position = tl.load(positions + token)
-        slot = tl.load(slots + token).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
+    where = Where(slots, positions, lengths, page_table)
     if block < K_BLOCKS:
-        x = load_turned(k, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-        if slot >= 0:
-            store_heads(k_out, slot, 0, block, x, BLOCK_D)
+        move(
+            k, k_out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
+            BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
+        )  # fmt: skip
     elif block < K_BLOCKS + V_BLOCKS:
         if v is not None:
-            block -= K_BLOCKS
-            x = load_turned(v, b, n, block, cos, sin, position, BLOCK_D, 0, IS_INTERLEAVED)
-            if slot >= 0:
-                store_heads(v_out, slot, 0, block, x, BLOCK_D)
+            move(
+                v, v_out, where, cos, sin, b, n, block - K_BLOCKS, new_tokens, rows, table_rows, pages,
+                BLOCK_D, 0, IS_INTERLEAVED,
+            )  # fmt: skip
     else:
         if q is not None:
             block -= K_BLOCKS + V_BLOCKS
-            x = load_turned(q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+            tile = load_heads(q, b, n, block, BLOCK_D)
+            _, position = find(where, b, n, new_tokens, rows, table_rows, pages)
+            x = turn(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
             store_heads(q_out, b, n, block, x, BLOCK_D)
+    if lengths is not None and new_lengths is not None:
+        held = tl.load(lengths + b)
+        if arrivals is not None:
+            tl.debug_barrier()  # all threads have read the length that the last program is to change
+            if tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
+                tl.store(arrivals + b, 0)
+                tl.store(new_lengths + b, held + new_tokens)
+        else:
+            if (n == 0) & (tl.program_id(0) % BLOCKS == 0):
+                tl.store(new_lengths + b, held + new_tokens)
+
+
+class Where(NamedTuple):
+    """What tells a token's slot and position: `Tokens`, in a kernel."""
+
+    slots: tl.tensor
+    positions: tl.tensor
+    lengths: tl.tensor
+    page_table: tl.tensor
+
+
+@triton.jit
+def move(
+    x, out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
+    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token into the storage. Nothing waits for the length before their loads have started."""
+    tile = load_heads(x, b, n, block, BLOCK_D)
+    slot, position = find(where, b, n, new_tokens, rows, table_rows, pages)
+    tile = turn(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    if slot >= 0:
+        store_heads(out, slot, 0, block, tile, BLOCK_D)
+
+
+@triton.jit
+def find(where, b, n, new_tokens, rows, table_rows, pages):
+    """(row of the storage or -1, position in the rotary tables) of token n of sequence b."""
+    if where.lengths is not None:
+        held = tl.load(where.lengths + b)
+        position = held + n
+        if where.page_table is not None:
+            at = tl.minimum(position // rows, pages - 1)
+            slot = tl.load(where.page_table + b * pages + at).to(tl.int64) * rows + position % rows
+        else:  # in a full one its last rows
+            slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
+    else:
+        token = b * new_tokens + n
+        position = tl.load(where.positions + token)
+        slot = tl.load(where.slots + token).to(tl.int64)
+    return slot, tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
 
 
 @triton.jit
@@ -149,16 +199,23 @@ def head_pointers(x, b, n, block):
 
 
 @triton.jit
-def load_turned(
-    x, b, n, block, cos, sin, position,
-    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Heads [BLOCK_H, BLOCK_D] of one token, their first ROTARY_DIM coordinates turned."""
+def load_heads(x, b, n, block, BLOCK_D: tl.constexpr):
+    """Heads [BLOCK_H, BLOCK_D] of one token."""
     ptrs, exists = head_pointers(x, b, n, block)
     column = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (column < x.dim)[None, :]
-    tile = tl.load(ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def turn(
+    tile, x, b, n, block, cos, sin, position,
+    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The heads that were loaded, their first ROTARY_DIM coordinates turned."""
     if ROTARY_DIM > 0:
+        ptrs, exists = head_pointers(x, b, n, block)
+        column = tl.arange(0, BLOCK_D)
         HALF: tl.constexpr = ROTARY_DIM // 2
         if IS_INTERLEAVED:
             pair = column // 2
@@ -169,10 +226,11 @@ def load_turned(
             is_first = column < HALF
             partner = tl.where(is_first, column + HALF, column - HALF)
         turns = column < ROTARY_DIM
+        mask = exists[:, None] & ((column < x.dim) & turns)[None, :]
+        other = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0)
         entry = position.to(tl.int64) * HALF + pair
         c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
         s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
-        other = tl.load(ptrs[:, None] + partner[None, :], mask=mask & turns[None, :], other=0.0)
         signed = tl.where(is_first, -s, s)
         turned = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
         tile = turned.to(tile.dtype)

@@ -1,0 +1,78 @@
+"""The merging kernel of decoding: from the pieces of a segment, out and lse; see `hopper.decode`."""
+
+from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.hopper.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
+from tilewise.hopper.decode_plan import make_line, number_of, piece_index, worker_of
+from tilewise.hopper.decode_rows import places, store_rows
+from tilewise.hopper.softmax import exp2, finite_or_zero
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def merge_layout(cfg):
+    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: four columns a thread, warps along rows or along pieces."""
+    lanes = min(32, cfg.BLOCK_DV // 4)
+    warps = min(4, cfg.MERGE_ROWS)
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 4 // warps, 1], [2, 1, 0])
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
+def attn_decode_merge_kernel(
+    partial, partial_lse, out, lse, seqlens_k, sinks,
+    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
+    sizes = DecodeSizes(
+        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    )  # fmt: skip
+    layout: gl.constexpr = merge_layout(cfg)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    out_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    BLOCKS: gl.constexpr = (cfg.ROWS + cfg.MERGE_ROWS - 1) // cfg.MERGE_ROWS
+    start_next_kernel()
+    # The first kernel started this one after its own wait, so the lengths are there to be read.
+    b = gl.program_id(0) // BLOCKS // segments
+    segment = gl.program_id(0) // BLOCKS % segments
+    line = make_line(seqlens_k, sizes, cfg, 4)
+    total = gl.max(line.ends, 0)
+    tiles = number_of(line.tiles, b, cfg, 4)
+    first = number_of(line.ends, b, cfg, 4) - (segments - segment) * tiles
+    worker = worker_of(first, total, workers)
+    piece = piece_index(b, segment, worker, sizes)
+    count = worker_of(first + tiles - 1, total, workers) - worker + 1
+    count = gl.where(tiles > 0, count, 0)
+    if cfg.STORES_WHOLE and count == 1:
+        count = -1  # the worker has stored it
+
+    first_row = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS
+    rows = first_row + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
+    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    pieces = gl.arange(0, cfg.MERGE_PIECES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    _, head, exists = places(first_row, cfg.MERGE_ROWS, rows_layout, segment, sizes, cfg)
+    m = gl.full([cfg.MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
+    l = gl.full([cfg.MERGE_ROWS], 0.0, gl.float32, rows_layout)
+    if cfg.HAS_SINKS:
+        m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
+        l += 1.0
+    acc = gl.full([cfg.MERGE_ROWS, cfg.BLOCK_DV], 0.0, gl.float32, out_layout)
+    wait_for_previous_kernel()  # until every piece is written
+    for n in range(0, count, cfg.MERGE_PIECES):
+        place = (piece + n + pieces)[None, :] * cfg.ROWS + rows[:, None]
+        is_piece = (n + pieces < count)[None, :] & exists[:, None]  # [MERGE_ROWS, MERGE_PIECES]
+        part_lse = gl.load(partial_lse + place, mask=is_piece, other=float("-inf"))
+        offset = gl.expand_dims(place * cfg.BLOCK_DV, 2) + gl.expand_dims(gl.expand_dims(cols, 0), 0)
+        part = gl.load(partial + offset, mask=gl.expand_dims(is_piece, 2), other=0.0)
+        m_new = gl.maximum(m, gl.max(part_lse, 1))
+        m_finite = finite_or_zero(m_new)
+        alpha = exp2(m - m_finite)
+        weight = exp2(part_lse - m_finite[:, None])
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, out_layout))[:, None]
+        acc += gl.sum(part * gl.expand_dims(weight, 2), 1)
+        l = l * alpha + gl.sum(weight, 1)
+        m = m_new
+    if count >= 0:
+        store_rows(out, lse, acc, m, l, b, segment, first_row, sizes, cfg)

@@ -1,0 +1,107 @@
+"""Rows of a segment in the decoding kernels: read, put together from two warpgroups, stored.
+
+Row r of a segment's tile is query r // PACK and, of the heads that share its key head, head r % PACK.
+"""
+
+from tilewise.hopper.compat import fence_async_shared, gl, gluon
+from tilewise.hopper.layouts import accumulator_layout, row_layout
+from tilewise.hopper.softmax import exp2, finite_or_zero
+
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
+    """(query, head, whether it exists) of rows [first, first + COUNT) of a segment."""
+    rows = first + gl.arange(0, COUNT, layout)
+    position = segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
+    head = segment // sizes.row_tiles * cfg.PACK + rows % cfg.PACK
+    return position, head, (rows < cfg.ROWS) & (position < sizes.seqlen_q)
+
+
+@gluon.jit
+def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+    """Queries of all heads of a key head [64, BLOCK_D], rows that do not exist as zeros."""
+    LANES: gl.constexpr = cfg.BLOCK_D // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, cfg.BLOCK_D, gl.SliceLayout(0, layout))
+    position = piece.row + rows // cfg.PACK
+    head = piece.kv_head * cfg.PACK + rows % cfg.PACK
+    exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
+    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
+    offset = position * sizes.stride_q_row + head * sizes.stride_q_head
+    mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
+    smem.store(gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0))
+    fence_async_shared()  # the stores above are visible to wgmma
+
+
+@gluon.jit
+def by_threads(acc, cfg: gl.constexpr):
+    """acc [64, BLOCK_DV] as [BLOCK_DV / 8, 512]: each thread stores four of its numbers side by side."""
+    acc = acc.reshape([4, 2, 8, cfg.BLOCK_DV // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return acc.reshape([cfg.BLOCK_DV // 8, 512])
+
+
+@gluon.jit
+def hand_over(acc, m, l, use, smem, cfg: gl.constexpr):
+    """The second warpgroup's part of a piece, for the first one."""
+    smem.half.acquire(use)
+    smem.half.part(use, 0).store(by_threads(acc, cfg))
+    smem.half_stats.index(0).store(m)
+    smem.half_stats.index(1).store(l)
+    smem.half.publish(use)
+
+
+@gluon.jit
+def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
+    """(acc, m, l) of a whole piece, from the first warpgroup's and what the second handed over."""
+    smem.half.wait(use)
+    other = smem.half.part(use, 0).load(by_threads(acc, cfg).type.layout)
+    other_m = smem.half_stats.index(0).load(m.type.layout)
+    other_l = smem.half_stats.index(1).load(m.type.layout)
+    smem.half.release(use)
+    other = other.reshape([cfg.BLOCK_DV // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    layout: gl.constexpr = accumulator_layout(cfg.BLOCK_DV)
+    other = gl.convert_layout(other.reshape([64, cfg.BLOCK_DV]), layout, assert_trivial=True)
+    m_new = gl.maximum(m, other_m)
+    m_finite = finite_or_zero(m_new)
+    mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
+    l = l * mine + other_l * others
+    mine = gl.convert_layout(mine, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    others = gl.convert_layout(others, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    return acc * mine[:, None] + other * others[:, None], m_new, l
+
+
+@gluon.jit
+def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """Normalized out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    gl.store(partial_lse + (place * cfg.ROWS + rows), m + gl.log2(l), mask=exists)
+    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    acc_rows: gl.constexpr = row_layout(cfg.BLOCK_DV)
+    acc = acc * gl.convert_layout(inverse, acc_rows, assert_trivial=True)[:, None]
+    rows = gl.arange(0, 64, acc_rows)
+    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_DV)))
+    offset = rows[:, None] * cfg.BLOCK_DV + cols[None, :]
+    gl.store(partial + place * (cfg.ROWS * cfg.BLOCK_DV) + offset, acc, mask=exists[:, None])
+
+
+@gluon.jit
+def store_rows(out, lse, acc, m, l, b, segment, first, sizes, cfg: gl.constexpr):
+    """out and lse of rows [first, ...) of a whole segment, from acc [rows, BLOCK_DV] that l divides."""
+    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    stat_rows: gl.constexpr = m.type.layout
+    position, head, exists = places(first, m.shape[0], stat_rows, segment, sizes, cfg)
+    stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
+    layout: gl.constexpr = acc.type.layout
+    acc_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
+    position, head, exists = places(first, acc.shape[0], acc_rows, segment, sizes, cfg)
+    row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
+    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, layout))
+    mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]
+    gl.store(out + (row[:, None] * cfg.HEAD_DIM_V + cols[None, :]), acc.to(out.dtype.element_ty), mask=mask)
