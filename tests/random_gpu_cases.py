@@ -131,7 +131,9 @@ def main() -> None:
         except (AssertionError, RuntimeError) as problem:
             failures += 1
             print(f"seed {seed}: {problem!r}", flush=True)
-    print(f"{count} cases from seed {first}, {failures} failures", flush=True)
+        done = seed - first + 1
+        if done % 10 == 0 or done == count:
+            print(f"{done} cases from seed {first}, {failures} failures", flush=True)
     sys.exit(failures > 0)
 
 
