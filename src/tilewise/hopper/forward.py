@@ -191,8 +191,8 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
 
     out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
     seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
-    overflows, hence while l <= LARGEST_SUM (and |V| < 2^88 in bfloat16, or O may). Otherwise the tile of
-    queries has failed, and is done again with is_exact, where m is the running maximum.
+    overflows, hence while l <= LARGEST_SUM and O is finite. Otherwise the tile of queries has failed, and is
+    done again with is_exact, where m is the running maximum.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
@@ -284,11 +284,11 @@ def mma_role(
                 acc = rescaled(acc, alpha, cfg)
             p = p_next
             use += 1
-        acc = accumulate(p, rings.v, use, acc, cfg)
-        rings.failures.index(turn % 2 * WARPGROUPS + W).store(failures(l, is_exact, cfg))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
+        flags = failures(l, acc, is_exact, dtype, cfg)
+        rings.failures.index(turn % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
@@ -303,9 +303,12 @@ def mma_role(
 
 
 @gluon.jit
-def failures(l, is_exact, cfg: gl.constexpr):
-    """[128] flags, one a thread: 1 if sums of its two rows are too large for `weigh`."""
-    failed = gl.where((l <= cfg.LARGEST_SUM) | (is_exact != 0), 0, 1)  # [64, 4]
+def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
+    """[128] flags, one a thread: 1 if sums of its two rows are too large for `weigh`, or O overflowed."""
+    sums = l
+    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
+        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
+    failed = gl.where((sums <= cfg.LARGEST_SUM) | (is_exact != 0), 0, 1)  # [64, 4]
     return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
 
 
