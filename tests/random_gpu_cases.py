@@ -20,7 +20,7 @@ HEAD_DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (80, 80), (96, 96), (11
 WIDE = ((192, 128), (192, 192), (256, 256), (128, 64))
 EDGES = (1, 2, 15, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 257, 383, 385)
 LENGTHS = (*EDGES, 500, 777, 1000, 1300)
-CASES_A_KERNEL = 10
+CASES_A_KERNEL = 20
 
 
 def draw(seed: int, backend: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], float]:

@@ -149,17 +149,49 @@ def test_graph_capture_replays_with_new_values():
     torch.testing.assert_close(out, tilewise.attention(q, k, v, causal=True))
 
 
-def test_the_same_bits_in_20_runs():
-    q, k, v = (draw(2, n, h, 64).requires_grad_() for n, h in ((300, 4), (333, 2), (333, 2)))
-    bias, sinks = (torch.randn(*shape, device="cuda").requires_grad_() for shape in ((1, 4, 1, 333), (4,)))
-    dout = draw(2, 300, 4, 64)
+REPEATED = {  # head size, options; shapes of tensors stand for random ones
+    "options": (64, {"causal": True, "bias": (1, 4, 1, 333), "sinks": (4,), "dropout_p": 0.1}),
+    "d64": (64, {"causal": True}),
+    "d128": (128, {}),
+    "d256": (256, {"causal": True}),
+    "bias": (128, {"bias": (2, 4, 300, 333)}),
+    "bias of all sequences": (64, {"bias": (1, 4, 300, 333)}),
+    "bias of all heads": (64, {"bias": (1, 1, 300, 333), "window": (100, 20)}),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_same_bits_in_20_runs(name):
+    dim, options = REPEATED[name]
+    q, k, v = (draw(2, n, h, dim).requires_grad_() for n, h in ((300, 4), (333, 2), (333, 2)))
+    extras = {key: draw(*options[key]).requires_grad_() for key in ("bias", "sinks") if key in options}
+    dout = draw(2, 300, 4, dim)
 
     def run():
-        seed = torch.Generator("cuda").manual_seed(5)
+        seed = torch.Generator("cuda").manual_seed(5) if "dropout_p" in options else None
         out = tilewise.attention(
-            q, k, v, causal=True, bias=bias, sinks=sinks, dropout_p=0.1, generator=seed, deterministic=True
+            q, k, v, **options | extras, generator=seed, deterministic=True, backend="triton"
         )
-        return [out, *torch.autograd.grad(out, (q, k, v, bias, sinks), dout)]
+        return [out, *torch.autograd.grad(out, (q, k, v, *extras.values()), dout)]
+
+    first = run()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+def test_the_same_bits_in_20_runs_of_packed_and_cached_attention():
+    starts = torch.tensor([0, 70, 70, 300], dtype=torch.int32, device="cuda")
+    packed = [draw(300, h, 64).requires_grad_() for h in (4, 2, 2)]
+    dout, query = draw(300, 4, 64), draw(2, 1, 4, 64)
+    cached = [draw(2, 1000, 2, 64) for _ in range(2)]
+
+    def run():
+        offsets = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        out = tilewise.attention_varlen(*packed, **offsets, causal=True, backend="triton")
+        cache = tilewise.KVCache(2, 1024, 2, 64, dtype=torch.bfloat16, device="cuda")
+        cache.append(*cached)
+        decoded = tilewise.attention_with_cache(query, cache, backend="triton")
+        return [out, *torch.autograd.grad(out, packed, dout), decoded]
 
     first = run()
     for _ in range(19):

@@ -91,7 +91,7 @@ HOPPER: Rows = PORTABLE | {
     "dv": [(192, None), (256, KernelTile(32, 128, 8, 3)), (1024, None)],
     "dq": [
         (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
         (192, KernelTile(128, 32, 8, 3)),
         (256, KernelTile(128, 64, 8, 1)),
         (1024, KernelTile(16, 16, 8, 1)),
@@ -142,12 +142,24 @@ EXTRAS: Rows = PORTABLE | {
 HOPPER_BIAS: Rows = EXTRAS | {
     "forward": [
         (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
         *EXTRAS["forward"][2:],
     ],
-    "dkdv": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dkdv"][1:]],
-    "dq": [(64, KernelTile(64, 64, 4, 3)), (128, KernelTile(64, 64, 4, 2)), *EXTRAS["dq"][2:]],
-    "dbias": [(64, KernelTile(64, 64, 4, 2)), (128, KernelTile(64, 128, 8, 2)), *EXTRAS["dbias"][1:]],
+    "dkdv": [
+        (64, KernelTile(64, 64, 4, 2)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        *EXTRAS["dkdv"][1:],
+    ],
+    "dq": [
+        (64, KernelTile(64, 64, 4, 3)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        *EXTRAS["dq"][2:],
+    ],
+    "dbias": [
+        (64, KernelTile(64, 64, 4, 3, has_tma=True)),
+        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
+        *EXTRAS["dbias"][1:],
+    ],
 }
 
 # Timed at head size 128.
@@ -161,11 +173,6 @@ HOPPER_MASK: Rows = HOPPER_BIAS | {
         (64, KernelTile(64, 64, 4, 2)),
         (128, KernelTile(64, 128, 8, 2, has_tma=True)),
         *EXTRAS["dkdv"][1:],
-    ],
-    "dq": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        *EXTRAS["dq"][2:],
     ],
 }
 

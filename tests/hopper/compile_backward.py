@@ -92,7 +92,7 @@ def report(compiled: Any) -> dict[str, Any]:
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
         "shared_bytes": compiled.metadata.shared,
         "serialized": "wgmma.mma_async instructions are serialized" in said,
-        "hgmma": len(re.findall(r"\bHGMMA\b", compiled.asm["sass"])),
+        "hgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
     }
 
 

@@ -270,8 +270,10 @@ _failures: list[BaseException] = []
 
 
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
+    meeting = threading.Barrier(2)
+
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
-        _local.products, _local.stores, _local.program = [], [], program
+        _local.products, _local.stores, _local.program, _local.meeting = [], [], program, meeting
         try:
             function(*arguments)
             assert not _local.products, "products that nobody waited for"
@@ -400,6 +402,7 @@ def install() -> None:
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
+        meet=lambda: _local.meeting.wait(TIMEOUT),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait

@@ -111,6 +111,12 @@ CASES: dict[str, Any] = {
     "bias": lambda: (dense(bias=bias(1, 2, LONG, LONGER)), Options()),
     "bias_full": lambda: (dense(batch=2, bias=bias(2, 2, LONG, LONGER)), Options(causal=True)),
     "bias_shared": lambda: (dense(batch=2, bias=bias(1, 1, LONG, LONGER)), Options(window_left=9)),
+    "bias_hidden_peaks": lambda: (  # exp of what is hidden overflows
+        dense(
+            batch=2, bias=bias(1, 2, LONG, LONGER) + 3e4 * randn(LONG, LONGER).triu(LONGER - LONG + 1).sign()
+        ),
+        Options(causal=True),
+    ),
     "bias_of_keys": lambda: (dense(batch=2, bias=bias(2, 1, 1, LONGER)), Options(softcap=3.0)),
     "bias_of_queries": lambda: (dense(bias=bias(1, 2, LONG, 1)), Options(causal=True)),
     "bias_scalar": lambda: (dense(batch=2, bias=bias(1, 1, 1, 1)), Options(causal=True)),

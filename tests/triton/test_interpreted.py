@@ -40,3 +40,17 @@ def test_under_the_interpreter(name: str, kind: str):
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert re.search(r"[1-9]\d* passed", run.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards pages by mprotect")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "causal", "mask", "mask_window", "bias", "bias_causal", "bias_shared", "bias_of_keys"),
+        *("decode", "decode_mask", "decode_bias"),
+    ],
+)
+def test_nothing_is_read_beyond_a_tensor(name: str):
+    script = str(Path(__file__).with_name("guarded_pages.py"))
+    run = subprocess.run([sys.executable, script, name], capture_output=True, text=True)
+    assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr[-2000:]}"

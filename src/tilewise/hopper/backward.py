@@ -8,20 +8,21 @@
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
     add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
 
-Scores are computed transposed, [keys, queries], so that P^T feeds dV += P^T dO from registers. dQ needs the
-dS of both warpgroups: each leaves its half in shared memory and computes half of dQ from both. A step works
-on two query tiles, so that the tensor cores always have a product to run under the arithmetic:
+Scores are computed transposed, [keys, queries], so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from
+registers. dQ needs the dS of both warpgroups: each leaves its half in shared memory and computes half of dQ
+from both. One query tile, a step, and the next:
 
-    wgmma        S'      dK     dQ     |  dP'      dV'      |       ' = next query tile
-    arithmetic           P' = exp(S')  |  dQ out   dS'      |
+    wgmma        S  dP  |                    | dV  dQ  dK
+    arithmetic          | P = exp(S)  dS     |         dQ out
 
-FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores and the dQ warp as in FlashAttention-3.
+FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
+FlashAttention-3.
 """
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile, turn_of_keys
-from tilewise.hopper.backward_scores import opaque_zero, probabilities, score_gradient
+from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
@@ -32,6 +33,7 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
+    meet,
     store_tile,
     wait_for_stores,
     wait_for_writes,
@@ -39,7 +41,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.forward import coords
-from tilewise.hopper.layouts import accumulator_layout
+from tilewise.hopper.layouts import accumulator_layout, operand_layout
 from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -56,12 +58,10 @@ class Channels:
     do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-    p: gl.shared_memory_descriptor  # [64, BLOCK_M]: P^T of each warpgroup
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of each warpgroup, for two query tiles
-    bar_ds: gl.shared_memory_descriptor  # [2, 1]: both warpgroups have stored dS^T
 
     @gluon.constexpr_function
-    def __init__(self, work, k, v, q, do, dq, stats, p, ds, bar_ds):
+    def __init__(self, work, k, v, q, do, dq, stats, ds):
         self.work = work
         self.k = k
         self.v = v
@@ -69,23 +69,17 @@ class Channels:
         self.do = do
         self.dq = dq
         self.stats = stats
-        self.p = p
         self.ds = ds
-        self.bar_ds = bar_ds
 
 
 @gluon.jit
 def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.constexpr):
-    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 2 x 16 + dS 2 x 16 + P 16 + dQ 32 = 224 KB of 227 KB."""
+    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 3 x 16 + dS 2 x 16 + dQ 32 = 224 KB of 227 KB."""
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
-    p = gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], ds_layout)
     stats_shape: gl.constexpr = [cfg.Q_STAGES] + stats_desc.block_shape  # noqa: RUF005
     stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
-    bar_ds = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(bar_ds.index(i), count=2)
     return Channels(
         make_work_ring(3),
         make_tile_ring(k_desc, 1, 2, 2),
@@ -94,9 +88,7 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
         make_tile_ring(do_desc, cfg.DO_STAGES, 1, 2),
         make_tile_ring(dq_desc, 2, 1, 1),
         stats,
-        p,
         ds,
-        bar_ds,
     )
 
 
@@ -171,59 +163,32 @@ def load_keys(ring, turn, desc, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def leave_ds(weight, dp, stats, smem_ds, cfg: gl.constexpr):
-    """Store dS^T [64 keys, BLOCK_M] for both warpgroups' products."""
-    smem_ds.store(score_gradient(weight, dp, stats, cfg))
-    fence_async_shared()  # the stores above are visible to wgmma
-
-
-@gluon.jit
-def start_scores(W: gl.constexpr, use, turn_zero, ch, cfg: gl.constexpr):
-    """Start S^T = K Q^T of a query tile, once it has arrived."""
+def start_product(W: gl.constexpr, keys, queries, use, zero, cfg: gl.constexpr):
+    """Start S^T = K Q^T or dP^T = V dO^T [64, BLOCK_M] of a query tile that has arrived."""
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    k = ch.k.tiles.index(W + turn_zero).reshape([64, cfg.BLOCK_D])
-    ch.q.wait(use)
-    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
+    k = keys.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
+    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def leave_p(W: gl.constexpr, p, zero, ch):
-    """Store P^T [64, BLOCK_M] as an operand of dV.
-
-    As a register operand it would save shared-memory traffic, but ptxas then waits between the products.
-    """
-    ch.p.index(W + zero).store(p)
-    fence_async_shared()  # the stores above are visible to wgmma
+def start_sum(operand, queries, gradient, use, cfg: gl.constexpr):
+    """Start dV += P^T dO or dK += dS^T Q [64, BLOCK_D]; the left operand is in registers."""
+    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return warpgroup_mma(operand, q, gradient, is_async=True)
 
 
 @gluon.jit
-def start_values(W: gl.constexpr, dv, use, zero, ch, cfg: gl.constexpr):
-    """Start dP^T = V dO^T and dV += P^T dO of a query tile, once its dO has arrived."""
-    zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_D])
-    ch.do.wait(use)
-    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
-    return dp, warpgroup_mma(ch.p.index(W + zero), do, dv, is_async=True)  # dv [64, BLOCK_D]
-
-
-@gluon.jit
-def start_keys(W: gl.constexpr, dk, use, ch, cfg: gl.constexpr):
-    """Start dK += dS^T Q.
-
-    dS^T as a register operand would save shared-memory traffic, but then ptxas runs out of registers.
-    """
-    q = ch.q.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return warpgroup_mma(ch.ds.index(use % 2 * 2 + W), q, dk, is_async=True)  # [64, BLOCK_D]
+def as_operand(x, cfg: gl.constexpr):
+    """x [64, BLOCK_M] in 16 bits, as register operand."""
+    return pinned(gl.convert_layout(x, operand_layout(cfg.BLOCK_D)))
 
 
 @gluon.jit
 def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
-    """When both warpgroups have left their dS^T, start this one's half of dQ = dS K."""
+    """Start this warpgroup's half of dQ = dS K; both have left their dS^T."""
     HALF: gl.constexpr = cfg.BLOCK_D * cfg.BLOCK_M // 128
     slot = use % 2
-    mbarrier.wait(ch.bar_ds.index(slot), (use // 2) & 1)
     dq = gl.full([64, HALF], 0.0, gl.float32, accumulator_layout(HALF))
     for w in gl.static_range(2):
         ds = ch.ds.index(slot * 2 + w)
@@ -238,9 +203,12 @@ def start_queries(W: gl.constexpr, use, zero, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def leave_dq(W: gl.constexpr, dq, use, zero, ch):
-    """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time."""
+    """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time.
+
+    The slot was acquired before dV started: a wait between the start of a product with a register operand
+    and its end would make ptxas run all products one by one.
+    """
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
-    ch.dq.acquire(2 * use + W)
     ch.dq.tiles.index(W + zero).store(dq)
     fence_async_shared()  # the stores above are visible to the TMA addition
     ch.dq.publish(2 * use + W)
@@ -252,9 +220,33 @@ def stats_of(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
+def start_step(W: gl.constexpr, use, zero, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr):
+    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived."""
+    stats = stats_of(use, ch, cfg)
+    s = start_product(W, ch.k, ch.q, use, zero, cfg)
+    if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
+        dp = start_product(W, ch.v, ch.do, use, zero, cfg)
+    else:  # float32 weights: no need to widen P again, element by element
+        dp = start_product(W, ch.v, ch.do, use, zero, cfg)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
+        weight = p
+    return p, weight, dp
+
+
+@gluon.jit
+def leave_ds(W: gl.constexpr, weight, dp, use, ch, cfg: gl.constexpr):
+    """dS^T [64, BLOCK_M] of finished products, as register operand and in shared memory for dQ."""
+    ds = pinned(score_gradient(weight, dp, stats_of(use, ch, cfg), ch.ds.dtype, cfg))
+    ch.ds.index(use % 2 * 2 + W).store(ds)
+    return gl.convert_layout(ds, operand_layout(cfg.BLOCK_D))
+
+
+@gluon.jit
 def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
-    dtype: gl.constexpr = dk_desc.dtype
     turn = 0
     use = 0  # query tiles so far
     work = receive(ch.work, turn)
@@ -264,53 +256,35 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         own = query_tiles(key, 64, work, sizes, cfg)
         dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
         dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
-
-        zero = opaque_zero(turn)
         tile = tiles.begin
         head = work.head * sizes.group_size
         ch.k.wait(turn)
-        s = warpgroup_mma_wait(0, deps=(start_scores(W, use, zero, ch, cfg),))
-        p, weight = probabilities(s, stats_of(use, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg)
-        leave_p(W, p, zero, ch)
         ch.v.wait(turn)
-        dp, dv = start_values(W, dv, use, zero, ch, cfg)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
-        mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
-
-        for step in range(1, tiles.count() * sizes.group_size):
+        for step in range(tiles.count() * sizes.group_size):
             zero = opaque_zero(step)
-            s = start_scores(W, use + 1, zero, ch, cfg)
-            dk = start_keys(W, dk, use, ch, cfg)
-            s, dv = warpgroup_mma_wait(1, deps=(s, dv))  # dK still runs
-            ch.do.release(use)
-            head, tile = next_tile(head, tile, tiles)
-            p, weight = probabilities(
-                s, stats_of(use + 1, ch, cfg), tile, key, own, work, sizes, factors, dtype, cfg
-            )
-            leave_p(W, p, zero, ch)
+            ch.q.wait(use)
+            ch.do.wait(use)
+            p, weight, dp = start_step(W, use, zero, tile, key, own, work, ch, sizes, factors, cfg)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ds = leave_ds(W, weight, dp, use, ch, cfg)
+            p = as_operand(p.to(ch.ds.dtype), cfg)
+            ch.dq.acquire(2 * use + W)  # late, as the last dQ is still read; but not while dV or dK runs
+            dv = start_sum(p, ch.do, dv, use, cfg)
+            fence_async_shared()  # the stores of dS are visible to wgmma
+            meet()
             dq = start_queries(W, use, zero, ch, cfg)
-            dp, dv = start_values(W, dv, use + 1, zero, ch, cfg)
-            dk, dq = warpgroup_mma_wait(2, deps=(dk, dq))  # dP' and dV' still run
-            ch.q.release(use)
+            dk = start_sum(ds, ch.q, dk, use, cfg)
+            dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
+            ch.do.release(use)
             leave_dq(W, dq, use, zero, ch)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            ch.q.release(use)
+            head, tile = next_tile(head, tile, tiles)
             use += 1
-            dp = warpgroup_mma_wait(1, deps=(dp,))  # dV still runs
-            leave_ds(weight, dp, stats_of(use, ch, cfg), ch.ds.index(use % 2 * 2 + W), cfg)
-            mbarrier.arrive(ch.bar_ds.index(use % 2), count=1)
-
         zero = opaque_zero(use)
-        dk = start_keys(W, dk, use, ch, cfg)
-        dq = start_queries(W, use, zero, ch, cfg)
-        dv = warpgroup_mma_wait(2, deps=(dv,))  # dK and dQ still run
-        ch.do.release(use)
         ch.v.release(turn)
-        store_keys(W, dv, dv_desc, key, use, zero, work, ch, cfg)
-        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         ch.k.release(turn)
-        ch.q.release(use)
-        leave_dq(W, dq, use, zero, ch)
-        use += 1
+        store_keys(W, dv, dv_desc, key, use, zero, work, ch, cfg)
         store_keys(W, dk * factors.scale, dk_desc, key, use, zero, work, ch, cfg)
         turn += 1
         work = receive(ch.work, turn)

@@ -40,7 +40,7 @@ class BackwardConfig:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
         keys = 2 * self.BLOCK_N * self.BLOCK_D
         queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
-        scores = 3 * self.BLOCK_N * self.BLOCK_M  # P^T, and dS^T of two query tiles
+        scores = 2 * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles
         return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 

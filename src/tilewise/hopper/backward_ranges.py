@@ -80,17 +80,27 @@ def unhoisted(x):
 
 @gluon.jit
 def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
-    """Exponents x [keys, BLOCK_M queries], with -inf where a query does not see a key."""
-    keys = key + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    queries = unhoisted(gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))
-    position = queries + (tile * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q)
-    last = 0 * queries + (work.seqlen_k - 1)
+    """Exponents x [keys, BLOCK_M queries], with -inf where a query does not see a key.
+
+    A thread holds two of every eight columns. What it compares is computed for two columns, here, and the
+    number of the eight is a constant of each comparison: as positions of all columns they would be hoisted
+    out of the loop of tiles and take 32 registers of it.
+    """
+    y = x.reshape([x.shape[0], x.shape[1] // 8, 8])
+    layout: gl.constexpr = y.type.layout
+    keys = unhoisted(key + gl.arange(0, x.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    first = tile * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q  # position of the first query
+    columns = first + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    eights = 8 * gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    ahead = keys[:, None, None] - columns[None, None, :]  # of the query, but for its eight
+    least = 0 * ahead
     if cfg.HAS_RIGHT:
-        last = gl.minimum(position + sizes.window_right, last)
-    visible = keys[:, None] <= last[None, :]
+        least = ahead - sizes.window_right
+    visible = gl.where((keys < work.seqlen_k)[:, None, None], least, 1 << 30) <= eights
     if cfg.HAS_LEFT:
-        visible = visible & (keys[:, None] >= (position - sizes.window_left)[None, :])
-    return gl.where(visible, x, float("-inf"))
+        visible = visible & (ahead + sizes.window_left >= eights)
+    hidden = gl.where(visible, y, float("-inf")).reshape(x.shape)
+    return gl.convert_layout(hidden, x.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -37,13 +37,19 @@ def exponents(s, lse, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
-    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products s [64 keys, BLOCK_M]."""
+def weights(s, stats, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+    """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M]."""
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
     x, slope = exponents(s, lse[None, :], factors, cfg)
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
-    p = exp2(x)
+    return exp2(x), slope
+
+
+@gluon.jit
+def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
+    p, slope = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
     p_16bit = pinned(p.to(dtype))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:
@@ -52,7 +58,9 @@ def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.cons
 
 
 @gluon.jit
-def score_gradient(weight, dp, stats, cfg: gl.constexpr):
-    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]."""
+def score_gradient(weight, dp, stats, dtype: gl.constexpr, cfg: gl.constexpr):
+    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]; weights of 16 bits are widened here, not before."""
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
-    return (pinned(weight).to(gl.float32) * (dp - delta[None, :])).to(weight.dtype)
+    if weight.dtype != gl.float32:
+        weight = pinned(weight).to(gl.float32)
+    return (weight * (dp - delta[None, :])).to(dtype)

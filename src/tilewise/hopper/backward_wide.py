@@ -290,7 +290,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
     ch.q.wait(use)  # delta came with it
     weight = ch.weight.part(use, 0).load(accumulator_layout(cfg.BLOCK_M))
     ch.weight.release(use)
-    ds = score_gradient(weight, dp, stats_of(use, ch, cfg), cfg)
+    ds = score_gradient(weight, dp, stats_of(use, ch, cfg), weight.dtype, cfg)
     return pinned(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)))
 
 

@@ -73,6 +73,18 @@ def wait_for_writes():
 
 
 @gluon.jit
+def meet():
+    """Wait until two warpgroups are here: once for all that they have left for each other in shared memory.
+
+    One instruction. A wait on an mbarrier is a loop, and a loop between the start and the end of a product
+    with a register operand would make ptxas run all products one by one.
+    """
+    gl.inline_asm_elementwise(
+        "bar.sync 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
     gl.inline_asm_elementwise(
@@ -100,6 +112,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "meet",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",

@@ -4,7 +4,7 @@
     p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
     dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
     dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
-    dbias += ds, summed where bias is broadcast             see `backward_bias`
+    dbias = ds where nothing shares the bias, else          see `backward_bias`
 
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
 """
@@ -20,6 +20,7 @@ from tilewise.triton.primitives import (
     STAT_BLOCK,
     edge_tile,
     exponentials,
+    full_end,
     keep_tile,
     key_regions,
     load_scores,
@@ -32,6 +33,7 @@ from tilewise.triton.primitives import (
     scores_log2,
     sequence_rows,
     stat_start,
+    store_scores,
 )
 from tilewise.triton.tiles import (
     add_weighted_rows,
@@ -142,6 +144,7 @@ def attn_bwd_dkdv_kernel(
         place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
         lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
+        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
         for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
             dk_acc, dv_acc = dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
@@ -205,13 +208,13 @@ def dkdv_step(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
     lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of dq of one head."""
+    """BLOCK_M rows of dq of one head, and of dbias unless that is None: zeros where nothing is visible."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
@@ -236,14 +239,16 @@ def attn_bwd_dq_kernel(
     dq_acc = zero_tile(BLOCK_M, QK)
     i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
     for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
         dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, False,
         )  # fmt: skip
     for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
+        j0 = edge_tile(n, full_lo, full_hi)
         dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, edge_tile(n, full_lo, full_hi), k_start,
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
     dq_base = row_base(dq, place.b, place.h, q_start)
@@ -252,7 +257,7 @@ def attn_bwd_dq_kernel(
 
 @triton.jit
 def dq_step(
-    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, i0, j0, k_start,
+    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
     place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
@@ -272,6 +277,8 @@ def dq_step(
         keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         dp = tl.where(keep, dp * factors.keep, 0.0)
     ds = p * (dp - delta[:, None])
+    if dbias is not None:
+        store_scores(dbias, ds, i, j, place, IS_EDGE)
     if cfg.HAS_SOFTCAP:
         ds = ds * (1.0 - t * t)
     return add_weighted_rows(dq_acc, ds, k_tile, cfg)

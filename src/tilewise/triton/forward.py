@@ -20,6 +20,7 @@ from tilewise.triton.primitives import (
     LN2,
     LOG2E,
     edge_tile,
+    full_end,
     keep_tile,
     key_regions,
     load_scores,
@@ -76,6 +77,7 @@ def attn_fwd_kernel(
 
     i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
     for j0 in range(full_lo, full_hi, BLOCK_N):
         acc, m, l = forward_step(
             acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False

@@ -20,7 +20,7 @@ from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, ru
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 from tilewise.triton import launch_decode
-from tilewise.triton.arguments import STAT_ROWS, BiasSizes
+from tilewise.triton.arguments import STAT_ROWS, BiasSizes, ScoreTensor
 from tilewise.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
 from tilewise.tuning_table import KernelTile
 
@@ -139,9 +139,11 @@ def backward(
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
     given = (with_dense_rows(out), lse, with_dense_rows(dout), dlse)
-    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv)
+    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, _unshared_dbias(problem, inputs))
     run_steps(problem, _steps(problem, inputs, results, tiles))
-    dbias = _dbias(problem, inputs, results, tiles.get("dbias")) if problem.bias_needs_grad else None
+    dbias = results.dbias
+    if problem.bias_needs_grad and dbias is None:
+        dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"))
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
@@ -237,6 +239,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     section = problem.group_size * call.section(call.seqlen_k, 1)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
+        None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.lse_log2, r.delta),
         call.ragged(),
@@ -247,16 +250,29 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments)
 
 
-def _dbias(problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None) -> Tensor:
+def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
+    """Zeros for the kernel of dq to write to, where each entry of the bias serves one pair; else None."""
+    full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    if not problem.bias_needs_grad or problem.is_packed or problem.bias_shape != full:
+        return None
+    bias, sees = inputs.bias, problem.visibility()
+    assert bias is not None
+    is_visited = not problem.is_cached and (sees.left, sees.right) == (None, None)
+    return (torch.empty if is_visited else torch.zeros)(bias.shape, dtype=bias.dtype, device=bias.device)
+
+
+def _shared_dbias(
+    problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None
+) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
     bias = inputs.bias
     assert bias is not None
     tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
-    partial = torch.empty((parts, *bias.shape), dtype=dtype, device=bias.device)
+    partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
     run_steps(problem, [_step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)])
-    return (partial[0] if parts == 1 else partial.sum(0)).to(bias.dtype)
+    return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,10 +300,12 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
     call = Call(problem, tensors)
     r = call.results
     assert r.dbias is not None
-    programs = r.dbias.shape[0] * sizes.bias_batch * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
+    programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout)),
-        *(r.lse_log2, r.delta, r.dbias),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
+        *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
         *call.extras(),
         call.factors(),

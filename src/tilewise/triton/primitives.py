@@ -124,6 +124,17 @@ def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def full_end(full_lo, full_hi, is_whole, extras):
+    """Where full tiles end: at their start if some row or column of the program's own tile does not exist.
+
+    What is read of a mask or a bias in a full tile is not checked to lie inside of it.
+    """
+    if extras.mask is not None or extras.bias is not None:
+        full_hi = tl.where(is_whole, full_hi, full_lo)
+    return full_hi
+
+
+@triton.jit
 def edge_tile(n, full_lo, full_hi):
     """Where an edge tile starts: n counts rows from lo as if the full tiles were not there."""
     return tl.where(n < full_lo, n, n + (full_hi - full_lo))
@@ -210,6 +221,15 @@ def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
 
 
 @triton.jit
+def store_scores(x, tile, i, j, place, IS_EDGE: tl.constexpr):
+    """Write a tile of a score-shaped tensor where it exists."""
+    exists = None
+    if IS_EDGE:
+        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+    tl.store(score_ptrs(x, i, j, place), tile.to(x.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
@@ -230,15 +250,21 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
     if IS_EDGE:
-        visible = (j < place.seqlen_k) & (j >= 0)
-        if sizes.window_left is not None:
-            visible = visible & (j >= i + place.offset - sizes.window_left)
-        if sizes.window_right is not None:
-            visible = visible & (j <= i + place.offset + sizes.window_right)
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(visible_pairs(i, j, place, sizes), s, float("-inf"))
     if extras.mask is not None:
         s = tl.where(mask != 0, s, float("-inf"))
     return s, t
+
+
+@triton.jit
+def visible_pairs(i, j, place, sizes):
+    """Whether length and window let query i see key j."""
+    visible = (j < place.seqlen_k) & (j >= 0)
+    if sizes.window_left is not None:
+        visible = visible & (j >= i + place.offset - sizes.window_left)
+    if sizes.window_right is not None:
+        visible = visible & (j <= i + place.offset + sizes.window_right)
+    return visible
 
 
 @triton.jit

@@ -14,8 +14,9 @@ import pytest
 import random_cases
 import torch
 
+import tilewise
 from tilewise import reference
-from tilewise.cpu.llvm import backward, decode, forward, launch
+from tilewise.cpu.llvm import backward, configs, decode, forward, launch
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.dropout import keep_mask
@@ -92,7 +93,7 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
 @pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 8)])
 def test_amx_code_compiles(builder, vectors):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, has_amx=True)
+    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=1)
     ir_text, _ = builder.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
@@ -223,7 +224,7 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seqlen_q", [1, 70])
+@pytest.mark.parametrize("seqlen_q", [1, 70, 140])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen_q, dtype):
@@ -362,3 +363,29 @@ def test_threads_of_one_process_may_call_at_once():
     with ThreadPoolExecutor(6) as pool:
         found = pool.map(lambda i: launch.forward(describe(i, Options()), i)[0], problems)
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_calls_with_infinite_numbers_are_what_vectors_make_of_them(dtype, monkeypatch):
+    """With tile registers such a call is done again, in vectors; a finite one after it is not."""
+    finite = [torch.randn(1, 300, 2, 40).to(dtype) for _ in range(4)]
+    infinite = [t.clone() for t in finite]
+    infinite[2][0, 33, 1, 5] = float("inf")
+
+    def results(tensors):
+        q, k, v = (t.requires_grad_() for t in tensors[:3])
+        out = tilewise.attention(q, k, v, causal=True, backend="llvm")
+        with torch.no_grad():
+            alone = tilewise.attention(q, k, v, causal=True, backend="llvm")
+        return [out, alone, *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+    rounds = [results(tensors) for tensors in (finite, infinite, finite, infinite)]
+    for name in ("CUT_FORWARD", "CUT_BACKWARD"):
+        monkeypatch.setattr(configs, name, dict.fromkeys(configs.CUT, (1 << 20, 1 << 20)))
+    launch.local.plans.clear()
+    in_vectors = results(infinite)
+    launch.local.plans.clear()
+    assert not all(torch.isfinite(t).all() for t in in_vectors)
+    for a, b in ((rounds[0], rounds[2]), (rounds[1], in_vectors), (rounds[3], in_vectors)):
+        for x, y in zip(a, b):
+            assert torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan())

@@ -12,21 +12,46 @@ words move as float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.tiles import Scratch, pieces
-from tilewise.cpu.llvm.vector import F32, I8, I16, I32, I64, Operand, Scalar, Value, builder, emitter, minimum
+from tilewise.cpu.llvm.tiles import INF, Scratch, Shape, load_rows, pieces
+from tilewise.cpu.llvm.vector import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    any_lane,
+    as_int,
+    bitcast,
+    builder,
+    emitter,
+    maximum,
+    minimum,
+)
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
 LANES = 16
 C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
+# Which pieces of a and b are multiplied, so that each product loads one of them anew. What is left out, the
+# middle piece times the last, is 2^-25 of a product and of either sign.
+TERMS = {
+    1: ((0, 0),),
+    2: ((1, 0), (0, 0), (0, 1)),
+    3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
+}
 VOID = ir.VoidType()
 
 
@@ -53,11 +78,14 @@ def tile_registers(scratch: Scratch) -> Iterator[None]:
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
 
 
-def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: int, adds: bool) -> None:
+def tile_sums(
+    out: Rows, a: Sequence[Rows], b: Sequence[Rows], k: tuple[Scalar, Scalar], columns: int, adds: bool
+) -> None:
     """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :], 32 of them a step; 1 or 2 columns.
 
-    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs. 2 x 2 tiles of sums stay in
-    registers while four loads, from the first-level cache, feed four multiplications of 16 cycles each.
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs, both in as many pieces as their
+    numbers were cut into. 2 x 2 tiles of sums stay in registers while four loads, from the first-level cache,
+    feed four multiplications of 16 cycles each; with more pieces, 14 loads feed 24.
     """
     sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
     for register, r, c in sums:
@@ -66,13 +94,17 @@ def tile_sums(out: Rows, a: Rows, b: Rows, k: tuple[Scalar, Scalar], columns: in
         else:
             emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
     for step in _steps(*k):
-        for r in range(2):
-            _load(A + r, a, ROWS * r, step)
-            for c in range(columns):
-                if r == 0:
-                    _load(B + c, b, step // 2, LANES * c)
-                factors = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
-                emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+        held: tuple[Rows | None, Rows | None] = None, None
+        for left, right in ((a[i], b[j]) for i, j in TERMS[len(a)]):
+            for r in range(2):
+                if held[0] is not left:
+                    _load(A + r, left, ROWS * r, step)
+                for c in range(columns):
+                    if r == 0 and held[1] is not right:
+                        _load(B + c, right, step // 2, LANES * c)
+                    factors = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
+                    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+            held = left, right
     for register, r, c in sums:
         place = out[r, c].address, _stride(out)
         emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), *place)
@@ -124,6 +156,51 @@ def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
             dst[r // 2, c].store(Value(pair))
 
 
+def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
+    """float32 vectors as sums of `count` pieces that bfloat16 holds; the last is yet to be rounded to it.
+
+    8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
+    towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
+    either sign. An infinity leaves a NaN.
+    """
+    rest = list(numbers)
+    for n in range(count - 1):
+        bits = [bitcast(x, I32) + (0x8000 if n else 0) for x in rest]
+        piece = [bitcast(x & -0x10000, F32) for x in bits]
+        yield list(piece)
+        rest = [x - head for x, head in zip(rest, piece)]
+    yield rest
+
+
+class RowCutter:
+    """Rows of float32 and float16 in pieces, through 32 rows of scratch."""
+
+    def __init__(self, shape: Shape, scratch: Scratch, infinite: Ptr) -> None:
+        self.shape, self.infinite = shape, infinite
+        self.rows = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
+
+    def take(
+        self, parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`. An infinity is reported."""
+        shape, rows = self.shape, Rows(self.rows, parts[0].stride)
+        largest = Var(shape.constant(0.0))
+        for r0 in loop(0, count, TILE):
+            height = minimum(TILE, count - r0)
+            load_rows(shape, rows, lambda r, first=r0: source(first + r), n - r0, height, dim)  # type: ignore[misc]
+            for r in loop(0, height):
+                for c in range(0, rows.stride, 2 * LANES):
+                    both = [rows[r, c + i].load(LANES) for i in (0, LANES)]
+                    both = both if factor is None else [x * factor for x in both]
+                    for x in both:
+                        largest.set(maximum(absolute(x), largest))
+                    for part, piece in zip(parts, cut(both, len(parts))):
+                        part[r0 + r, c].store(rounded(*piece))
+        with when(any_lane(largest.equals(INF))):
+            self.infinite.store(as_int(1))
+
+
 def rounded(low: Operand, high: Operand) -> Value:
     """Two float32 vectors as 32 bfloat16 numbers, low's first, rounded to nearest even."""
     result = ir.VectorType(_BFloat(), 2 * LANES)
@@ -132,8 +209,10 @@ def rounded(low: Operand, high: Operand) -> Value:
     return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
 
 
-def paired(low: Operand, high: Operand) -> Value:
-    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high)."""
+def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
+    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
+    if is_exact:
+        return bitcast((bitcast(low, I32) >> 16) | bitcast(high, I32), F32)
     both = rounded(low, high)
     order = [x for lane in range(LANES) for x in (lane, lane + LANES)]
     mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * LANES), order))

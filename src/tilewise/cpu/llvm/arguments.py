@@ -28,6 +28,7 @@ INTEGERS = (
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
+INFINITE = SLOTS + 1  # not 0: a number could not be cut
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
 WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30
@@ -50,7 +51,13 @@ class Config:
     has_dropout: bool = False
     is_paged: bool = False
     rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
-    has_amx: bool = False  # products in tile registers, from bfloat16
+    pieces: int = (
+        0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    )
+
+    @property
+    def has_amx(self) -> bool:
+        return self.pieces > 0
 
 
 class Block:

@@ -21,6 +21,8 @@ which other threads already hold or have finished, so the wait ends. Scratch: on
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
@@ -57,15 +59,18 @@ from tilewise.cpu.llvm.vector import (
     select,
 )
 
+AMX_BLOCK_K = {1: (128, 256), 2: (128, 128), 3: (32, 64)}  # P and dS, in so many pieces, stay near
+
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target)
+    shape = Shape(config, target, AMX_BLOCK_K)
     with function("backward") as emitter:
         kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
         facts = {
             "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
             "key_block": kernel.key_block,
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": shape.pad * shape.block_q * shape.item,
@@ -76,21 +81,29 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
 def _kernel_class(config: Config) -> type[BackwardKernel]:
     if not config.has_amx:
         return BackwardKernel
-    from tilewise.cpu.llvm.backward_amx import AmxBackwardKernel  # which is made of this file's parts
+    from tilewise.cpu.llvm.backward_amx import (
+        AmxBackwardKernel,
+        CutBackwardKernel,
+    )  # made of this file's parts
 
-    return AmxBackwardKernel
+    return AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel
 
 
 class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
+    k: Any  # Rows; with tile registers, lists of their pieces
+    v: Any
+    q: Any
+    do: Any
+    q_t: Any
+    do_t: Any
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.key_group = shape.rows  # keys whose scores are computed together
-        row_bytes = 2 * (shape.pad + shape.pad_v) * shape.item
-        keys = shape.target.l2_bytes // 2 // row_bytes // BLOCK_K * BLOCK_K  # K, V, dK and dV: half of L2
+        keys = shape.target.l2_bytes // 2 // self.key_bytes() // BLOCK_K * BLOCK_K  # half of L2
         self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
@@ -99,6 +112,10 @@ class BackwardKernel:
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
+
+    def key_bytes(self) -> int:
+        """Of K, V, dK and dV, for each key of a block."""
+        return 2 * (self.shape.pad + self.shape.pad_v) * self.shape.item
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for the factors and for what comes of a block of keys and a tile of queries."""

@@ -13,12 +13,16 @@ bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tilewise.cpu.llvm.amx import (
+    LANES,
     ROWS,
     TILE,
+    RowCutter,
     copy_rows,
+    cut,
     pair_rows,
     paired,
     rounded,
@@ -26,11 +30,11 @@ from tilewise.cpu.llvm.amx import (
     tile_sums,
     words,
 )
-from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
+from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
-from tilewise.cpu.llvm.forward_amx import DEGREE, LOG2_E, finish_scores
-from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.forward_amx import DEGREES, LOG2_E, finish_scores
+from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
 from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
@@ -43,18 +47,22 @@ class AmxBackwardKernel(BackwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target)
-        self.k, self.v = (scratch.rows(self.key_block, width, "i16") for width in (shape.pad, shape.pad_v))
-        self.k_t = scratch.rows(shape.pad, self.key_block, "i16")
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, AMX_BLOCK_K)
+
+        def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
+            return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]
+
+        self.k, self.v = (pieces(self.key_block, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.k_t = pieces(shape.pad, self.key_block, "i16")
         self.k_pairs = scratch.rows(TILE // 2, shape.pad)
-        self.q, self.do = (scratch.rows(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
-        self.q_t, self.do_t = (scratch.rows(width // 2, block_q) for width in (shape.pad, shape.pad_v))
-        self.qs, self.dos = (scratch.rows(block_q // 2, width) for width in (shape.pad, shape.pad_v))
-        self.out = scratch.rows(ROWS, shape.pad_v)
+        self.q, self.do = (pieces(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.q_t, self.do_t = (pieces(width // 2, block_q) for width in (shape.pad, shape.pad_v))
+        self.qs, self.dos = (pieces(block_q // 2, width) for width in (shape.pad, shape.pad_v))
+        self.out, self.do_rows = (scratch.rows(ROWS, shape.pad_v) for _ in range(2))
         self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
         self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
-        self.p, self.ds = (scratch.rows(shape.block_k, block_q, "i16") for _ in range(2))
-        self.ds_pairs = scratch.rows(shape.block_k // 2, block_q)
+        self.p, self.ds = (pieces(shape.block_k, block_q, "i16") for _ in range(2))
+        self.ds_pairs = pieces(shape.block_k // 2, block_q)
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
         self.scores = Scores(part, scratch)
 
@@ -65,11 +73,12 @@ class AmxBackwardKernel(BackwardKernel):
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
         count = (n + (TILE - 1)) & -TILE
-        copy_rows(self.k, head.key_rows("k", j0), n, count, config.head_dim)
-        copy_rows(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
+        self.take_rows(self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        self.take_rows(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
         for j in loop(0, count, TILE):
-            pair_rows(self.k_pairs, self.k.at(j, 0), TILE)
-            transpose_rows(shape, words(self.k_t.at(0, j)), self.k_pairs, TILE // 2, shape.pad)
+            for k, k_t in zip(self.k, self.k_t):
+                pair_rows(self.k_pairs, k.at(j, 0), TILE)
+                transpose_rows(shape, words(k_t.at(0, j)), self.k_pairs, TILE // 2, shape.pad)
         for area in (self.dk, self.dv):
             fill_zero(shape, area, count)
 
@@ -77,21 +86,22 @@ class AmxBackwardKernel(BackwardKernel):
         shape, config, lanes = self.shape, self.config, self.shape.lanes
         n = head.seqlen_q - q0
         count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
-        for rows, name, dim, turned, pairs in (
+        for parts, name, dim, turned, pairs in (
             (self.q, "q", config.head_dim, self.q_t, self.qs),
             (self.do, "do", config.head_dim_v, self.do_t, self.dos),
         ):
-            copy_rows(rows, head.query_rows(name, q0), n, count, dim)
-            transpose_rows(shape, turned, words(rows), count, rows.stride // 2)
-            pair_rows(pairs, rows, count)
-        do_rows = Rows(self.do.ptr.as_kind("bf16"), self.do.stride)
+            self.take_rows(parts, head.query_rows(name, q0), n, count, dim)
+            for rows, rows_t, row_pairs in zip(parts, turned, pairs):
+                transpose_rows(shape, rows_t, words(rows), count, rows.stride // 2)
+                pair_rows(row_pairs, rows, count)
         for i in loop(0, count, ROWS):
-            load_rows(shape, self.out, head.query_rows("out", q0 + i), n - i, ROWS, config.head_dim_v)
+            for rows, name in ((self.out, "out"), (self.do_rows, "do")):
+                load_rows(shape, rows, head.query_rows(name, q0 + i), n - i, ROWS, config.head_dim_v)
             sums = [Var(shape.constant(0.0)) for _ in range(ROWS)]
             for c in loop(0, shape.pad_v, lanes):
                 for r, total in enumerate(sums):
-                    out, do = self.out.at(0, c)[r, 0], do_rows.at(i, c)[r, 0]
-                    total.set(fma(out.load(lanes), do.load(lanes), total))
+                    out, do = (rows.at(0, c)[r, 0].load(lanes) for rows in (self.out, self.do_rows))
+                    total.set(fma(out, do, total))
             self.delta[0, i].store(fold_sums(sums))
         return count
 
@@ -107,8 +117,7 @@ class AmxBackwardKernel(BackwardKernel):
             self.weigh(head, q0, j0, j, c, a, b)
             self.hide_rest(c, begin, a, b, end)
             for d in loop(0, shape.pad, TILE):
-                dq_t, k_t = self.dq_t.at(d, c), self.k_t.at(d, j)
-                tile_sums(dq_t, k_t, self.ds_pairs.at(0, c), (a, b), 2, True)
+                self.add_sums(self.dq_t.at(d, c), at(self.k_t, d, j), at(self.ds_pairs, 0, c), (a, b))
         with when(first < last):
             self.add_over_queries((first, last), j, begin, end)
 
@@ -120,8 +129,8 @@ class AmxBackwardKernel(BackwardKernel):
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            tile_sums(s_t, self.k.at(j + r, 0), self.q_t.at(0, c), (0, shape.pad), 2, False)
-            tile_sums(dp_t, self.v.at(j + r, 0), self.do_t.at(0, c), (0, shape.pad_v), 2, False)
+            tile_sums(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
+            tile_sums(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
             self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
@@ -130,34 +139,39 @@ class AmxBackwardKernel(BackwardKernel):
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
         scale = self.args.vector("q_factor", part)
-        factor = scale * LOG2_E
         lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
-        log2_lse = [x * -LOG2_E for x in lse]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, scale, self.cap_slope)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
-                p, ds = [], []
+                ds_pieces = []
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
                     if self.scores.has_options:
                         exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
                     else:
-                        exponents = [fma(x, factor, y) for x, y in zip(s, log2_lse)]
-                    p.append([exp2_avx512(x, DEGREE) for x in exponents])
+                        exponents = [self.exponent(x, scale, y) for x, y in zip(s, lse)]
+                    p = [exp2_avx512(x, DEGREES[self.config.kind]) for x in exponents]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
-                    ds.append([w * (x - y) for w, x, y in zip(p[-1], dp, delta)])
-                    self.keep_bias_gradient(r, k, ds[-1])
+                    ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
+                    self.keep_bias_gradient(r, k, ds)
                     if kept:
-                        p[-1] = [select(z, x, 0.0) for z, x in zip(kept[k], p[-1])]
-                    self.p.at(r, c)[k, 0].store(rounded(*p[-1]))
-                    self.ds.at(r, c)[k, 0].store(rounded(*ds[-1]))
-                for v, x in enumerate(columns):
-                    self.ds_pairs.at(r // 2, c)[i // 2, x].store(paired(ds[0][v], ds[1][v]))
+                        p = [select(z, x, 0.0) for z, x in zip(kept[k], p)]
+                    ds_pieces.append(list(cut(ds, len(self.ds))))
+                    for areas, parts in ((self.p, cut(p, len(self.p))), (self.ds, ds_pieces[-1])):
+                        for area, piece in zip(areas, parts):
+                            area.at(r, c)[k, 0].store(rounded(*piece))
+                for area, low, high in zip(self.ds_pairs, *ds_pieces):
+                    is_exact = area is not self.ds_pairs[-1]
+                    for v, x in enumerate(columns):
+                        area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
+
+    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
+        return fma(s, scale * LOG2_E, lse * -LOG2_E)
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds before the softcap's derivative, which ds gets here."""
@@ -174,7 +188,7 @@ class AmxBackwardKernel(BackwardKernel):
         all_end, seen_end = ((x + (TILE - 1)) & -TILE for x in (end, b))
         for start, stop in ((begin, minimum(a, all_end)), (maximum(begin, seen_end), all_end)):
             for r in loop(start, stop):
-                for rows in (self.p, self.ds):
+                for rows in (*self.p, *self.ds):
                     words(rows)[r, c // 2].store(zero)
 
     def add_over_queries(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
@@ -182,4 +196,47 @@ class AmxBackwardKernel(BackwardKernel):
         for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
             for r in loop(begin, end, TILE):
                 for c in loop(0, gradient.stride, TILE):
-                    tile_sums(gradient.at(j + r, c), weights.at(r, 0), pairs.at(0, c), queries, 2, True)
+                    self.add_sums(gradient.at(j + r, c), at(weights, r, 0), at(pairs, 0, c), queries)
+
+    def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
+        tile_sums(target, a, b, k, 2, True)
+
+    def take_rows(
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
+    ) -> None:
+        copy_rows(parts[0], source, n, count, dim)
+
+
+class CutBackwardKernel(AmxBackwardKernel):
+    """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`."""
+
+    def key_bytes(self) -> int:
+        shape = self.shape
+        stored = 2 * shape.config.pieces * (2 * shape.pad + shape.pad_v)  # K, V and K^T
+        return stored + shape.item * (shape.pad + shape.pad_v)
+
+    def reserve(self, scratch: Scratch) -> None:
+        super().reserve(scratch)
+        self.cutter = RowCutter(self.shape, scratch, self.args.infinite)
+        self.sums = scratch.rows(TILE, TILE)
+
+    def take_rows(
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
+    ) -> None:
+        self.cutter.take(parts, source, n, count, dim)
+
+    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
+        return fma(s, scale, lse * -1.0) * LOG2_E
+
+    def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
+        """Sums of a block start from 0: float32 rounds less in two levels of sums."""
+        tile_sums(self.sums, a, b, k, 2, False)
+        for r in loop(0, TILE):
+            for c in (0, LANES):
+                cell = target[r, c]
+                cell.store(cell.load(LANES) + self.sums[r, c].load(LANES))
+
+
+def at(parts: list[Rows], row: Scalar, column: Scalar) -> list[Rows]:
+    """All pieces of a matrix, seen from another corner."""
+    return [part.at(row, column) for part in parts]

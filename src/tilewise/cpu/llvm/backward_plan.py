@@ -40,14 +40,16 @@ class BackwardPlan(Plan):
     """
 
     def __init__(
-        self, problem: AttentionProblem, inputs: tuple[Any, ...], threads: int, layout: str = "bshd"
-    ) -> None:
+        self, problem: AttentionProblem, inputs: tuple[Any, ...], threads: int, layout: str = "bshd",
+        may_cut: bool = True,
+    ) -> None:  # fmt: skip
         """`layout`: of the tensors that `differentiate` is given, and of `inputs`, then the first three."""
         inputs = Inputs(*(t.transpose(1, 2) if layout == "bhsd" else t for t in inputs))
         super().__init__(problem, inputs)
         self.dbias_dtype = _dbias_dtype(problem, inputs)
         dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
-        self.kernel = load("backward", replace(backward_config(problem, inputs), dbias_kind=dbias_kind))
+        config = backward_config(problem, inputs, may_cut)
+        self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
         shared_batches, shared_heads = _sharing(problem)
         self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
         self.block.update(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tilewise.cpu.llvm.arguments import Config
@@ -11,7 +13,13 @@ from tilewise.problem import AttentionProblem, Inputs
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
-AMX_FORWARD, AMX_BACKWARD = (1, 2), (2, 4, 8)  # query vectors of a tile with tile registers
+# query vectors of a tile with tile registers, by pieces
+AMX_FORWARD = dict.fromkeys((1, 2, 3), (1, 2))
+AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
+CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
+# The fewest queries and keys that make up for cutting numbers.
+CUT_FORWARD = {torch.float32: (128, 1), torch.float16: (32, 1)}
+CUT_BACKWARD = {torch.float32: (64, 256), torch.float16: (32, 32)}
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -19,27 +27,42 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
     return _config(problem, inputs, 1)
 
 
-def tile_config(problem: AttentionProblem, inputs: Inputs, amx_vectors: tuple[int, ...]) -> Config:
+def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+    pieces = _pieces(problem, CUT_FORWARD) if may_cut or problem.dtype not in CUT else 0
+    return _tile_config(problem, inputs, AMX_FORWARD, pieces)
+
+
+def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
+    pieces = 0 if is_short or not (may_cut or problem.dtype not in CUT) else _pieces(problem, CUT_BACKWARD)
+    return _tile_config(problem, inputs, AMX_BACKWARD, pieces)
+
+
+def _pieces(problem: AttentionProblem, fewest: Mapping[torch.dtype, tuple[int, int]]) -> int:
+    """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
+    if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
+        queries, keys = fewest[problem.dtype]
+        return CUT[problem.dtype] if problem.seqlen_q >= queries and problem.seqlen_k >= keys else 0
+    return int(has_amx(problem))
+
+
+def _tile_config(
+    problem: AttentionProblem, inputs: Inputs, amx_vectors: Mapping[int, tuple[int, ...]], pieces: int
+) -> Config:
     """Of a kernel whose tiles of queries are as wide as suits their number."""
-    if not has_amx(problem):
+    if not pieces:
         return _config(problem, inputs, _vectors(problem))
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in amx_vectors if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, amx_vectors[-1]), has_amx=True)
-
-
-def backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    if max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT:
-        return _config(problem, inputs, _vectors(problem))
-    return tile_config(problem, inputs, AMX_BACKWARD)
+    wide_enough = (v for v in amx_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, amx_vectors[pieces][-1]), pieces)
 
 
 def has_amx(problem: AttentionProblem) -> bool:
-    """Whether products run in tile registers. There the scale is applied after the maximum is taken."""
+    """Whether numbers are multiplied in tile registers as they are, and scaled after the maximum is taken."""
     return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
 
 
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bool = False) -> Config:
+def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int = 0) -> Config:
     return Config(
         kind=KINDS[problem.dtype],
         head_dim=problem.head_dim,
@@ -52,7 +75,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, has_amx: bo
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         has_dropout=problem.dropout_p > 0,
         is_paged=problem.is_paged,
-        has_amx=has_amx,
+        pieces=pieces,
     )
 
 

@@ -19,6 +19,7 @@ in its item nor on which thread computes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
@@ -45,15 +46,19 @@ from tilewise.cpu.llvm.tiles import (
 )
 from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
 
+# With tile registers. Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
+AMX_BLOCK_K = {1: (128, 256), 2: (64, 128), 3: (64, 256)}
+
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target)
+    shape = Shape(config, target, AMX_BLOCK_K)
     with function("forward") as emitter:
         kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
         facts = {
             "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
             "scratch_bytes": kernel.scratch.bytes,
             "tile_bytes": kernel.tile_bytes,
             "most_tiles": kernel.most_tiles,
@@ -64,9 +69,9 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
 def _kernel_class(config: Config) -> type[ForwardKernel]:
     if not config.has_amx:
         return ForwardKernel
-    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel  # which is made of this file's parts
+    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel, CutForwardKernel  # made of this file's parts
 
-    return AmxForwardKernel
+    return AmxForwardKernel if config.pieces == 1 else CutForwardKernel
 
 
 class Tile:
@@ -76,7 +81,7 @@ class Tile:
         self.q0 = q0  # its first query
         self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
         self.scratch = Scratch(shape, base)
-        height = shape.pad // 2 if shape.config.has_amx else shape.pad
+        height = shape.config.pieces * shape.pad // 2 if shape.config.has_amx else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
@@ -87,6 +92,9 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     most_tiles = 16  # tiles that share one converted K/V block
+    k: Any  # Rows; with tile registers, lists of their pieces
+    v: Any
+    p_t: Any
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args

@@ -15,18 +15,39 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from tilewise.cpu.llvm.amx import TILE, copy_rows, pair_rows, paired, tile_registers, tile_sums, words
+from tilewise.cpu.llvm.amx import (
+    TILE,
+    RowCutter,
+    copy_rows,
+    cut,
+    pair_rows,
+    paired,
+    tile_registers,
+    tile_sums,
+    words,
+)
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
-from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import TileScores
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
-from tilewise.cpu.llvm.vector import Operand, Value, Var, absolute, any_lane, fma, maximum, minimum, select
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    any_lane,
+    fma,
+    maximum,
+    minimum,
+    select,
+)
 
 LOG2_E = 1 / math.log(2)
-DEGREE = 4
+DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
@@ -34,20 +55,23 @@ class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
     most_tiles = 32  # turning V around costs as much as 60 queries
+    q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape = self.shape
         self.key_group = TILE
         key_bytes = shape.target.l2_bytes // 4  # K and V of a block that all tiles of an item go through
-        blocks = max(1, key_bytes // (2 * shape.block_k * (shape.pad + shape.pad_v)))
+        each = range(shape.config.pieces)
+        blocks = max(1, key_bytes // (2 * len(each) * shape.block_k * (shape.pad + shape.pad_v)))
         self.load_k = blocks * shape.block_k
-        self.all_k = scratch.rows(self.load_k, shape.pad, "i16")
-        self.all_v_t = scratch.rows(blocks * shape.pad_v, shape.block_k, "i16")
-        self.v = scratch.rows(TILE, shape.pad_v, "i16")
+        self.all_k = [scratch.rows(self.load_k, shape.pad, "i16") for _ in each]
+        self.all_v_t = [scratch.rows(blocks * shape.pad_v, shape.block_k, "i16") for _ in each]
+        self.v = [scratch.rows(TILE, shape.pad_v, "i16") for _ in each]
         self.v_pairs = scratch.rows(TILE // 2, shape.pad_v)
         self.s_t = scratch.rows(shape.block_k, shape.block_q)
-        self.p_t = self.s_t
-        self.q = scratch.rows(shape.block_q, shape.pad, "i16")
+        self.p_t = [self.s_t, *(scratch.rows(shape.block_k // 2, shape.block_q) for _ in each[1:])]
+        self.q = [scratch.rows(shape.block_q, shape.pad, "i16") for _ in each]
+        self.scale = self.args.vector("q_factor", shape)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -56,26 +80,41 @@ class AmxForwardKernel(ForwardKernel):
     def load_queries(self, head: Head, tile: Tile) -> None:
         shape = self.shape
         n, dim = head.seqlen_q - tile.q0, shape.config.head_dim
-        copy_rows(self.q, head.query_rows("q", tile.q0), n, shape.block_q, dim)
-        transpose_rows(shape, tile.q_t, words(self.q), shape.block_q, shape.pad // 2)
+        self.take_rows(self.q, head.query_rows("q", tile.q0), n, shape.block_q, dim, self.q_factor)
+        for q_t, q in zip(self.query_pieces(tile), self.q):
+            transpose_rows(shape, q_t, words(q), shape.block_q, shape.pad // 2)
+
+    def query_pieces(self, tile: Tile) -> list[Rows]:
+        shape = self.shape
+        return [tile.q_t.at(n * shape.pad // 2, 0) for n in range(shape.config.pieces)]
+
+    def take_rows(
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        """Rows of q, k or v as they are stored."""
+        copy_rows(parts[0], source, n, count, dim)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
         count = (n + (TILE - 1)) & -TILE
-        copy_rows(self.all_k, head.key_rows("k", j0), n, count, config.head_dim)
         for j in loop(0, count, TILE):
-            copy_rows(self.v, head.key_rows("v", j0 + j), n - j, TILE, config.head_dim_v)
-            pair_rows(self.v_pairs, self.v, TILE)
+            k = [part.at(j, 0) for part in self.all_k]
+            self.take_rows(k, head.key_rows("k", j0 + j), n - j, TILE, config.head_dim)
+            self.take_rows(self.v, head.key_rows("v", j0 + j), n - j, TILE, config.head_dim_v)
             block, column = j // shape.block_k * shape.pad_v, j % shape.block_k
-            transpose_rows(shape, words(self.all_v_t.at(block, column)), self.v_pairs, TILE // 2, shape.pad_v)
+            for all_v_t, v in zip(self.all_v_t, self.v):
+                pair_rows(self.v_pairs, v, TILE)
+                v_t = words(all_v_t.at(block, column))
+                transpose_rows(shape, v_t, self.v_pairs, TILE // 2, shape.pad_v)
 
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -shape.block_k, minimum(k1 - j0, self.load_k)
         for j in loop(first, last, shape.block_k):
-            self.k = self.all_k.at(j, 0)
-            self.v_t = self.all_v_t.at(j // shape.block_k * shape.pad_v, 0)
+            self.k = [part.at(j, 0) for part in self.all_k]
+            self.v_t = [part.at(j // shape.block_k * shape.pad_v, 0) for part in self.all_v_t]
             super().attend(head, tile, j0 + j)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
@@ -84,9 +123,10 @@ class AmxForwardKernel(ForwardKernel):
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
-        scale = self.args.vector("q_factor", shape)
+        scale, q_t = self.scale, self.query_pieces(tile)
         for j in loop(first, n, TILE):
-            tile_sums(self.s_t.at(j, 0), self.k.at(j, 0), tile.q_t, (0, shape.pad), shape.vectors, False)
+            k = [part.at(j, 0) for part in self.k]
+            tile_sums(self.s_t.at(j, 0), k, q_t, (0, shape.pad), shape.vectors, False)
             for r in loop(j, j + TILE, shape.rows):
                 finish_scores(shape, scores, self.s_t.at(r, 0), r, scale)
                 for i in range(shape.rows):
@@ -103,7 +143,7 @@ class AmxForwardKernel(ForwardKernel):
         if self.scores.has_options:
             self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, dropout, first, n)
             return l
-        scale = self.args.vector("q_factor", shape)
+        scale = self.scale
         factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
         with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
             with far:
@@ -111,6 +151,9 @@ class AmxForwardKernel(ForwardKernel):
             with near:
                 self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, dropout, first, n)
         return l
+
+    def power(self, x: Operand) -> Value:
+        return exp2_avx512(x, DEGREES[self.shape.config.kind])
 
     def sum_weights(
         self,
@@ -127,11 +170,13 @@ class AmxForwardKernel(ForwardKernel):
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (exp2_avx512(exponent(x, v), DEGREE) for x in s)
+                    low, high = (self.power(exponent(x, v)) for x in s)
                     l[v].set(l[v] + (low + high))
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
-                    self.p_t.at(j // 2, 0)[i // 2, c].store(paired(low, high))
+                    for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
+                        pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
+                        p_t.at(j // 2, 0)[i // 2, c].store(pairs)
 
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -141,7 +186,50 @@ class AmxForwardKernel(ForwardKernel):
                     acc = tile.acc_t[d, c]
                     acc.store(acc.load(shape.lanes) * correction[v])
         for d in loop(0, shape.pad_v, TILE):
-            tile_sums(tile.acc_t.at(d, 0), self.v_t.at(d, 0), self.p_t, (first, n), shape.vectors, True)
+            v_t = [part.at(d, 0) for part in self.v_t]
+            tile_sums(tile.acc_t.at(d, 0), v_t, self.p_t, (first, n), shape.vectors, True)
+
+
+class CutForwardKernel(AmxForwardKernel):
+    """float32 and float16, whose numbers are cut into three and two of bfloat16.
+
+    Products are as exact as in float32, of which rounding them takes none: q is scaled before it is cut, and
+    the weights are exponentials of differences. Six (three) products at the tile registers' speed take half
+    as long as one in vectors.
+    """
+
+    def reserve(self, scratch: Scratch) -> None:
+        super().reserve(scratch)
+        shape = self.shape
+        self.cutter = RowCutter(shape, scratch, self.args.infinite)
+        self.pv = scratch.rows(TILE, shape.block_q)
+        self.q_factor, self.scale = self.scale, shape.constant(1.0)
+
+    def take_rows(
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        self.cutter.take(parts, source, n, count, dim, factor)
+
+    def power(self, x: Operand) -> Value:
+        return super().power(x * LOG2_E)
+
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
+        l = [Var(self.shape.constant(0.0)) for _ in m]
+        self.sum_weights(lambda s, v: s - m[v], l, dropout, first, n)
+        return l
+
+    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
+        shape = self.shape
+        for d in loop(0, shape.pad_v, TILE):
+            tile_sums(
+                self.pv, [part.at(d, 0) for part in self.v_t], self.p_t, (first, n), shape.vectors, False
+            )
+            for r in loop(0, TILE):
+                for v, c in enumerate(shape.columns()):
+                    acc = tile.acc_t.at(d, 0)[r, c]
+                    acc.store(fma(acc.load(shape.lanes), correction[v], self.pv[r, c].load(shape.lanes)))
 
 
 def finish_scores(

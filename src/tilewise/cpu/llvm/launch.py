@@ -17,6 +17,7 @@ from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_de
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
+UNCUT = False  # `may_cut` of plans for calls in which a number is infinite
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
@@ -39,11 +40,17 @@ def supports(problem: AttentionProblem) -> str | None:
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse (batch, heads, seqlen_q), or packed (heads, total_q)."""
     inputs = _with_dense_rows(inputs)
-    return _plan(_forward_plan, problem, inputs)(inputs)
+    plan = _plan(_forward_plan, problem, inputs)
+    results = plan(inputs)
+    return _plan(_forward_plan, problem, inputs, UNCUT)(inputs) if plan.met_infinity else results
 
 
-def _forward_plan(problem: AttentionProblem, inputs: Inputs, threads: int) -> ForwardPlan | DecodePlan:
-    return (DecodePlan if _is_decoding(problem) else ForwardPlan)(problem, inputs, threads)
+def _forward_plan(
+    problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True
+) -> ForwardPlan | DecodePlan:
+    if _is_decoding(problem):
+        return DecodePlan(problem, inputs, threads)
+    return ForwardPlan(problem, inputs, threads, may_cut)
 
 
 def _is_decoding(problem: AttentionProblem) -> bool:
@@ -71,7 +78,16 @@ def repeatable(
         return None
     new_out = _allocator(plan.out_shape, problem.dtype, layout)
     new_lse = _allocator(plan.lse_shape, problem.compute_dtype)
-    attend = plan.attend
+    like = Inputs(
+        *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs[:3])
+    )
+
+    def attend_cut(*tensors: Any) -> None:
+        plan.attend(*tensors)
+        if plan.met_infinity:
+            _plan(_forward_plan, problem, like, UNCUT).attend(*tensors)
+
+    attend = attend_cut if plan.cuts else plan.attend
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = new_out()
@@ -105,7 +121,11 @@ def backward(
 ) -> Gradients:
     """Gradients by recomputation from lse, each with the dtype of its input. Deterministic."""
     inputs = _with_dense_rows(inputs)
-    return _plan(BackwardPlan, problem, inputs)(inputs, out, lse, dout, dlse)
+    plan = _plan(BackwardPlan, problem, inputs)
+    gradients = plan(inputs, out, lse, dout, dlse)
+    if plan.met_infinity:
+        return _plan(BackwardPlan, problem, inputs, "bshd", UNCUT)(inputs, out, lse, dout, dlse)
+    return gradients
 
 
 def repeatable_backward(
@@ -124,6 +144,9 @@ def repeatable_backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         plan = _plan(BackwardPlan, problem, (query, key, value), layout)
         plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
+        if plan.met_infinity:
+            plan = _plan(BackwardPlan, problem, (query, key, value), layout, UNCUT)
+            plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
         return dq, dk, dv
 
     return run
@@ -137,7 +160,7 @@ def _with_dense_rows(inputs: Inputs) -> Inputs:
     return inputs._replace(query=rows_dense(q), key=rows_dense(k), value=rows_dense(v))
 
 
-def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: tuple[Any, ...], *choices: str) -> Any:
+def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: tuple[Any, ...], *choices: Any) -> Any:
     threads = torch.get_num_threads()
     q, k, v = inputs[:3]
     # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import CHANGING, UNBOUNDED, Block
+from tilewise.cpu.llvm.arguments import CHANGING, INFINITE, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import AMX_FORWARD, decode_config, tile_config
+from tilewise.cpu.llvm.configs import decode_config, forward_config
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
@@ -124,6 +124,15 @@ class Plan:
             self.block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
         return kept
 
+    @property
+    def met_infinity(self) -> bool:
+        """Whether the last call found an infinity, which its kernel cannot cut: what it wrote is void."""
+        return self.cuts and self.block.words[INFINITE] != 0
+
+    @property
+    def cuts(self) -> bool:
+        return bool(self.kernel.facts.get("cuts"))
+
     def run(self) -> None:
         if self.threads == 1:
             self.kernel.call(self.block.address)
@@ -184,9 +193,9 @@ class OutputPlan(Plan):
 class ForwardPlan(OutputPlan):
     """A forward of one problem, with one set of strides and one number of threads."""
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
-        self.kernel = load("forward", tile_config(problem, inputs, AMX_FORWARD))
+        self.kernel = load("forward", forward_config(problem, inputs, may_cut))
         self.wanted_threads, self.seqlen_q = threads, -1
         self.cut(problem.seqlen_q)
 
@@ -249,7 +258,7 @@ def rows_dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-# The counters' cache lines and, right behind them, what changes from call to call.
+# The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
 _put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 

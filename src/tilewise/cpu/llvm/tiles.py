@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, POINTERS, SLOTS, WORD, Config
+from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, INFINITE, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
@@ -33,7 +33,6 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-AMX_BLOCK_K = (128, 256)  # of head sizes below 128, and above: acc, larger there, comes and goes less often
 INF = math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
@@ -41,7 +40,10 @@ Grid = list[list[Var]]  # accumulators [rows][vectors]
 class Shape:
     """The sizes of one kernel, all known while it is built."""
 
-    def __init__(self, config: Config, target: Target) -> None:
+    def __init__(
+        self, config: Config, target: Target, amx_block_k: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
+        """`amx_block_k`: by pieces, keys of a block with head sizes below 128, and above."""
         self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
@@ -51,7 +53,9 @@ class Shape:
         self.block_q = self.lanes * config.vectors  # queries of a tile
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
-        self.block_k = AMX_BLOCK_K[self.pad_v >= 128] if config.has_amx else BLOCK_K
+        self.block_k = (
+            amx_block_k[config.pieces][self.pad_v >= 128] if amx_block_k and config.has_amx else BLOCK_K
+        )
         self.exp_degree = {"f64": 13, "f32": 6}.get(config.kind, 5)
 
     def constant(self, x: float) -> Value:
@@ -102,6 +106,10 @@ class Arguments:
     @property
     def counter(self) -> Ptr:
         return self.block[COUNTER]
+
+    @property
+    def infinite(self) -> Ptr:
+        return self.block[INFINITE]
 
     def thread_scratch(self) -> Ptr:
         """This thread's own part of the scratch memory."""

@@ -1,0 +1,84 @@
+"""One small call of each GPU kernel, for NVIDIA's compute-sanitizer.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that a tensor ends where its memory does
+    compute-sanitizer --tool memcheck python tests/sanitized_kernels.py triton
+
+Tools: memcheck, racecheck. Names of cases after the backend run those alone. A first run without the tool
+compiles.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.rotary import rotary_tables
+
+
+def draw(*shape: int) -> Tensor:
+    """Drawn on the CPU: only our own kernels and copies run under the tool."""
+    return torch.randn(*shape).bfloat16().cuda()
+
+
+def dense(dim: int, backend: str, seqlen_q: int = 133, seqlen_k: int = 150, **options: Any) -> None:
+    """Forward and backward of two query heads on one key head; lengths are no multiples of a tile."""
+    shapes = ((seqlen_q, 2), (seqlen_k, 1), (seqlen_k, 1))
+    leaves = [draw(1, length, heads, dim).requires_grad_() for length, heads in shapes]
+    if "bias" in options:
+        leaves.append(options["bias"].requires_grad_())
+    out = tilewise.attention(*leaves[:3], backend=backend, **options)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def packed(dim: int, backend: str) -> None:
+    starts = torch.tensor([0, 70, 70, 200], dtype=torch.int32).cuda()
+    leaves = [draw(200, 2, dim).requires_grad_() for _ in range(3)]
+    offsets = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    out = tilewise.attention_varlen(*leaves, **offsets, causal=True, backend=backend)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def cached(dim: int, backend: str) -> None:
+    """New tokens turned and appended in one launch, then decoding."""
+    cache = tilewise.KVCache(2, 512, 2, dim, dtype=torch.bfloat16, device="cuda")
+    cache.append(draw(2, 300, 2, dim), draw(2, 300, 2, dim))
+    cos, sin = rotary_tables(torch.arange(512), dim)
+    query, key, value = (draw(2, 1, heads, dim) for heads in (4, 2, 2))
+    turned = {"rotary_cos": cos.cuda(), "rotary_sin": sin.cuda()}
+    tilewise.attention_with_cache(query, cache, key, value, **turned, backend=backend)
+
+
+def run(name: str, backend: str) -> None:
+    if name in ("packed", "cached"):
+        globals()[name](128 if backend == "hopper" else 64, backend)
+    elif name == "bias":
+        dense(64, backend, bias=draw(1, 1, 133, 150))
+    elif name == "options":
+        mask = (torch.rand(1, 2, 133, 150) > 0.3).cuda()
+        options = {"bias": draw(1, 2, 133, 150), "sinks": torch.randn(2).cuda(), "mask": mask}
+        dense(64, backend, dropout_p=0.1, **options)
+    else:
+        dim, _, kind = name.partition("_")
+        dense(int(dim[1:]), backend, causal=kind == "causal")
+
+
+CASES = {
+    "triton": ("d64_causal", "d128_full", "d256_causal", "bias", "options", "packed", "cached"),
+    "hopper": ("d64_causal", "d128_full", "d128_causal", "d256_causal", "packed", "cached"),
+}
+
+
+def main() -> None:
+    backend = sys.argv[1]
+    for name in sys.argv[2:] or CASES[backend]:
+        run(name, backend)
+        torch.cuda.synchronize()
+        print(f"ran {backend} {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
