@@ -32,7 +32,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "steep": (500, 700, 2, 2, 64, 64, {"scale": 8.0}),  # sums grow too large: all is done again, exactly
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
     # sums that are too large for float16, and then scaled down under a masked edge
-    "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": True}),
+    "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
+    # sums that are small enough, but not for values that large
+    "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 1.0, "largest_value": 2.0**110}),
     "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
@@ -64,16 +66,18 @@ def check(name: str) -> float:
     is_packed = isinstance(lengths_q, list)
     lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
     options = dict(options)
-    is_ramp = options.pop("ramp", False)
-    dtype = torch.float16 if is_ramp else torch.bfloat16
+    ramp, largest_value = options.pop("ramp", 0.0), options.pop("largest_value", 0.0)
+    dtype = torch.float16 if ramp and not largest_value else torch.bfloat16
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(*lead, h, d).to(dtype)
         for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v))
     )
-    if is_ramp:  # scores grow by 24 from tile to tile, in the order of visits
-        q[..., 0], k[..., 0] = 8, 3.0 * (torch.arange(lengths_k - 1, -1, -1) // 64)[:, None]
+    if ramp:  # scores grow by 8 * ramp from 64 keys to the next, in the order of visits
+        q[..., 0], k[..., 0] = 8, ramp * (torch.arange(lengths_k - 1, -1, -1) // 64)[:, None]
         q[..., 1:] *= 0.1
+    if largest_value:
+        v *= largest_value / v.abs().max()
     extras: dict[str, torch.Tensor] = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):

@@ -18,6 +18,7 @@ class ForwardConfig:
     Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    BLOCKS_PER_SM: int  # thread blocks that share an SM, and its registers
     PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
     PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
@@ -56,7 +57,7 @@ class ForwardConfig:
 
         The producer's one warp counts as a warpgroup.
         """
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+        return 65536 // (128 * (self.WARPGROUPS + 1) * self.BLOCKS_PER_SM) // 8 * 8
 
 
 class Packing(NamedTuple):

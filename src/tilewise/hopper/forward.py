@@ -25,11 +25,12 @@ from tilewise.hopper.compat import (
     gluon,
     store_tile,
     wait_for_stores,
+    wait_for_writes,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
-from tilewise.hopper.ranges import hide, key_tiles
+from tilewise.hopper.ranges import hide_left, hide_right, key_tiles
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
     Factors,
@@ -70,7 +71,7 @@ class Rings:
     k: Ring
     v: Ring
     work: Ring
-    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 1] int32, handed back: slots of work that failed
+    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 128] int32, handed back: whose rows failed
     smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
     @gluon.constexpr_function
@@ -147,13 +148,13 @@ def choose(older, newer, index, num_work, rings, turn, cfg: gl.constexpr):
 def has_failed(index, rings, turn, cfg: gl.constexpr):
     """1 if a work that the slot of `turn` last held has failed for some warpgroup, else 0."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     result = 0 * index
     if index >= 0:
         rings.work.acquire(turn)
         for w in gl.static_range(WARPGROUPS):
-            outcome = rings.failures.index(turn % 2 * WARPGROUPS + w).load(layout)
-            result = gl.maximum(result, gl.sum(outcome, 0))
+            flags = rings.failures.index(turn % 2 * WARPGROUPS + w).load(layout)
+            result = gl.maximum(result, gl.max(flags, 0))
     return result
 
 
@@ -190,19 +191,21 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
 
     out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
     seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
-    overflows, hence while l <= LARGEST_SUM (and |V| < 2^88 in bfloat16, or O may). Otherwise the tile of
-    queries has failed, and is done again with is_exact, where m is the running maximum.
+    overflows, hence while l <= LARGEST_SUM and O is finite. Otherwise the tile of queries has failed, and is
+    done again with is_exact, where m is the running maximum.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    is_steady = (j >= tiles.plain_begin) & (j < tiles.steady_end) & (is_exact == 0)
+    if j >= tiles.plain_end:  # only edge tiles are masked
+        s = hide_right(s, j, row, work, sizes, cfg)
+    if cfg.HAS_LEFT and j < tiles.plain_begin:
+        s = hide_left(s, j, row, work, sizes, cfg)
+    is_steady = (j < tiles.steady_end) & (is_exact == 0)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
         l = l + partial_sums(p)
     else:
-        if (j < tiles.plain_begin) | (j >= tiles.plain_end):  # only edge tiles are masked
-            s = hide(s, j, row, work, sizes, cfg)
         is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
         l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
@@ -284,21 +287,29 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
-        has_failed = (is_exact == 0) & (gl.max(gl.where(l <= cfg.LARGEST_SUM, 0, 1).reshape([256]), 0) > 0)
-        if not has_failed:
-            smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-            store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        flags = failures(l, acc, is_exact, dtype, cfg)
+        rings.failures.index(turn % 2 * WARPGROUPS + W).store(flags)
+        if is_exact != 0:
+            wait_for_writes()  # of the attempt that failed: this one's must come after
+        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
-        outcome = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + gl.where(
-            has_failed, 1, 0
-        )
-        rings.failures.index(turn % 2 * WARPGROUPS + W).store(outcome)
         rings.work.release(turn)
         turn += 1
         work, is_exact = peek(rings.work, turn)
     wait_for_stores(0)
+
+
+@gluon.jit
+def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
+    """[128] flags, one a thread: 1 if sums of its two rows are too large for `weigh`, or O overflowed."""
+    sums = l
+    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
+        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
+    failed = gl.where((sums <= cfg.LARGEST_SUM) | (is_exact != 0), 0, 1)  # [64, 4]
+    return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
 
 
 @gluon.jit
@@ -348,7 +359,7 @@ def attn_fwd_kernel(
     k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
-    failures = gl.allocate_shared_memory(gl.int32, [2 * N, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
     if N == 2:
         gl.warp_specialize(

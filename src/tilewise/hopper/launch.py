@@ -27,8 +27,6 @@ LOG2_E = math.log2(math.e)
 # Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
 SECTION_BYTES = 16 << 20
 
-NARROW_WINDOW = 256  # keys: key tiles of 64 serve it faster than those of 128, half of which it hides
-
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
@@ -159,7 +157,8 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
     num_slots = problem.num_heads // cfg.PACK * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_q // positions)
     bound = query.shape[0] // positions + problem.batch if problem.is_packed else num_tiles
-    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    read_together = min(problem.seqlen_k, _window(problem) + positions)  # keys of a tile of queries
+    key_bytes = 2 * read_together * (problem.head_dim + problem.head_dim_v)
     slots_a_key = max(1, problem.group_size // cfg.PACK)
     sizes = Sizes(
         batch=problem.batch,
@@ -183,7 +182,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         *factors(problem),
         cfg,
     )
-    programs = min(num_sms(query.device.index), bound * num_slots)
+    programs = min(num_sms(query.device.index) * cfg.BLOCKS_PER_SM, bound * num_slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -205,39 +204,57 @@ def _section(num_keys: int, fitting: int) -> int:
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
     visibility = problem.visibility()
-    left, right = visibility.left, visibility.right
-    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
-    parts = -(-problem.head_dim // width)
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    is_short = problem.seqlen_k <= (1024 if right is None else 2048)
-    if problem.head_dim <= 64:  # 3 x 8 KB of Q twice, 2 x 32 KB of K and V: 112 KB of 227 KB
-        tile = (128, 2, 4, 240) if is_short and not is_narrow else (128, 3, 6, 160)
-    elif (
-        block_dv <= 128
-    ):  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
-        tile = (128, 2, 4 if problem.head_dim <= 128 else 2, 240)
-    else:  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
-        tile = (64, 2, 2, 240)
-    halves = 2 if is_narrow and tile[0] == 128 else 1  # tiles of 64 keys hold fewer that a window hides
+    block_n, warpgroups, stages, q_slots, registers, blocks = _tile(problem, block_dv)
     return ForwardConfig(
-        BLOCK_N=tile[0] // halves,
-        WARPGROUPS=tile[1],
-        STAGES=2 * halves,
-        Q_SLOTS=tile[2],
-        CONSUMER_REGISTERS=tile[3],
+        BLOCK_N=block_n,
+        WARPGROUPS=warpgroups,
+        STAGES=stages,
+        Q_SLOTS=q_slots,
+        CONSUMER_REGISTERS=registers,
         PRODUCER_REGISTERS=24,
-        PARTS=parts,
+        BLOCKS_PER_SM=blocks,
+        PARTS=-(-problem.head_dim // width),
         PART_WIDTH=width,
         BLOCK_DV=block_dv,
         LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
     )
+
+
+def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int, int, int]:
+    """(BLOCK_N, WARPGROUPS, STAGES, Q_SLOTS, CONSUMER_REGISTERS, BLOCKS_PER_SM); shared memory is 227 KB.
+
+    Tiles of 64 keys hold fewer that an edge hides, and leave registers for two blocks, whose four warpgroups
+    hide more of what a tile of queries costs at its start and end.
+    """
+    window = _window(problem)
+    is_causal = problem.visibility().right is not None
+    if problem.head_dim <= 64:
+        if window < 256 or (is_causal and problem.seqlen_k <= 1024):
+            return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
+        if window <= 1024:
+            return 64, 3, 8, 6, 160, 1  # 6 x 8 KB of Q, 8 x 16 KB: 176 KB
+        if problem.seqlen_k <= (2048 if is_causal else 1024):
+            return 128, 2, 4, 4, 240, 1  # 4 x 8 KB of Q, 4 x 32 KB: 160 KB
+        return 128, 3, 2, 6, 160, 1  # 6 x 8 KB of Q, 2 x 32 KB: 112 KB
+    if block_dv <= 128:  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
+        block_n, stages = (64, 4) if window <= 512 else (128, 2)
+        return block_n, 2, stages, 4 if problem.head_dim <= 128 else 2, 240, 1
+    return 64, 2, 2, 2, 240, 1  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
+
+
+def _window(problem: AttentionProblem) -> int:
+    """Keys that a query sees besides its own; UNBOUNDED or more without a window."""
+    visibility = problem.visibility()
+    left, right = (UNBOUNDED if side is None else side for side in (visibility.left, visibility.right))
+    return left + right
 
 
 def _pack(problem: AttentionProblem) -> int:

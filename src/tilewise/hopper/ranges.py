@@ -42,22 +42,40 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
     plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
-    edge = plain_end * cfg.BLOCK_N  # the first key past the plain tiles
-    is_seen = (plain_first <= edge) & (edge <= plain_last)  # by all rows
-    steady_end = gl.where(is_seen | (plain_end >= end), plain_end, plain_end - 1)
+    # after plain_last's tile each row has seen that key; without a key that all see, never
+    steady_end = gl.where(plain_first <= plain_last, plain_last // cfg.BLOCK_N, 0)
     return KeyTiles(begin, end, plain_begin, plain_end, steady_end)
 
 
 @gluon.jit
-def hide(s, tile, row, work, sizes, cfg: gl.constexpr):
-    """s with -inf where a query does not see a key; rows hold PACK heads of each position."""
+def positions(s, tile, row, work, cfg: gl.constexpr):
+    """(each row's position among the keys, the keys) of a tile; rows hold PACK heads of each position."""
     rows = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // cfg.PACK
     cols = tile * cfg.BLOCK_N + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    position = rows + (row + work.seqlen_k - work.seqlen_q)
-    last = 0 * rows + (work.seqlen_k - 1)
+    return rows + (row + work.seqlen_k - work.seqlen_q), cols
+
+
+@gluon.jit
+def hide_right(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a key is past the last that its query sees."""
+    position, cols = positions(s, tile, row, work, cfg)
+    last = 0 * position + (work.seqlen_k - 1)
     if cfg.HAS_RIGHT:
         last = gl.minimum(position + sizes.window_right, last)
-    visible = cols[None, :] <= last[:, None]
+    return gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def hide_left(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a key is before the first that its query sees."""
+    position, cols = positions(s, tile, row, work, cfg)
+    return gl.where(cols[None, :] >= (position - sizes.window_left)[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def hide(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a query does not see a key, right or left."""
+    s = hide_right(s, tile, row, work, sizes, cfg)
     if cfg.HAS_LEFT:
-        visible = visible & (cols[None, :] >= (position - sizes.window_left)[:, None])
-    return gl.where(visible, s, float("-inf"))
+        s = hide_left(s, tile, row, work, sizes, cfg)
+    return s
