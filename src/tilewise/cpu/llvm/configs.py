@@ -17,7 +17,7 @@ VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 AMX_FORWARD = dict.fromkeys((1, 2, 3), (1, 2))
 AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
-# The fewest queries and keys that make up for cutting numbers. One rule for forward and backward: a backward's
+# The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's
 # weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
