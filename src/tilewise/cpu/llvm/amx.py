@@ -20,7 +20,7 @@ import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.tiles import INF, Scratch, Shape, load_rows, pieces
+from tilewise.cpu.llvm.tiles import Scratch, Shape, load_rows, pieces
 from tilewise.cpu.llvm.vector import (
     F32,
     I8,
@@ -52,6 +52,9 @@ TERMS = {
     2: ((1, 0), (0, 0), (0, 1)),
     3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
 }
+# Where cutting works: pieces of smaller numbers, and their products, come near 2^-126, below which the tile
+# unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in pieces.
+SMALLEST, LARGEST = 2.0**-80, 2.0**59
 VOID = ir.VoidType()
 
 
@@ -173,20 +176,23 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
 
 
 class RowCutter:
-    """Rows of float32 and float16 in pieces, through 32 rows of scratch."""
+    """Rows of float32 and float16 in pieces, through 32 rows of scratch.
 
-    def __init__(self, shape: Shape, scratch: Scratch, infinite: Ptr) -> None:
-        self.shape, self.infinite = shape, infinite
+    `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
+    """
+
+    def __init__(self, shape: Shape, scratch: Scratch, not_cut: Ptr) -> None:
+        self.shape, self.not_cut = shape, not_cut
         self.rows = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
 
     def take(
         self, parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
         factor: Operand | None = None,
     ) -> None:  # fmt: skip
-        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`. An infinity is reported."""
+        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`."""
         shape, rows = self.shape, Rows(self.rows, parts[0].stride)
-        largest = Var(shape.constant(0.0))
         for r0 in loop(0, count, TILE):
+            largest = Var(shape.constant(0.0))
             height = minimum(TILE, count - r0)
             load_rows(shape, rows, lambda r, first=r0: source(first + r), n - r0, height, dim)  # type: ignore[misc]
             for r in loop(0, height):
@@ -197,8 +203,9 @@ class RowCutter:
                         largest.set(maximum(absolute(x), largest))
                     for part, piece in zip(parts, cut(both, len(parts))):
                         part[r0 + r, c].store(rounded(*piece))
-        with when(any_lane(largest.equals(INF))):
-            self.infinite.store(as_int(1))
+            is_small = any_lane(largest > 0.0) ^ any_lane(largest >= SMALLEST)
+            with when(is_small | any_lane(largest >= LARGEST)):
+                self.not_cut.store(as_int(1))
 
 
 def rounded(low: Operand, high: Operand) -> Value:

@@ -28,7 +28,7 @@ INTEGERS = (
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
-INFINITE = SLOTS + 1  # not 0: a number could not be cut
+NOT_CUT = SLOTS + 1  # not 0: numbers too large or too small to be cut
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
 WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30

@@ -302,8 +302,12 @@ class BackwardKernel:
                         dq_sum[d, c].store(self.dq_t[d, c].load(shape.lanes))
                 turn.store_release(place + 1)
 
+    def dk_scale(self) -> Value:
+        """What ds q is still to be multiplied by."""
+        return self.args.vector("scale", self.shape)
+
     def store_keys(self, head: Head, j0: Value, n: Value) -> None:
-        shape, config, scale = self.shape, self.config, self.args.vector("scale", self.shape)
+        shape, config, scale = self.shape, self.config, self.dk_scale()
         for j in loop(0, n):
             for c in range(0, shape.pad, shape.lanes):
                 self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)

@@ -1,7 +1,8 @@
 """The backward's products in tile registers: `backward.py` with other factors, sums and weights.
 
 A tile of queries is made of parts of 32; a part meets the keys that it sees, its P and dS are rounded to
-bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, as either factor:
+bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, as either factor. With float32
+and float16 each factor is several matrices, the numbers' pieces (`CutBackwardKernel`):
 
     q_t, do_t: pairs of q^T, do^T; qs, dos: pairs of q, do    [head_dim / 2, block_q], [block_q / 2, head_dim]
     k, v, k_t: rows of k, v, k^T                              [key_block, head_dim], [head_dim, key_block]
@@ -38,11 +39,13 @@ from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp2_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
 from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
+from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
 
 
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
+
+    q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
@@ -65,6 +68,7 @@ class AmxBackwardKernel(BackwardKernel):
         self.ds_pairs = pieces(shape.block_k // 2, block_q)
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
         self.scores = Scores(part, scratch)
+        self.scale = self.args.vector("q_factor", part)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -86,11 +90,11 @@ class AmxBackwardKernel(BackwardKernel):
         shape, config, lanes = self.shape, self.config, self.shape.lanes
         n = head.seqlen_q - q0
         count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
-        for parts, name, dim, turned, pairs in (
-            (self.q, "q", config.head_dim, self.q_t, self.qs),
-            (self.do, "do", config.head_dim_v, self.do_t, self.dos),
+        for parts, name, dim, factor, turned, pairs in (
+            (self.q, "q", config.head_dim, self.q_factor, self.q_t, self.qs),
+            (self.do, "do", config.head_dim_v, None, self.do_t, self.dos),
         ):
-            self.take_rows(parts, head.query_rows(name, q0), n, count, dim)
+            self.take_rows(parts, head.query_rows(name, q0), n, count, dim, factor)
             for rows, rows_t, row_pairs in zip(parts, turned, pairs):
                 transpose_rows(shape, rows_t, words(rows), count, rows.stride // 2)
                 pair_rows(row_pairs, rows, count)
@@ -138,7 +142,7 @@ class AmxBackwardKernel(BackwardKernel):
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        scale = self.args.vector("q_factor", part)
+        scale = self.scale
         lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(first, first + TILE, part.rows):
@@ -202,13 +206,18 @@ class AmxBackwardKernel(BackwardKernel):
         tile_sums(target, a, b, k, 2, True)
 
     def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
-    ) -> None:
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
         copy_rows(parts[0], source, n, count, dim)
 
 
 class CutBackwardKernel(AmxBackwardKernel):
-    """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`."""
+    """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`.
+
+    q is scaled before it is cut here too, so that scores are the forward's to the last bit, however large;
+    dk = ds (scale q) then wants no scale, with a softcap the softcap.
+    """
 
     def key_bytes(self) -> int:
         shape = self.shape
@@ -217,16 +226,21 @@ class CutBackwardKernel(AmxBackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
-        self.cutter = RowCutter(self.shape, scratch, self.args.infinite)
+        self.cutter = RowCutter(self.shape, scratch, self.args.not_cut)
         self.sums = scratch.rows(TILE, TILE)
+        self.q_factor, self.scale = self.scale, self.shape.constant(1.0)
 
     def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int
-    ) -> None:
-        self.cutter.take(parts, source, n, count, dim)
+        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        self.cutter.take(parts, source, n, count, dim, factor)
 
     def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
-        return fma(s, scale, lse * -1.0) * LOG2_E
+        return (s - lse) * LOG2_E
+
+    def dk_scale(self) -> Value:
+        return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         """Sums of a block start from 0: float32 rounds less in two levels of sums."""

@@ -17,9 +17,9 @@ VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 AMX_FORWARD = dict.fromkeys((1, 2, 3), (1, 2))
 AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
-# The fewest queries and keys that make up for cutting numbers.
-CUT_FORWARD = {torch.float32: (128, 1), torch.float16: (32, 1)}
-CUT_BACKWARD = {torch.float32: (64, 256), torch.float16: (32, 32)}
+# The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's
+# weights add up to 1 only if its scores are the forward's to the last bit.
+CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -28,21 +28,20 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    pieces = _pieces(problem, CUT_FORWARD) if may_cut or problem.dtype not in CUT else 0
-    return _tile_config(problem, inputs, AMX_FORWARD, pieces)
+    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    pieces = 0 if is_short or not (may_cut or problem.dtype not in CUT) else _pieces(problem, CUT_BACKWARD)
-    return _tile_config(problem, inputs, AMX_BACKWARD, pieces)
+    return _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
 
 
-def _pieces(problem: AttentionProblem, fewest: Mapping[torch.dtype, tuple[int, int]]) -> int:
+def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
-        queries, keys = fewest[problem.dtype]
-        return CUT[problem.dtype] if problem.seqlen_q >= queries and problem.seqlen_k >= keys else 0
+        queries, keys = CUT_FEWEST[problem.dtype]
+        is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys
+        return CUT[problem.dtype] if may_cut and is_long else 0
     return int(has_amx(problem))
 
 

@@ -1,6 +1,7 @@
 """The forward's products in tile registers: `forward.py` with other factors, sums and weights.
 
-K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32:
+K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
+float32 and float16 each of these is several matrices, the numbers' pieces (`CutForwardKernel`):
 
     q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
     k, v_t: rows of k and of v^T                        [BLOCK_K, head_dim], [head_dim_v, BLOCK_K]
@@ -201,7 +202,7 @@ class CutForwardKernel(AmxForwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
         shape = self.shape
-        self.cutter = RowCutter(shape, scratch, self.args.infinite)
+        self.cutter = RowCutter(shape, scratch, self.args.not_cut)
         self.pv = scratch.rows(TILE, shape.block_q)
         self.q_factor, self.scale = self.scale, shape.constant(1.0)
 

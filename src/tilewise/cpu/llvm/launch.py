@@ -17,7 +17,7 @@ from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_de
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
-UNCUT = False  # `may_cut` of plans for calls in which a number is infinite
+UNCUT = False  # `may_cut` of plans for calls with numbers that cannot be cut
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
@@ -42,7 +42,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     inputs = _with_dense_rows(inputs)
     plan = _plan(_forward_plan, problem, inputs)
     results = plan(inputs)
-    return _plan(_forward_plan, problem, inputs, UNCUT)(inputs) if plan.met_infinity else results
+    return _plan(_forward_plan, problem, inputs, UNCUT)(inputs) if plan.failed_to_cut else results
 
 
 def _forward_plan(
@@ -84,7 +84,7 @@ def repeatable(
 
     def attend_cut(*tensors: Any) -> None:
         plan.attend(*tensors)
-        if plan.met_infinity:
+        if plan.failed_to_cut:
             _plan(_forward_plan, problem, like, UNCUT).attend(*tensors)
 
     attend = attend_cut if plan.cuts else plan.attend
@@ -123,7 +123,7 @@ def backward(
     inputs = _with_dense_rows(inputs)
     plan = _plan(BackwardPlan, problem, inputs)
     gradients = plan(inputs, out, lse, dout, dlse)
-    if plan.met_infinity:
+    if plan.failed_to_cut:
         return _plan(BackwardPlan, problem, inputs, "bshd", UNCUT)(inputs, out, lse, dout, dlse)
     return gradients
 
@@ -144,7 +144,7 @@ def repeatable_backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         plan = _plan(BackwardPlan, problem, (query, key, value), layout)
         plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
-        if plan.met_infinity:
+        if plan.failed_to_cut:
             plan = _plan(BackwardPlan, problem, (query, key, value), layout, UNCUT)
             plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
         return dq, dk, dv

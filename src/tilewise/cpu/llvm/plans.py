@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import CHANGING, INFINITE, UNBOUNDED, Block
+from tilewise.cpu.llvm.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
 from tilewise.cpu.llvm.configs import decode_config, forward_config
 from tilewise.problem import AttentionProblem, Inputs
@@ -125,9 +125,9 @@ class Plan:
         return kept
 
     @property
-    def met_infinity(self) -> bool:
-        """Whether the last call found an infinity, which its kernel cannot cut: what it wrote is void."""
-        return self.cuts and self.block.words[INFINITE] != 0
+    def failed_to_cut(self) -> bool:
+        """Whether the last call met numbers that cannot be cut (`amx.SMALLEST`): what it wrote is void."""
+        return self.cuts and self.block.words[NOT_CUT] != 0
 
     @property
     def cuts(self) -> bool:

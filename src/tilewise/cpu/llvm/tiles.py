@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, INFINITE, POINTERS, SLOTS, WORD, Config
+from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.memory import Ptr, Rows
@@ -108,8 +108,8 @@ class Arguments:
         return self.block[COUNTER]
 
     @property
-    def infinite(self) -> Ptr:
-        return self.block[INFINITE]
+    def not_cut(self) -> Ptr:
+        return self.block[NOT_CUT]
 
     def thread_scratch(self) -> Ptr:
         """This thread's own part of the scratch memory."""
