@@ -90,10 +90,11 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
     assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
 
 
-@pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 8)])
-def test_amx_code_compiles(builder, vectors):
+@pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
+@pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 4)])
+def test_amx_code_compiles(builder, vectors, kind, pieces):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config("bf16", 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=1)
+    config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=pieces)
     ir_text, _ = builder.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
