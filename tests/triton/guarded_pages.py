@@ -1,6 +1,6 @@
 """Run the Triton kernels in the interpreter on tensors that end where readable memory ends.
 
-    python tests/triton/guarded_pages.py CASE
+    TRITON_INTERPRET=1 python tests/triton/guarded_pages.py CASE
 
 A read beyond a tensor's last element ends the process (SIGSEGV).
 """
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 

@@ -56,12 +56,15 @@ class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
     most_tiles = 32  # turning V around costs as much as 60 queries
+    key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape = self.shape
         self.key_group = TILE
-        key_bytes = shape.target.l2_bytes // 4  # K and V of a block that all tiles of an item go through
+        key_bytes = (
+            shape.target.l2_bytes // self.key_share
+        )  # K and V of a block that all tiles of an item go through
         each = range(shape.config.pieces)
         blocks = max(1, key_bytes // (2 * len(each) * shape.block_k * (shape.pad + shape.pad_v)))
         self.load_k = blocks * shape.block_k
@@ -198,6 +201,8 @@ class CutForwardKernel(AmxForwardKernel):
     the weights are exponentials of differences. Six (three) products at the tile registers' speed take half
     as long as one in vectors.
     """
+
+    key_share = 8  # as fast as a quarter, and less memory
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
