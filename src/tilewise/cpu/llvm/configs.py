@@ -14,7 +14,7 @@ KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", tor
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 # query vectors of a tile with tile registers, by pieces
-AMX_FORWARD = dict.fromkeys((1, 2, 3), (1, 2))
+AMX_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
 AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
 # The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's

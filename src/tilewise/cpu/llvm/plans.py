@@ -230,9 +230,8 @@ class DecodePlan(OutputPlan):
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
         self.partial_bytes = heads * splits * rows * self.kernel.facts["partial_bytes"]
-        self.turns = (
-            ctypes.c_int64 * heads
-        )()  # splits that are done of each group of heads; the kernel leaves zeros
+        # splits that are done of each group of heads; the kernel leaves zeros
+        self.turns = (ctypes.c_int64 * heads)()
         self.block.update(
             items=self.items,
             splits=splits,
