@@ -46,8 +46,8 @@ ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
 LANES = 16
 C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
 # Which pieces of a and b are multiplied, so that each product loads one of them anew. What is left out is of
-# either sign and small beside the rounding of the number itself: of three pieces the middle one times the last,
-# 2^-25 of a product where float32 rounds at 2^-24; of two the last times the last, 2^-16 where float16 has 2^-11.
+# either sign and small beside a rounding of the number itself: of three pieces the middle one times the last,
+# 2^-25 of a product where float32 rounds at 2^-24; of two the last by itself, 2^-16 where float16 has 2^-11.
 TERMS = {
     1: ((0, 0),),
     2: ((1, 0), (0, 0), (0, 1)),
