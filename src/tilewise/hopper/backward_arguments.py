@@ -17,6 +17,7 @@ class BackwardConfig:
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
     Q_STAGES: int  # tiles of q in flight: each is used by three products, over two steps
     DO_STAGES: int
+    K_STAGES: int  # tiles of k and of v: with two, the next arrive while these are worked on
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
@@ -38,7 +39,7 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        keys = 2 * self.BLOCK_N * self.BLOCK_D
+        keys = 2 * self.K_STAGES * self.BLOCK_N * self.BLOCK_D
         queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
         scores = 2 * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles
         return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
