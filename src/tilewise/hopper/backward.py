@@ -106,21 +106,18 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
     while index < num_work:
         work = locate_keys(index, sizes, packing, cfg)
         send(ch.work, turn, work)
-        load_keys(ch.k, turn, k_desc, work, cfg)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg)
+        load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+        load_keys(ch.k, turn, k_desc, work, cfg)
         load_keys(ch.v, turn, v_desc, work, cfg)
-        for _ in range(1, tiles.count() * sizes.group_size):
-            ch.do.load(use, do_desc, query_coords(head, tile, work, cfg), 1)
-            use += 1
-            head, tile = next_tile(head, tile, tiles)
-            load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg)
-        ticket = draw(counter)  # as late as possible, but answered while dO waits for its slot
-        ch.do.load(use, do_desc, query_coords(head, tile, work, cfg), 1)
         use += 1
-        index = drawn(ticket)
+        for _ in range(1, tiles.count() * sizes.group_size):
+            head, tile = next_tile(head, tile, tiles)
+            load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+            use += 1
+        index = drawn(draw(counter))
         turn += 1
     nothing = 0 * index
     send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
@@ -141,14 +138,18 @@ def query_coords(head, tile, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_q(q_desc, stats_desc, use, head, tile, work, ch, sizes, cfg: gl.constexpr):
-    """Start TMA copies of a query tile and its row statistics, on one barrier."""
+def load_queries(
+    use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr
+):
+    """Start TMA copies of a query tile and its row statistics, on one barrier, and of its dO."""
     ch.q.acquire(use)
     bar_q = ch.q.full.index(use % cfg.Q_STAGES)
     mbarrier.expect(bar_q, q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    load_tile(q_desc, query_coords(head, tile, work, cfg), bar_q, ch.q.part(use, 0))
+    place = query_coords(head, tile, work, cfg)
+    load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
     scratch = scratch_tile(work, head, tile, sizes, cfg)
     load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
+    ch.do.load(use, do_desc, place, 1)
 
 
 @gluon.jit
@@ -285,13 +286,16 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             head, tile = next_tile(head, tile, tiles)
             use += 1
         zero = opaque_zero(use)
-        ch.v.release(turn)
         ch.k.release(turn)
+        ch.v.release(turn)
         place = coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED)
-        ch.dq.acquire(2 * use + W)
-        store_keys(dv, as_block(ch.dq.tiles.index(W + zero), dv_desc), dv_desc, place)
         meet()  # both have computed their last dQ from dS
         store_keys(dk * factors.scale, own_ds(W, zero, ch, dk_desc, cfg), dk_desc, place)
+        if cfg.BLOCK_D == 64:  # there is room for both
+            store_keys(dv, own_ds(W, zero + 1, ch, dv_desc, cfg), dv_desc, place)
+        else:
+            ch.dq.acquire(2 * use + W)
+            store_keys(dv, as_block(ch.dq.tiles.index(W + zero), dv_desc), dv_desc, place)
         turn += 1
         work = receive(ch.work, turn)
     wait_for_stores(0)
@@ -318,6 +322,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
     turn = 0
     use = 0
     work = receive(ch.work, turn, 1)
+    added, count = 0 * work.row, 0 * work.row  # a query tile, and what is to be counted when it has been added
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
@@ -333,11 +338,17 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
             for w in gl.static_range(2):
                 wait_for_stores(1 - w)  # the slot has been read
                 ch.dq.release(2 * use + w)
-            if cfg.IS_DETERMINISTIC:
-                wait_for_writes()
-                gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
+            if cfg.IS_DETERMINISTIC:  # the tile before: those additions have had time to complete
+                wait_for_writes(2)
+                gl.atomic_add(turns + added, count, sem="release")
+                added = scratch
+                count = gl.where(own_turn < 0, 0, 1)
             use += 1
             head, tile = next_tile(head, tile, tiles)
+        if cfg.IS_DETERMINISTIC:
+            wait_for_writes(0)
+            gl.atomic_add(turns + added, count, sem="release")
+            count = 0 * count
         turn += 1
         work = receive(ch.work, turn, 1)
 

@@ -70,9 +70,9 @@ class Ring:
         mbarrier.wait(self.full.index(use % self.STAGES), self.parity(use))
 
     @gluon.jit
-    def release(self, use):
-        """Consumer: this partition no longer reads the slot."""
-        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1)
+    def release(self, use, is_last=True):
+        """Consumer: this partition no longer reads the slot, if this was the last time."""
+        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=is_last)
 
 
 @gluon.jit
