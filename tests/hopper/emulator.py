@@ -188,7 +188,7 @@ def _copy_out(desc: Descriptor, coords: Sequence[Any], smem: Shared, adds: bool)
     _local.stores.append(Pending(run))
 
 
-def wait_for_stores(pendings: int = 0) -> None:
+def wait_for_stores(pendings: int) -> None:
     while len(_local.stores) > pendings:
         _local.stores.pop(0).run()
 
@@ -202,9 +202,9 @@ def _init(bar: Shared, count: int) -> None:
     bar.barriers[0].count = bar.barriers[0].pending = count  # type: ignore[index]
 
 
-def _arrive(bar: Shared, *, count: int = 1, pred: Any = True) -> None:
+def _arrive(bar: Shared, *, count: int = 1) -> None:
     with _lock:
-        for _ in range(count if pred else 0):
+        for _ in range(count):
             bar.barriers[0].arrive()  # type: ignore[index]
 
 
@@ -401,9 +401,9 @@ def install() -> None:
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
-        wait_for_stores=wait_for_stores, wait_for_writes=wait_for_stores,
+        wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT),
-        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
+        fence_async_shared=lambda: None, prefetch_rows=lambda *_: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),

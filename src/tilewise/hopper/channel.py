@@ -70,9 +70,9 @@ class Ring:
         mbarrier.wait(self.full.index(use % self.STAGES), self.parity(use))
 
     @gluon.jit
-    def release(self, use, is_last=True):
-        """Consumer: this partition no longer reads the slot, if this was the last time."""
-        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=is_last)
+    def release(self, use):
+        """Consumer: this partition no longer reads the slot."""
+        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1)
 
 
 @gluon.jit
@@ -89,6 +89,11 @@ def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.co
 @gluon.jit
 def make_tile_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring whose tiles are PARTS of a TMA descriptor's blocks."""
-    shape: gl.constexpr = [STAGES * PARTS] + desc.block_shape  # noqa: RUF005
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return make_ring(tiles, STAGES, PARTS, CONSUMERS)
+    return make_ring(make_tiles(desc, STAGES * PARTS), STAGES, PARTS, CONSUMERS)
+
+
+@gluon.jit
+def make_tiles(desc, COUNT: gl.constexpr):
+    """Shared memory of COUNT blocks of a TMA descriptor."""
+    shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)

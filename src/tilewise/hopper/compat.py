@@ -65,20 +65,20 @@ else:
 
 
 @gluon.jit
-def wait_for_writes(PENDING: gl.constexpr = 0):
-    """Wait until this thread's TMA copies to global memory, but for the latest PENDING, are complete.
+def wait_for_writes():
+    """Wait until this thread's TMA copies to global memory are complete, not only read from shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
-    Not only read from shared memory.
-    """
-    gl.static_assert(PENDING == 0 or PENDING == 2)
-    if PENDING == 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 2; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+
+@gluon.jit
+def prefetch_rows(ptrs, num_bytes):
+    """Fetch num_bytes (a multiple of 16) from each of the pointers into L2, some time."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r", [ptrs, num_bytes], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -122,6 +122,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "meet",
+    "prefetch_rows",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",
