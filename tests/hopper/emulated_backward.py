@@ -15,13 +15,7 @@ from emulator import Descriptor, Pointer, run_grid  # noqa: E402
 from tilewise import reference  # noqa: E402
 from tilewise.hopper import backward, backward_wide, backward_wide_queries, launch  # noqa: E402
 from tilewise.hopper.backward_arguments import CHUNK  # noqa: E402
-from tilewise.hopper.backward_launch import (  # noqa: E402
-    NARROW,
-    backward_config,
-    kernel_sizes,
-    row_strides,
-    score_factors,
-)
+from tilewise.hopper.backward_launch import NARROW, backward_config, kernel_sizes, score_factors  # noqa: E402
 from tilewise.hopper.backward_wide_launch import wide_config  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
@@ -115,7 +109,6 @@ def emulate(problem, inputs, dout):
         3,
         tile(query, cfg.BLOCK_M), tile(key, 64), tile(value, 64), tile(dout, cfg.BLOCK_M),
         flat(sums, [32, 128]), tile(dk, 64), tile(dv, 64), flat(stats, [1, 2 * cfg.BLOCK_M]),
-        *((Pointer(t), *row_strides(t), 0) for t in (key, value)),
         Pointer(torch.zeros(stats.shape[0], dtype=torch.int32)),
         *(pointer(t) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, first_tile)),
         Pointer(torch.zeros(2, dtype=torch.int32)),

@@ -202,9 +202,9 @@ def _init(bar: Shared, count: int) -> None:
     bar.barriers[0].count = bar.barriers[0].pending = count  # type: ignore[index]
 
 
-def _arrive(bar: Shared, *, count: int = 1) -> None:
+def _arrive(bar: Shared, *, count: int = 1, pred: Any = True) -> None:
     with _lock:
-        for _ in range(count):
+        for _ in range(count if pred else 0):
             bar.barriers[0].arrive()  # type: ignore[index]
 
 
@@ -403,7 +403,7 @@ def install() -> None:
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT),
-        fence_async_shared=lambda: None, prefetch_rows=lambda *_: None, warpgroup_mma_wait=warpgroup_mma_wait,
+        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),

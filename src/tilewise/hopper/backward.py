@@ -23,7 +23,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile, turn_of_keys
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
-from tilewise.hopper.channel import Ring, make_tile_ring, make_tiles
+from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     add_tile,
     aggregate,
@@ -35,7 +35,6 @@ from tilewise.hopper.compat import (
     load_tile,
     mbarrier,
     meet,
-    prefetch_rows,
     store_tile,
     wait_for_stores,
     wait_for_writes,
@@ -54,29 +53,29 @@ class Channels:
     """All that the roles exchange; shapes are of one slot."""
 
     work: Ring
-    k: Ring  # two parts [64, BLOCK_D], one for each warpgroup; `v` arrives on the same barrier
-    q: Ring  # [BLOCK_M, BLOCK_D]; `do` and `stats` arrive on the same barrier
+    k: Ring  # two parts [64, BLOCK_D], one for each warpgroup
+    v: Ring  # likewise
+    q: Ring  # [BLOCK_M, BLOCK_D]; `stats` arrives on the same barrier
+    do: Ring
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
-    v: gl.shared_memory_descriptor  # beside each k
-    do: gl.shared_memory_descriptor  # beside each q
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of one warpgroup and the other
 
     @gluon.constexpr_function
-    def __init__(self, work, k, q, dq, v, do, stats, ds):
+    def __init__(self, work, k, v, q, do, dq, stats, ds):
         self.work = work
         self.k = k
-        self.q = q
-        self.dq = dq
         self.v = v
+        self.q = q
         self.do = do
+        self.dq = dq
         self.stats = stats
         self.ds = ds
 
 
 @gluon.jit
 def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.constexpr):
-    """d = 128: K 32 + V 32 + 3 x (Q 16 + dO 16) + dS 2 x 16 + dQ 32 = 224 KB of 227; 64: 2 x (K 16 + V 16 + Q 16 + dO 16) + dS 64 + dQ 32 = 224."""
+    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 3 x 16 + dS 2 x 16 + dQ 32 = 224 KB of 227 KB."""
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
@@ -85,19 +84,17 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
     return Channels(
         make_work_ring(3),
         make_tile_ring(k_desc, cfg.K_STAGES, 2, 2),
+        make_tile_ring(v_desc, cfg.K_STAGES, 2, 2),
         make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
+        make_tile_ring(do_desc, cfg.Q_STAGES, 1, 2),
         make_tile_ring(dq_desc, 2, 1, 1),
-        make_tiles(v_desc, 2 * cfg.K_STAGES),
-        make_tiles(do_desc, cfg.Q_STAGES),
         stats,
         ds,
     )
 
 
 @gluon.jit
-def load_role(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, k, v, counter, ch, sizes, packing, cfg: gl.constexpr
-):
+def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K, then Q and dO of each query tile of each head of the group."""
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
@@ -113,10 +110,8 @@ def load_role(
         tile = tiles.begin
         head = work.head * sizes.group_size
         load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
-        if cfg.PREFETCH:
-            prefetch_keys(k, work, cfg)
-            prefetch_keys(v, work, cfg)
-        load_keys(turn, k_desc, v_desc, work, ch, cfg)
+        load_keys(ch.k, turn, k_desc, work, cfg)
+        load_keys(ch.v, turn, v_desc, work, cfg)
         use += 1
         for _ in range(1, tiles.count() * sizes.group_size):
             head, tile = next_tile(head, tile, tiles)
@@ -146,7 +141,7 @@ def query_coords(head, tile, work, cfg: gl.constexpr):
 def load_queries(
     use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr
 ):
-    """Start TMA copies of Q, dO and the row statistics of a query tile, on one barrier."""
+    """Start TMA copies of a query tile and its row statistics, on one barrier, and of its dO."""
     ch.q.acquire(use)
     bar_q = ch.q.full.index(use % cfg.Q_STAGES)
     mbarrier.expect(bar_q, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
@@ -154,46 +149,34 @@ def load_queries(
     load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
     scratch = scratch_tile(work, head, tile, sizes, cfg)
     load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
-    load_tile(do_desc, place, bar_q, ch.do.index(use % cfg.Q_STAGES))
+    load_tile(do_desc, place, bar_q, ch.do.part(use, 0))
 
 
 @gluon.jit
-def load_keys(turn, k_desc, v_desc, work, ch, cfg: gl.constexpr):
-    """Start TMA copies of a tile of K and V: a half for each warpgroup, all on one barrier."""
-    ch.k.acquire(turn)
-    slot = turn % cfg.K_STAGES
-    bar_k = ch.k.full.index(slot)
-    mbarrier.expect(bar_k, 4 * k_desc.block_type.nbytes)
+def load_keys(ring, turn, desc, work, cfg: gl.constexpr):
+    """Start TMA copies of a tile of keys or values: a half for each warpgroup, on one barrier."""
+    ring.acquire(turn)
+    bar_full = ring.full.index(turn % cfg.K_STAGES)
+    mbarrier.expect(bar_full, 2 * desc.block_type.nbytes)
     for w in gl.static_range(2):
         row = work.row + w * 64
         place = coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
-        load_tile(k_desc, place, bar_k, ch.k.part(turn, w))
-        load_tile(v_desc, place, bar_k, ch.v.index(2 * slot + w))
-
-
-@gluon.jit
-def prefetch_keys(tensor, work, cfg: gl.constexpr):
-    """Bring a tile of K or V to L2, while its place in shared memory is still in use."""
-    ptr, stride_batch, stride_row, stride_head, row_bytes = tensor
-    i = gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
-    row = gl.cast(work.start_k + gl.minimum(work.row + i, work.seqlen_k - 1), gl.int64)
-    ptrs = ptr + gl.cast(work.batch, gl.int64) * stride_batch + gl.cast(work.head, gl.int64) * stride_head
-    prefetch_rows(ptrs + row * stride_row, 0 * i + row_bytes)
+        load_tile(desc, place, bar_full, ring.part(turn, w))
 
 
 @gluon.jit
 def start_product(W: gl.constexpr, keys, queries, use, part, cfg: gl.constexpr):
     """Start S^T = K Q^T or dP^T = V dO^T [64, BLOCK_M] of a query tile that has arrived."""
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    k = keys.index(W + part).reshape([64, cfg.BLOCK_D])
-    q = queries.index(use % cfg.Q_STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    k = keys.tiles.index(W + part).reshape([64, cfg.BLOCK_D])
+    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def start_sum(operand, queries, gradient, use, cfg: gl.constexpr):
     """Start dV += P^T dO or dK += dS^T Q [64, BLOCK_D]; the left operand is in registers."""
-    q = queries.index(use % cfg.Q_STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(operand, q, gradient, is_async=True)
 
 
@@ -229,8 +212,6 @@ def leave_dq(W: gl.constexpr, dq, use, zero, ch):
     """
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
     ch.dq.tiles.index(W + zero).store(dq)
-    fence_async_shared()  # the stores above are visible to the TMA addition
-    ch.dq.publish(2 * use + W)
 
 
 @gluon.jit
@@ -239,20 +220,30 @@ def stats_of(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_step(W: gl.constexpr, use, part, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr):
+def start_step(W: gl.constexpr, use, step, part, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr):
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived."""
     stats = stats_of(use, ch, cfg)
-    s = start_product(W, ch.k.tiles, ch.q.tiles, use, part, cfg)
+    s = start_product(W, ch.k, ch.q, use, part, cfg)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
+        pass_on(W, use - 1, step > 0, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
         dp = start_product(W, ch.v, ch.do, use, part, cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(W, ch.v, ch.do, use, part, cfg)
+        pass_on(W, use - 1, step > 0, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
         weight = p
     return p, weight, dp
+
+
+@gluon.jit
+def pass_on(W: gl.constexpr, use, is_left, ch):
+    """Hand over what a step has left, its query tile and its part of dQ, once the next one's products run."""
+    fence_async_shared()  # the stores of dQ are visible to the TMA addition
+    ch.dq.publish(2 * use + W, is_left)
+    ch.q.release(use, is_left)
 
 
 @gluon.jit
@@ -278,12 +269,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         tile = tiles.begin
         head = work.head * sizes.group_size
         ch.k.wait(turn)
+        ch.v.wait(turn)
         wait_for_stores(0)  # dK and dV of the last tile have left the memory that dS and dQ need now
         for step in range(tiles.count() * sizes.group_size):
             zero = opaque_zero(step)
             part = turn % cfg.K_STAGES * 2 + zero
             ch.q.wait(use)
-            p, weight, dp = start_step(W, use, part, tile, key, own, work, ch, sizes, factors, cfg)
+            p, weight, dp = start_step(W, use, step, part, tile, key, own, work, ch, sizes, factors, cfg)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)
@@ -292,15 +284,16 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             fence_async_shared()  # the stores of dS are visible to wgmma
             meet()
             dq = start_queries(W, use, part, ch, cfg)
-            dk = start_sum(ds, ch.q.tiles, dk, use, cfg)
+            dk = start_sum(ds, ch.q, dk, use, cfg)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
             leave_dq(W, dq, use, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            ch.q.release(use)
             head, tile = next_tile(head, tile, tiles)
             use += 1
+        pass_on(W, use - 1, True, ch)
         zero = opaque_zero(use)
         ch.k.release(turn)
+        ch.v.release(turn)
         place = coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED)
         meet()  # both have computed their last dQ from dS
         store_keys(dk * factors.scale, own_ds(W, zero, ch, dk_desc, cfg), dk_desc, place)
@@ -369,7 +362,7 @@ def await_turn(ptr, turn):
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def attn_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, k, v, turns,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
     scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -385,7 +378,7 @@ def attn_bwd_kernel(
         [
             (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
             (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, k, v, counter, ch, sizes, packing, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
             (add_role, (dq_desc, turns, ch, sizes, cfg)),
         ],
         [4, 1, 1],

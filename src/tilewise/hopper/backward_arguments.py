@@ -17,14 +17,11 @@ class BackwardConfig:
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
     Q_STAGES: int  # tiles of q and of do in flight
     K_STAGES: int  # tiles of k and of v: with two, the next arrive while these are worked on
-    PREFETCH: bool  # the next tile of keys comes to L2 before there is room for it
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
-    SECTIONS: int = 1
-    STAGGER: bool = False
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
 
@@ -87,7 +84,7 @@ class WideBackwardConfig:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
-    IS_DETERMINISTIC: bool = False  # no tile waits for another
+    IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

@@ -108,7 +108,6 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_D=block_d,
         Q_STAGES=2 if block_d == 64 or problem.softcap > 0 else 3,
         K_STAGES=2 if block_d == 64 else 1,
-        PREFETCH=block_d == 128,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,
@@ -174,7 +173,7 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
     from tilewise.hopper.backward import attn_bwd_kernel
 
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others = tensors
-    assert query is not None and key is not None and value is not None
+    assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
@@ -184,7 +183,6 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         flat_descriptor(dq, (CHUNK // 128, 128)),
         *(descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *((t, *row_strides(t), t.shape[-1] * t.element_size()) for t in (key, value)),
         *(turns, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),

@@ -111,8 +111,7 @@ def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
     """
     section = 0 * num_tiles + 1
     if cfg.IS_DETERMINISTIC:
-        if cfg.SECTIONS > 0 and (cfg.STAGGER or not cfg.DESCENDING):
-            section = cfg.SECTIONS * (gl.num_programs(0) + num_tiles - 1) // num_tiles
+        section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
     tile, slot = place(index, num_tiles, num_slots, section, True)
     if not cfg.DESCENDING:
         tile = num_tiles - 1 - tile

@@ -73,15 +73,6 @@ def wait_for_writes():
 
 
 @gluon.jit
-def prefetch_rows(ptrs, num_bytes):
-    """Fetch num_bytes (a multiple of 16) from each of the pointers into L2, some time."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r", [ptrs, num_bytes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def meet():
     """Wait until two warpgroups are here: once for all that they have left for each other in shared memory.
 
@@ -122,7 +113,6 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "meet",
-    "prefetch_rows",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",
