@@ -23,7 +23,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile, turn_of_keys
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
-from tilewise.hopper.channel import Ring, make_tile_ring
+from tilewise.hopper.channel import Ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
     add_tile,
     aggregate,
@@ -55,11 +55,11 @@ class Channels:
     work: Ring
     k: Ring  # two parts [64, BLOCK_D], one for each warpgroup
     v: Ring  # likewise
-    q: Ring  # [BLOCK_M, BLOCK_D]; `stats` arrives on the same barrier
-    do: Ring
+    q: Ring  # [BLOCK_M, BLOCK_D]; `do` and `stats` arrive on the same barrier
+    do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_D] or packed [1, 1, ...] beside each q
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-    ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of one warpgroup and the other
+    ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of a warpgroup for two query tiles, then the other's
 
     @gluon.constexpr_function
     def __init__(self, work, k, v, q, do, dq, stats, ds):
@@ -75,7 +75,10 @@ class Channels:
 
 @gluon.jit
 def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.constexpr):
-    """d = 128: K 32 + V 32 + Q 3 x 16 + dO 3 x 16 + dS 2 x 16 + dQ 32 = 224 KB of 227 KB."""
+    """d = 128: K 32 + V 32 + 3 x (Q 16 + dO 16) + dS 2 x 16 + dQ 32 = 224 KB of 227.
+
+    d = 64: 2 x (K 16 + V 16) + 2 x (Q 16 + dO 16) + dS 2 x 32 + dQ 32 = 224 KB, and 2 KB of stats.
+    """
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
@@ -86,7 +89,7 @@ def make_channels(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, cfg: gl.
         make_tile_ring(k_desc, cfg.K_STAGES, 2, 2),
         make_tile_ring(v_desc, cfg.K_STAGES, 2, 2),
         make_tile_ring(q_desc, cfg.Q_STAGES, 1, 2),
-        make_tile_ring(do_desc, cfg.Q_STAGES, 1, 2),
+        make_tiles(do_desc, cfg.Q_STAGES),
         make_tile_ring(dq_desc, 2, 1, 1),
         stats,
         ds,
@@ -109,7 +112,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+        load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)  # its slot is free first
         load_keys(ch.k, turn, k_desc, work, cfg)
         load_keys(ch.v, turn, v_desc, work, cfg)
         use += 1
@@ -138,10 +141,8 @@ def query_coords(head, tile, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(
-    use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr
-):
-    """Start TMA copies of a query tile and its row statistics, on one barrier, and of its dO."""
+def load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr):
+    """Start TMA copies of Q, dO and the row statistics of a query tile, on one barrier."""
     ch.q.acquire(use)
     bar_q = ch.q.full.index(use % cfg.Q_STAGES)
     mbarrier.expect(bar_q, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
@@ -149,7 +150,7 @@ def load_queries(
     load_tile(q_desc, place, bar_q, ch.q.part(use, 0))
     scratch = scratch_tile(work, head, tile, sizes, cfg)
     load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.Q_STAGES))
-    load_tile(do_desc, place, bar_q, ch.do.part(use, 0))
+    load_tile(do_desc, place, bar_q, ch.do.index(use % cfg.Q_STAGES))
 
 
 @gluon.jit
@@ -169,14 +170,14 @@ def start_product(W: gl.constexpr, keys, queries, use, part, cfg: gl.constexpr):
     """Start S^T = K Q^T or dP^T = V dO^T [64, BLOCK_M] of a query tile that has arrived."""
     zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
     k = keys.tiles.index(W + part).reshape([64, cfg.BLOCK_D])
-    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    q = queries.index(use % cfg.Q_STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def start_sum(operand, queries, gradient, use, cfg: gl.constexpr):
     """Start dV += P^T dO or dK += dS^T Q [64, BLOCK_D]; the left operand is in registers."""
-    q = queries.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    q = queries.index(use % cfg.Q_STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
     return warpgroup_mma(operand, q, gradient, is_async=True)
 
 
@@ -205,7 +206,7 @@ def start_queries(W: gl.constexpr, use, part, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def leave_dq(W: gl.constexpr, dq, use, zero, ch):
-    """Hand dQ [64, 64] to the add role in the order of registers: each thread stores 16 bytes at a time.
+    """Leave dQ [64, 64] for the add role in the order of registers: each thread stores 16 bytes at a time.
 
     The slot was acquired before dV started: a wait between the start of a product with a register operand
     and its end would make ptxas run all products one by one.
@@ -220,18 +221,20 @@ def stats_of(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_step(W: gl.constexpr, use, step, part, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr):
-    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived."""
+def start_step(
+    W: gl.constexpr, use, has_last, part, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr
+):
+    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile; the last one, if any, is passed on."""
     stats = stats_of(use, ch, cfg)
-    s = start_product(W, ch.k, ch.q, use, part, cfg)
+    s = start_product(W, ch.k, ch.q.tiles, use, part, cfg)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
-        pass_on(W, use - 1, step > 0, ch)
+        pass_on(W, use - 1, has_last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
         dp = start_product(W, ch.v, ch.do, use, part, cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(W, ch.v, ch.do, use, part, cfg)
-        pass_on(W, use - 1, step > 0, ch)
+        pass_on(W, use - 1, has_last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
         weight = p
@@ -239,11 +242,14 @@ def start_step(W: gl.constexpr, use, step, part, tile, key, own, work, ch, sizes
 
 
 @gluon.jit
-def pass_on(W: gl.constexpr, use, is_left, ch):
-    """Hand over what a step has left, its query tile and its part of dQ, once the next one's products run."""
+def pass_on(W: gl.constexpr, use, when, ch):
+    """Hand over what a step has left: its part of dQ, and its query tile, which is no longer needed.
+
+    The warpgroup's warps wait for each other here: the products of the next step run meanwhile.
+    """
     fence_async_shared()  # the stores of dQ are visible to the TMA addition
-    ch.dq.publish(2 * use + W, is_left)
-    ch.q.release(use, is_left)
+    ch.dq.publish(2 * use + W, when)
+    ch.q.release(use, when)
 
 
 @gluon.jit
@@ -275,7 +281,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             zero = opaque_zero(step)
             part = turn % cfg.K_STAGES * 2 + zero
             ch.q.wait(use)
-            p, weight, dp = start_step(W, use, step, part, tile, key, own, work, ch, sizes, factors, cfg)
+            p, weight, dp = start_step(W, use, step > 0, part, tile, key, own, work, ch, sizes, factors, cfg)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)
@@ -284,7 +290,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             fence_async_shared()  # the stores of dS are visible to wgmma
             meet()
             dq = start_queries(W, use, part, ch, cfg)
-            dk = start_sum(ds, ch.q, dk, use, cfg)
+            dk = start_sum(ds, ch.q.tiles, dk, use, cfg)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
             leave_dq(W, dq, use, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -292,16 +298,16 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             use += 1
         pass_on(W, use - 1, True, ch)
         zero = opaque_zero(use)
-        ch.k.release(turn)
-        ch.v.release(turn)
         place = coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED)
         meet()  # both have computed their last dQ from dS
         store_keys(dk * factors.scale, own_ds(W, zero, ch, dk_desc, cfg), dk_desc, place)
-        if cfg.BLOCK_D == 64:  # there is room for both
+        if cfg.BLOCK_D == 64:  # room for both
             store_keys(dv, own_ds(W, zero + 1, ch, dv_desc, cfg), dv_desc, place)
         else:
             ch.dq.acquire(2 * use + W)
             store_keys(dv, as_block(ch.dq.tiles.index(W + zero), dv_desc), dv_desc, place)
+        ch.k.release(turn)  # here, so that TMA has the stores before the next loads
+        ch.v.release(turn)
         turn += 1
         work = receive(ch.work, turn)
     wait_for_stores(0)

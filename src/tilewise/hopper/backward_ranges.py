@@ -105,9 +105,10 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
-    """(tile, slot) of an index.
+    """(tile, slot) of an index: tiles of a slot follow each other, so that they share queries in L2.
 
-    Deterministic, tiles of a slot wait for each other at each query tile. Causal: the last come first, because they reach a query tile first. Otherwise each starts some time after the one it waits for: as many slots in turn as are worked on at a time.
+    Deterministic, they wait for each other at each query tile. So slots that are worked on at a time take turns,
+    and a tile starts some time after the one it waits for. Causal: the last, which reach a query tile first.
     """
     section = 0 * num_tiles + 1
     if cfg.IS_DETERMINISTIC:
@@ -122,7 +123,7 @@ def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
 def locate_keys(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
 
-    Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
+    If causal, the first tiles of a slot see most queries.
     """
     if cfg.IS_PACKED:
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(

@@ -60,9 +60,9 @@ class Ring:
             load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
-    def publish(self, use, is_meant=True):
+    def publish(self, use, when=True):
         """Producer: the slot was filled by ordinary stores."""
-        mbarrier.arrive(self.full.index(use % self.STAGES), count=1, pred=is_meant)
+        mbarrier.arrive(self.full.index(use % self.STAGES), count=1, pred=when)
 
     @gluon.jit
     def wait(self, use):
@@ -70,9 +70,9 @@ class Ring:
         mbarrier.wait(self.full.index(use % self.STAGES), self.parity(use))
 
     @gluon.jit
-    def release(self, use, is_meant=True):
+    def release(self, use, when=True):
         """Consumer: this partition no longer reads the slot."""
-        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=is_meant)
+        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=when)
 
 
 @gluon.jit
