@@ -59,7 +59,7 @@ class Channels:
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_D] or packed [1, 1, ...] beside each q
     dq: Ring  # [32, 128] float32, a slot for each warpgroup: half of a tile's dQ in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-    ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T of a warpgroup for two query tiles, then the other's
+    ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
 
     @gluon.constexpr_function
     def __init__(self, work, k, v, q, do, dq, stats, ds):
@@ -112,7 +112,8 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)  # its slot is free first
+        # queries first: their slot is free while the last tile of keys is still worked on
+        load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_keys(ch.k, turn, k_desc, work, cfg)
         load_keys(ch.v, turn, v_desc, work, cfg)
         use += 1
@@ -224,7 +225,10 @@ def stats_of(use, ch, cfg: gl.constexpr):
 def start_step(
     W: gl.constexpr, use, has_last, part, tile, key, own, work, ch, sizes, factors, cfg: gl.constexpr
 ):
-    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile; the last one, if any, is passed on."""
+    """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
+
+    What the step before has left is passed on, if there was one.
+    """
     stats = stats_of(use, ch, cfg)
     s = start_product(W, ch.k, ch.q.tiles, use, part, cfg)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP

@@ -107,8 +107,8 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
 def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
     """(tile, slot) of an index: tiles of a slot follow each other, so that they share queries in L2.
 
-    Deterministic, they wait for each other at each query tile. So slots that are worked on at a time take turns,
-    and a tile starts some time after the one it waits for. Causal: the last, which reach a query tile first.
+    Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
+    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
     """
     section = 0 * num_tiles + 1
     if cfg.IS_DETERMINISTIC:
