@@ -29,6 +29,7 @@ class ForwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+    V: int = 5
 
     @property
     def BLOCK_M(self) -> int:

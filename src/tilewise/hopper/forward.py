@@ -16,6 +16,7 @@ one computes exponentials the other has the tensor cores. FlashAttention-3 (Shah
 """
 
 from tilewise.hopper.arguments import Packing, Sizes
+from tilewise.hopper.backward_scores import pinned
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
@@ -30,7 +31,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
-from tilewise.hopper.ranges import hide_left, hide_right, key_tiles
+from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, old_left, old_right
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
     Factors,
@@ -197,20 +198,33 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if j >= tiles.plain_end:  # only edge tiles are masked
-        s = hide_right(s, j, row, work, sizes, cfg)
+        if cfg.V & 1:
+            s = hide_right(s, j, row, work, sizes, cfg)
+        else:
+            s = old_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.plain_begin:
-        s = hide_left(s, j, row, work, sizes, cfg)
+        if cfg.V & 1:
+            s = hide_left(s, j, row, work, sizes, cfg)
+        else:
+            s = old_left(s, j, row, work, sizes, cfg)
     is_steady = (j < tiles.steady_end) & (is_exact == 0)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
-        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
-        l = l + partial_sums(p)
+        if cfg.V & 16:
+            p = s * factors.scale_log2e - m[:, None]
+        else:
+            p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        if (cfg.V & 32) == 0:
+            l = l + partial_sums(p)
     else:
         is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
         l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
         l = rescaled_sums(l, alpha) + partial_sums(p)
-    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
+    p = p.to(dtype)
+    if cfg.V & 4:
+        p = pinned(p)
+    p = gl.convert_layout(p, operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady
 
 
@@ -273,13 +287,19 @@ def mma_role(
             j -= 1
             s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
             acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-            s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
-            rings.k.release(use + 1)
+            if cfg.V & 2:  # fewer registers: P must have been read before there is another
+                s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+                rings.k.release(use + 1)
+                rings.v.release(use)
+            else:
+                s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+                rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady = weigh(
                 s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype, cfg
             )
-            acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
-            rings.v.release(use)
+            if (cfg.V & 2) == 0:
+                acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
+                rings.v.release(use)
             if not is_steady:
                 acc = rescaled(acc, alpha, cfg)
             p = p_next
@@ -361,45 +381,38 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
+    MMA: gl.constexpr = cfg.CONSUMER_REGISTERS
+    LOAD: gl.constexpr = cfg.PRODUCER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    load_role,
-                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
-                ),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
             [4, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+            [MMA, LOAD],
+        )
+    elif N == 3:
+        gl.warp_specialize(
+            [
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
+            ],
+            [4, 4, 1],
+            [MMA, MMA, LOAD],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    load_role,
-                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
-                ),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
-            [4, 4, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+            [4, 4, 4, 1],
+            [MMA, MMA, MMA, LOAD],
         )

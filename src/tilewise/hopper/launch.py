@@ -238,7 +238,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
         if window < 256 or (is_causal and problem.seqlen_k <= 1024):
-            return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
+            return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
         if window <= 1024:
             return 64, 3, 8, 6, 160, 1  # 6 x 8 KB of Q, 8 x 16 KB: 176 KB
         if problem.seqlen_k <= (2048 if is_causal else 1024):
