@@ -29,7 +29,14 @@ class ForwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
-    V: int = 5
+
+    @property
+    def IS_OVERLAPPED(self) -> bool:
+        """Whether a warpgroup's products run under its own softmax, which takes registers for two tiles of P.
+
+        Where two blocks share an SM, the other block's run there.
+        """
+        return self.BLOCKS_PER_SM == 1
 
     @property
     def BLOCK_M(self) -> int:

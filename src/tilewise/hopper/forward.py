@@ -1,10 +1,10 @@
-"""Attention forward for Hopper: one producer warp feeds two or three warpgroups of 64 query rows each.
+"""Attention forward for Hopper: one producer warp feeds two or four warpgroups of 64 query rows each.
 
     S = scale * Q K^T,  P = exp(S - m),  O = P V / l,  lse = m + log l          (one pass, online softmax)
 
     role             warps   does
     load_role        1       draws tiles of queries; starts TMA copies of Q, K and V into rings
-    mma_role x 2..3  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
+    mma_role x 2, 4  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
 
                  load_role                       mma_role (each warpgroup, on its own 64 rows)
     K ring   --> K[j+1] ----------------------->  S' = Q K[j+1]^T     issued before the next line ...
@@ -12,11 +12,11 @@
                                                   P' = softmax(S')    ... this
 
 Keys are visited from the last visible tile down to the first. The warpgroups run free of each other: while
-one computes exponentials the other has the tensor cores. FlashAttention-3 (Shah et al., 2024), section 3.
+one computes exponentials the others have the tensor cores. Where two blocks share an SM, that is enough, and
+a warpgroup does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.hopper.arguments import Packing, Sizes
-from tilewise.hopper.backward_scores import pinned
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
@@ -31,7 +31,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
-from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, old_left, old_right
+from tilewise.hopper.ranges import hide_left, hide_right, key_tiles
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
     Factors,
@@ -198,33 +198,20 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if j >= tiles.plain_end:  # only edge tiles are masked
-        if cfg.V & 1:
-            s = hide_right(s, j, row, work, sizes, cfg)
-        else:
-            s = old_right(s, j, row, work, sizes, cfg)
+        s = hide_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.plain_begin:
-        if cfg.V & 1:
-            s = hide_left(s, j, row, work, sizes, cfg)
-        else:
-            s = old_left(s, j, row, work, sizes, cfg)
+        s = hide_left(s, j, row, work, sizes, cfg)
     is_steady = (j < tiles.steady_end) & (is_exact == 0)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
-        if cfg.V & 16:
-            p = s * factors.scale_log2e - m[:, None]
-        else:
-            p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
-        if (cfg.V & 32) == 0:
-            l = l + partial_sums(p)
+        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        l = l + partial_sums(p)
     else:
         is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
         l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
         l = rescaled_sums(l, alpha) + partial_sums(p)
-    p = p.to(dtype)
-    if cfg.V & 4:
-        p = pinned(p)
-    p = gl.convert_layout(p, operand_layout(cfg.BLOCK_DV))
+    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady
 
 
@@ -285,19 +272,19 @@ def mma_role(
         p, m, l, _, _ = weigh(s, m, l, j, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-            acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-            if cfg.V & 2:  # fewer registers: P must have been read before there is another
-                s, acc = warpgroup_mma_wait(0, deps=(s, acc))
-                rings.k.release(use + 1)
-                rings.v.release(use)
-            else:
+            if cfg.IS_OVERLAPPED:
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
                 s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
-                rings.k.release(use + 1)
+            else:
+                acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+                rings.v.release(use)
+                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
+            rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady = weigh(
                 s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype, cfg
             )
-            if (cfg.V & 2) == 0:
+            if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
                 rings.v.release(use)
             if not is_steady:
@@ -392,17 +379,6 @@ def attn_fwd_kernel(
             ],
             [4, 1],
             [MMA, LOAD],
-        )
-    elif N == 3:
-        gl.warp_specialize(
-            [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
-            ],
-            [4, 4, 1],
-            [MMA, MMA, LOAD],
         )
     else:
         gl.warp_specialize(
