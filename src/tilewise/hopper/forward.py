@@ -37,8 +37,10 @@ from tilewise.hopper.softmax import (
     Factors,
     exp2,
     finite_or_zero,
+    log2,
     online_softmax,
     partial_sums,
+    reciprocal,
     rescaled_sums,
     softcapped,
 )
@@ -335,7 +337,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         factor = exp2(m - m_finite)
         l = l * factor + exp2(sink_log2 - m_finite)
         m = m_with_sink
-    lse = m * LN_2 + gl.log(l)
+    lse = (m + log2(l)) * LN_2
     if cfg.IS_PACKED:
         ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
     else:
@@ -343,7 +345,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
     # [64, BLOCK_DV]; rows that see no key are 0
-    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor / l), cfg)
+    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor * reciprocal(l)), cfg)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
