@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 SECTION_BYTES = 16 << 20
 
 MAX_HEAD_DIM = 256
-MANY_ROWS = 2 * 132 * 256  # of queries: two tiles of four warpgroups for each SM
+MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
 
@@ -239,7 +239,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     window = _window(problem)
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
-        is_short = window <= 1024 or (is_causal and problem.seqlen_k <= 2048)
+        is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
