@@ -27,8 +27,8 @@ CASES = {
     "d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
     "d64_causal": Case(64, 64, options={"causal": True}),
     "d64_causal_long": Case(64, 64, options={"causal": True}, heads=32, seqlen_q=4096, seqlen_k=4096),
-    "d64_left_window_long": Case(
-        64, 64, options={"window_left": 4096}, heads=32, seqlen_q=8192, seqlen_k=8192, kv_heads=32
+    "d64_long_window": Case(
+        64, 64, options={"window_left": 4096, "window_right": 0}, heads=32, seqlen_q=8192, seqlen_k=8192
     ),
     "d64_narrow_window": Case(64, 64, options={"window_left": 128, "window_right": 0}),
     "d64_wide_window": Case(
