@@ -138,7 +138,7 @@ class BackwardPlan(Plan):
             self.strides = strides
             self.set_strides("out", strides[0], self.axes)
             self.set_strides("do", strides[1], self.axes)
-        scratch = local.address if self.scratch_bytes <= local.size else local.reserve(self.scratch_bytes)
+        scratch = local.scratch.reserve(self.scratch_bytes)
         zeros = scratch + self.turn_offset
         ctypes.memset(zeros, 0, self.sum_offset - self.turn_offset)
         _put_addresses(

@@ -28,23 +28,35 @@ DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so man
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
 
+class Scratch:
+    """Memory for one call at a time."""
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self.memory, self.size, self.address = torch.empty(0), -1, 0
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes, until the next `reserve`, `trim` or `release`."""
+        if size > self.size:
+            self.release()  # before there is more
+            self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+            self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
+        return self.address
+
+    def trim(self) -> None:
+        """After a call: give back what is too much to keep."""
+        if self.size > KEPT_SCRATCH:
+            self.release()
+
+
 class Local(threading.local):
     """A thread's own plans and scratch memory, so that two threads may call at once."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple, Any] = {}
-        self.release()
-
-    def release(self) -> None:
-        self.scratch, self.size, self.address = torch.empty(0), -1, 0
-
-    def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
-        if size > self.size:
-            self.release()  # before there is another
-            self.scratch = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
-            self.size, self.address = size, -(-self.scratch.data_ptr() // 64) * 64
-        return self.address
+        self.scratch = Scratch()
 
 
 local = Local()
@@ -138,8 +150,7 @@ class Plan:
             self.kernel.call(self.block.address)
         else:
             parallel.run(self.kernel, self.block.address, self.threads)
-        if local.size > KEPT_SCRATCH:
-            local.release()
+        local.scratch.trim()
 
 
 class OutputPlan(Plan):
@@ -181,8 +192,8 @@ class OutputPlan(Plan):
         """Run the kernel on tensors with the plan's strides; with `lse` None only out is wanted."""
         if not self.items:
             return
-        scratch = local.address if self.scratch_bytes <= local.size else local.reserve(self.scratch_bytes)
-        _put_addresses(
+        scratch = local.scratch.reserve(self.scratch_bytes)
+        put_addresses(
             self.block.words, 0, 0, 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             scratch + self.lse_offset if lse is None else lse.data_ptr(), scratch,
             scratch + self.partial_offset,
@@ -258,7 +269,7 @@ def rows_dense(t: Tensor) -> Tensor:
 
 
 # The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
-_put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
+put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:

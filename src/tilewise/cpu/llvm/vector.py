@@ -46,6 +46,11 @@ class Emitter:
             self.intrinsics[name] = ir.Function(self.module, signature, name)
         return self.builder.call(self.intrinsics[name], args)
 
+    def call(self, address: Operand, result: ir.Type, *args: ir.Value) -> ir.Value:
+        """Call the C function at an address, which is an integer."""
+        signature = ir.FunctionType(result, [a.type for a in args])
+        return self.builder.call(self.builder.inttoptr(address.raw, signature.as_pointer()), args)
+
     def on_entry(self) -> Any:
         """A context that writes where the function starts, outside every loop."""
         return self.builder.goto_block(self.entry)
