@@ -100,6 +100,16 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
 
 
+@pytest.mark.parametrize("rows", [4, 12, 32])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_amx_decoding_compiles(rows, is_paged):
+    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
+    config = Config("bf16", 40, 64, 1, has_softcap=True, is_paged=is_paged, rows=rows, pieces=1)
+    ir_text, _ = decode.build(config, xeon)
+    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 62
+
+
 TILE_CONFIGURATION = """
 declare void @llvm.x86.{0}(ptr)
 define void @{0}(ptr %place) {{ call void @llvm.x86.{0}(ptr %place) ret void }}
@@ -121,8 +131,12 @@ def test_the_tile_configuration_is_what_it_was_before():
     )
     inputs = qkv(dtype=torch.bfloat16)
     problem = describe(inputs, Options())
+    few = qkv(seqlen_q=8, seqlen_k=300, dtype=torch.bfloat16)
     for config in (bytes(64), bytes([1] + [0] * 15 + [32, 0] * 4 + [0] * 24 + [7] * 4 + [0] * 12)):
         set_((ctypes.c_uint8 * 64)(*config))
+        launch.forward(describe(few, Options()), few)
+        get(found)
+        assert bytes(found) == config
         out, lse = launch.forward(problem, inputs)
         launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
         get(found)

@@ -56,11 +56,10 @@ def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
-    seqlen_q, group = problem.seqlen_q, problem.group_size
-    most = min(DECODE_ROWS, (16 if problem.seqlen_k >= 512 else 12) * group)
-    if has_amx(problem) and (group < 4 or problem.seqlen_k < 2048):
-        most = 4 * min(group, 4)  # tile registers make up for what queries alone leave empty
-    return 0 < seqlen_q * group <= most
+    most = 16 if problem.seqlen_k >= 512 else 12
+    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
+        most = 8 if problem.seqlen_k >= 64 else 4
+    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def repeatable(

@@ -10,7 +10,6 @@ import ctypes
 import math
 import struct
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -229,9 +228,8 @@ class DecodePlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        rows = problem.seqlen_q * problem.group_size
-        rows = rows if rows < 3 else -(-rows // 4) * 4
-        self.kernel = load("decode", replace(decode_config(problem, inputs), rows=rows))
+        config = decode_config(problem, inputs)
+        self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
@@ -240,7 +238,7 @@ class DecodePlan(OutputPlan):
         self.items = heads * splits // item_heads
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
-        self.partial_bytes = heads * splits * rows * self.kernel.facts["partial_bytes"]
+        self.partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
         # splits that are done of each group of heads; the kernel leaves zeros
         self.turns = (ctypes.c_int64 * heads)()
         self.block.update(

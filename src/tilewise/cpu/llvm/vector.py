@@ -362,6 +362,19 @@ def fold_sums(vectors: Sequence[Operand]) -> Value:
     return level[0]
 
 
+def deinterleaved(vectors: Sequence[Operand]) -> list[Value]:
+    """n vectors with the rows of a matrix of n columns, one row after the other -> its columns."""
+    if len(vectors) == 1:
+        return [Value(vectors[0].raw)]
+    lanes = vectors[0].type.count
+    pairs = list(zip(vectors[::2], vectors[1::2]))
+    even, odd = (
+        deinterleaved([_shuffle(a, b, list(range(start, 2 * lanes, 2))) for a, b in pairs])
+        for start in (0, 1)
+    )
+    return [column for both in zip(even, odd) for column in both]
+
+
 def across(x: Operand, combine: Any) -> Value:
     """All lanes combined in a fixed tree; the answer stands in every lane."""
     n, size = x.type.count, 1
