@@ -16,7 +16,7 @@ import torch
 
 import tilewise
 from tilewise import reference
-from tilewise.cpu.llvm import backward, configs, decode, forward, launch
+from tilewise.cpu.llvm import backward, backward_plan, configs, decode, forward, launch, plans
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.dropout import keep_mask
@@ -26,13 +26,13 @@ HERE = Path(__file__).parent
 DEFAULT_ISA = getattr(kernels.target(), "isa", "")
 
 
-def is_bfloat16(group: int) -> bool:
-    return random.Random(group).choice(random_cases.DTYPES) == torch.bfloat16
+def groups_of(*dtypes: torch.dtype) -> list[int]:
+    """Groups of random problems, which have one type each."""
+    return [group for group in range(12, 60) if random.Random(group).choice(random_cases.DTYPES) in dtypes]
 
 
-BFLOAT16_GROUPS = [group for group in range(12, 60) if is_bfloat16(group)][
-    :8
-]  # with AMX, kernels of their own
+BFLOAT16_GROUPS = groups_of(torch.bfloat16)[:8]  # with AMX, kernels of their own
+CUT_GROUPS = groups_of(torch.float32)[:6] + groups_of(torch.float16)[:6]
 
 DROPOUT_GROUP = 6
 
@@ -44,6 +44,28 @@ def test_random_problems_meet_the_error_budget(group):
         line for seed in range(first, first + 8) for line in random_cases.check(random_cases.draw(seed))
     ]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
+@pytest.mark.parametrize("group", CUT_GROUPS)
+def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
+    """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
+    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1)))
+    monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
+    monkeypatch.setattr(launch, "_is_decoding", lambda problem: False)
+    cut, load = set(), kernels.load
+    for module in (plans, backward_plan):
+        monkeypatch.setattr(
+            module, "load", lambda name, config: (cut.add((name, config.pieces)), load(name, config))[1]
+        )
+    launch.local.plans.clear()
+    first = group * random_cases.CASES_A_KERNEL
+    cases = [random_cases.draw(seed) for seed in range(first, first + 8)]
+    failures = [line for case in cases for line in random_cases.check(case)]
+    launch.local.plans.clear()
+    assert not failures, "\n".join(failures)
+    pieces = configs.CUT[cases[0].inputs.query.dtype]
+    assert ("forward", pieces) in cut and (("backward", pieces) in cut or cases[0].problem.is_paged)
 
 
 def test_random_problems_have_dropout():
