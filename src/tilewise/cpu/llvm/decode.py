@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, either, loop, when
+from tilewise.cpu.llvm.control import claim, loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
@@ -279,28 +279,16 @@ class DecodeKernel:
         self.correction[r, 0].store(correction)
 
     def finish_scores(self, head: Head, r: Value, block: Block, m: Value) -> Operand:
-        """The options and visibility of a row of products, in place; the running maximum in lanes."""
+        """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
         lanes, i = self.shape.lanes, r % head.seqlen_q
-        k0, k1 = head.key_range(i, i + 1)
+        k0, k1 = (splat(int32(k), lanes) for k in head.key_range(i, i + 1))
         largest = Var(m)
-        is_seen = (block.j0 >= k0) & (block.j0 + self.block_k <= k1) & block.n.equals(self.block_k)
-        with either(is_seen) as (inner, edge):
-            with inner:
-                for j in range(0, self.block_k, lanes):
-                    cell = self.p.at(r, 0)[0, j]
-                    product = cell.load(lanes)
-                    s = self.with_options(product, head, i, block.j0 + j)
-                    if s is not product:
-                        cell.store(s)
-                    largest.set(maximum(largest, s))
-            with edge:
-                for x in loop(0, self.whole(block.n), lanes):
-                    s = self.with_options(self.p[r, x].load(lanes), head, i, block.j0 + x)
-                    key = splat(int32(block.j0 + x), lanes) + iota(lanes)
-                    first, end = (splat(int32(k), lanes) for k in (k0, k1))
-                    s = select((key >= first) & (key < end), s, -INF)
-                    self.p[r, x].store(s)
-                    largest.set(maximum(largest, s))
+        for j in loop(0, self.whole(block.n), lanes):
+            key = splat(int32(block.j0 + j), lanes) + iota(lanes)
+            s = self.with_options(self.p[r, j].load(lanes), head, i, key)
+            s = select((key >= k0) & (key < k1), s, -INF)
+            self.p[r, j].store(s)
+            largest.set(maximum(largest, s))
         return largest
 
     def whole(self, n: Value) -> Value:
@@ -308,13 +296,12 @@ class DecodeKernel:
         step = self.weight_step * self.shape.lanes
         return (n + (step - 1)) & -step
 
-    def with_options(self, s: Value, head: Head, i: Value, j: Value) -> Value:
-        """Scores from products q k of query i and the keys j + [0, lanes)."""
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
+        """Scores from products q k of query i and the keys in lanes."""
         shape, config, args = self.shape, self.config, self.args
         if config.has_softcap:
             s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
         if config.has_alibi:
-            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
             distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
             s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
         return s

@@ -123,8 +123,8 @@ class AmxDecodeKernel(DecodeKernel):
                 for r, s in enumerate(deinterleaved(keys)):
                     self.p.at(part * ROWS + r, j)[0, i].store(s)
 
-    def with_options(self, s: Value, head: Head, i: Value, j: Value) -> Value:
-        return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, j)
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
+        return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, key)
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
         lanes = self.shape.lanes
