@@ -15,7 +15,7 @@ import random_cases
 import torch
 
 import tilewise
-from tilewise import reference
+from tilewise import dispatch, reference
 from tilewise.cpu.llvm import backward, backward_plan, configs, decode, forward, launch, plans
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import Config
@@ -390,6 +390,22 @@ def test_refusals_say_why(monkeypatch):
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert "llvmlite" in launch.supports(problem)
     launch.supports.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "causal", "expected"),
+    [("AMD EPYC", 2048, False, True), ("AMD EPYC", 512, False, False), ("AMD EPYC", 2048, True, False),
+     ("Intel Xeon", 2048, False, False)],
+)  # fmt: skip
+def test_pytorch_serves_the_backward_where_it_was_measured_faster(
+    name, seqlen, causal, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    inputs = qkv(seqlen_q=seqlen, seqlen_k=seqlen, dtype=torch.bfloat16)
+    refusals = dispatch.refusals(describe(inputs, Options(causal=causal)), is_backward=True)
+    assert bool(refusals["llvm"]) == expected and refusals["aten"] is None
 
 
 def test_threads_of_one_process_may_call_at_once():

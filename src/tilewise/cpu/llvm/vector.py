@@ -385,10 +385,6 @@ def across(x: Operand, combine: Any) -> Value:
     return result
 
 
-def extract(x: Operand, lane: int) -> Value:
-    return Value(builder().extract_element(x.raw, ir.Constant(I32, lane)))
-
-
 def any_lane(mask: Operand) -> Value:
     bits = ir.IntType(mask.type.count)
     return Value(builder().icmp_unsigned("!=", builder().bitcast(mask.raw, bits), ir.Constant(bits, 0)))
