@@ -57,7 +57,7 @@ class BackwardPlan(Plan):
             shared_heads=shared_heads,
             sharing=shared_batches * shared_heads,
         )
-        self.wanted_threads, self.axes = threads, "bhn" if layout == "bhsd" else "bnh"
+        self.wanted_threads, self.axes = self.worth(threads), "bhn" if layout == "bhsd" else "bnh"
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
             self.set_strides(name, torch.empty(t.shape, device="meta").stride())
         if problem.bias_needs_grad:

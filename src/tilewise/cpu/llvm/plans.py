@@ -24,6 +24,7 @@ from tilewise.problem import AttentionProblem, Inputs
 CPU = torch.device("cpu")
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
+GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
 
@@ -78,6 +79,8 @@ class Plan:
                 problem.is_paged, problem.dropout_p > 0,
             )
         )  # fmt: skip
+        rows = 0 if problem.is_packed else problem.batch * problem.num_heads * problem.seqlen_q
+        self.work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)  # 0 if packed
         self.block = Block()
         self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
         visibility = problem.visibility()
@@ -106,6 +109,10 @@ class Plan:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
         strides = (0, *strides) if len(strides) == 3 else strides
         self.block.update(**named(name, axes, strides))
+
+    def worth(self, threads: int) -> int:
+        """How many of so many threads the work is worth."""
+        return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
 
     def bind(self, inputs: Inputs) -> list[Any]:
         """Write the addresses of optional tensors into the block; the result must outlive the call."""
@@ -206,7 +213,7 @@ class ForwardPlan(OutputPlan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
         self.kernel = load("forward", forward_config(problem, inputs, may_cut))
-        self.wanted_threads, self.seqlen_q = threads, -1
+        self.wanted_threads, self.seqlen_q = self.worth(threads), -1
         self.cut(problem.seqlen_q)
 
     def cut(self, seqlen_q: int) -> None:
@@ -228,7 +235,7 @@ class DecodePlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        config = decode_config(problem, inputs)
+        config, threads = decode_config(problem, inputs), self.worth(threads)
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))

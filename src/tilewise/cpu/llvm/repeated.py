@@ -54,11 +54,10 @@ class RepeatedForward:
         plan, fill = self._plan, _fill_tensor()
         if not fill or not plan.items or plan.cuts:
             return None
-        block, problem = Block(), plan.problem
+        block = Block()
         ctypes.memmove(block.address, plan.block.address, 8 * WORDS)
         block.words[EXPECTED:DLTENSOR] = self._words  # type: ignore[assignment]
-        work = math.prod((problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k))
-        is_short = plan.threads == 1 and work * (problem.head_dim + problem.head_dim_v) <= SHORT
+        is_short = plan.threads == 1 and plan.work <= SHORT
         block.update(exchange=fill, kernel=plan.kernel.address if is_short else 0)
         enter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(load("entry", NoConfig()).address)
         return _quick(plan, block, enter, is_short, self._new_out, self._new_lse)
