@@ -11,7 +11,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.constexpr_function
 def merge_layout(cfg):
-    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: a warp has all pieces of its rows and columns, four a thread."""
+    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: a warp has all pieces of its rows and columns."""
     warps = min(4, cfg.MERGE_ROWS)
     lanes = cfg.BLOCK_DV // 4 // (4 // warps)
     return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 4 // warps], [2, 1, 0])
