@@ -113,7 +113,7 @@ def test_blocks_work_through_many_tiles(dims: tuple[int, int], causal: bool):
 def test_four_warpgroups_in_a_block(options: dict[str, Any], steepness: int):
     """Head size 64 with many long rows, where some warpgroups skip tiles that others need."""
     q, k, v = draw(2117, 16, 64), draw(2230, 8, 64), draw(2230, 8, 64)
-    assert 2 * 16 * 2117 >= MANY_ROWS
+    assert q[..., 0].numel() >= MANY_ROWS
     forward_reports(q * steepness, k, v, **options)
 
 
