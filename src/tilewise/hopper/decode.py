@@ -11,11 +11,11 @@
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
 what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
 across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
-piece the first one adds the second one's to its own. The load warps take turns as well: pages of
-16 need 8 copies a tile. A full page of head size 128 takes one, with both halves of its columns, since tiles of
-small pages lie in shared memory 8 rows by 8 rows. A ring's slots are an even number, so that one warpgroup alone
-waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one round from
-the next but one.
+piece the first one adds the second one's to its own. The load warps take turns as well: pages of 16 need 8
+copies a tile. A full page of head size 128 takes one, with both halves of its columns, since tiles of small
+pages lie in shared memory 8 rows by 8 rows. A ring's slots are an even number, so that one warpgroup alone
+waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one round
+from the next but one.
 Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
