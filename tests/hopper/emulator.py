@@ -258,8 +258,9 @@ def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") 
 
 
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-    if "ex2.approx" in asm:
-        return torch.exp2(args[0])
+    for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
+        if f"{name}.approx" in asm:
+            return function(args[0])
     if "wait_group" in asm:
         wait_for_stores(0)
         return 0

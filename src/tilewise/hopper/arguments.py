@@ -31,6 +31,14 @@ class ForwardConfig:
     HAS_SINKS: bool
 
     @property
+    def IS_OVERLAPPED(self) -> bool:
+        """Whether a warpgroup's products run under its own softmax, which takes registers for two tiles of P.
+
+        Where two blocks share an SM, the other block's run there.
+        """
+        return self.BLOCKS_PER_SM == 1
+
+    @property
     def BLOCK_M(self) -> int:
         """Query rows of one block: all its warpgroups' rows."""
         return self.WARPGROUPS * WARPGROUP_ROWS
