@@ -14,6 +14,7 @@ class KernelTile:
     num_warps: int
     num_stages: int
     has_tma: bool = False  # the GPU's copy engine loads the tiles of the loop, where it can read the tensors
+    is_pair: bool = False  # dbias: two score tiles side by side share their queries
 
     def is_valid(self) -> bool:
         blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))

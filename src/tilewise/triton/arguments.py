@@ -123,6 +123,7 @@ class KernelConfig:
     HAS_SOFTCAP: bool
     IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
     PRECISION: str  # of a float32 product: "ieee" or "tf32"
+    HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
 
 
 class BiasSizes(NamedTuple):

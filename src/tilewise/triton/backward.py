@@ -65,6 +65,8 @@ def attn_bwd_prepare_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    if cfg.HAS_PDL:  # dk and dv may start, up to their own wait
+        tl.extra.cuda.gdc_launch_dependents()
     tile, slot = program_tile(sizes, False)
     h = slot % sizes.num_heads
     b = slot // sizes.num_heads
@@ -122,6 +124,9 @@ def attn_bwd_dkdv_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    if cfg.HAS_PDL:  # until lse_log2 and delta are there
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
     tile, slot = program_tile(sizes, False)
     kv_head = slot % num_kv_heads
@@ -227,6 +232,8 @@ def attn_bwd_dq_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
     if i0 >= place.seqlen_q:
+        if cfg.HAS_PDL:
+            tl.extra.cuda.gdc_wait()
         return
 
     q_base = row_base(q, place.b, place.h, q_start)
@@ -251,6 +258,8 @@ def attn_bwd_dq_kernel(
             dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
+    if cfg.HAS_PDL:  # it read nothing of dk's and dv's kernel, but must not end before it
+        tl.extra.cuda.gdc_wait()
     dq_base = row_base(dq, place.b, place.h, q_start)
     store_tile(dq, dq_base, i0, place.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
 

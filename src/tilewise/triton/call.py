@@ -149,9 +149,16 @@ class Call:
         assert tile is not None
         return tile
 
-    def launch(self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...]) -> Launch:
-        """`kernel` on arguments and this call's compile-time choices."""
-        return Launch(kernel, programs, (*arguments, self.config(tile)), tile.num_warps, tile.num_stages)
+    def launch(
+        self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False
+    ) -> Launch:
+        """`kernel` on arguments and this call's compile-time choices.
+
+        is_early: it may start before the kernel before it has ended, for which it waits by itself.
+        """
+        arguments = (*arguments, self.config(tile))
+        is_early = is_early and has_pdl(self.inputs.query.device)
+        return Launch(kernel, programs, arguments, tile.num_warps, tile.num_stages, launch_pdl=is_early)
 
     def config(self, tile: KernelTile) -> KernelConfig:
         p = self.problem
@@ -166,6 +173,7 @@ class Call:
             HAS_SOFTCAP=p.softcap > 0,
             IS_FOLDED=p.scale > 0 and not adds_to_scores,
             PRECISION=p.precision,
+            HAS_PDL=has_pdl(self.inputs.query.device),
         )
 
 
@@ -223,6 +231,11 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
 def gpu_capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability; other vendors' GPUs take the portable tiles."""
     return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels can start before the one before has ended: Hopper and newer."""
+    return not is_interpreted() and gpu_capability(device) >= (9, 0)
 
 
 def _padded(head_dim: int) -> int:

@@ -179,19 +179,20 @@ def _padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, 
 
 def _steps(problem: AttentionProblem, inputs: Inputs, results: Results, tiles: Tiles) -> list[Step]:
     """The launches of a backward but for the bias: row statistics, dk and dv, dq."""
-    steps = [_step(_prepare_launch, inputs, results)]
+    step = functools.partial(_step, (*inputs, *results[:GIVEN]))
+    steps = [step(_prepare_launch, results)]
     dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, inputs.query.device) for n in ("dk", "dv"))
     if dk_tile is None or dv_tile is None or "dkdv" in tiles:
-        steps.append(_step(_dkdv_launch, inputs, results, tiles.get("dkdv")))
+        steps.append(step(_dkdv_launch, results, tiles.get("dkdv")))
     else:
-        steps.append(_step(_dkdv_launch, inputs, results._replace(dv=None), dk_tile))
-        steps.append(_step(_dkdv_launch, inputs, results._replace(dk=None), dv_tile))
-    return [*steps, _step(_dq_launch, inputs, results, tiles.get("dq"))]
+        steps.append(step(_dkdv_launch, results._replace(dv=None), dk_tile))
+        steps.append(step(_dkdv_launch, results._replace(dk=None), dv_tile))
+    return [*steps, step(_dq_launch, results, tiles.get("dq"))]
 
 
-def _step(build: Callable[..., Launch], inputs: Inputs, results: Results, *choices: Any) -> Step:
-    """A backward kernel's launch; what the forward and the caller gave comes first in `results`."""
-    return Step(build, (*inputs, *results[:GIVEN]), choices, results[GIVEN:])
+def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choices: Any) -> Step:
+    """A backward kernel's launch; `given` are the inputs and what comes first in `results`."""
+    return Step(build, given, choices, results[GIVEN:])
 
 
 def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
@@ -227,7 +228,7 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
         call.factors(),
         *call.sizes(num_tiles, call.slots_k, call.section(call.seqlen_q, problem.group_size)),
     )
-    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments)
+    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments, is_early=True)
 
 
 def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
@@ -247,7 +248,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
         call.factors(),
         *call.sizes(num_tiles, call.slots_q, section),
     )
-    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments)
+    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments, is_early=True)
 
 
 def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
@@ -267,11 +268,13 @@ def _shared_dbias(
     """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
     bias = inputs.bias
     assert bias is not None
-    tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
+    tile = tile or table_tile("dbias", problem, bias.device)
+    assert tile is not None
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
     partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
-    run_steps(problem, [_step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)])
+    given = (*inputs, *results[:GIVEN])
+    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes)])
     return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
 
 
@@ -279,7 +282,8 @@ def _shared_dbias(
 def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> tuple[int, BiasSizes]:
     """(parts, sizes): how the sums of a broadcast bias's gradient are split over programs."""
     batch, heads, rows, cols = shape
-    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // tile.block_n)
+    width = tile.block_n * (2 if _is_pair(problem, shape, tile) else 1)
+    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // width)
     loop_batch = problem.batch if batch == 1 else 1
     loop_heads = problem.num_heads if heads == 1 else 1
     loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
@@ -292,6 +296,11 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
     parts = max(1, -(-iterations // per_part))
     loops = (loop_batch, loop_heads, loop_rows, loop_cols)
     return parts, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_part)
+
+
+def _is_pair(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> bool:
+    """Whether programs take two tiles: only where all rounds have the same one."""
+    return tile.is_pair and 1 not in shape[2:] and not (problem.is_packed or problem.is_cached)
 
 
 def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
@@ -313,5 +322,6 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         *sizes,
         sizes.bias_rows == 1,
         sizes.bias_cols == 1,
+        _is_pair(problem, sizes[:4], tile),
     )
     return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments)
