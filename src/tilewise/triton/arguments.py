@@ -25,8 +25,9 @@ class Rows(NamedTuple):
 class Source(NamedTuple):
     """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
 
-    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, for a tile's first part and its second; None
-    where addresses serve. Built inside a kernel, since a kernel takes no descriptors inside of tuples.
+    The descriptors are of (1, 1, rows, columns) of a tensor (batch, heads, seqlen, dim), for a tile's first
+    part and its second; None where addresses serve. Built inside a kernel, since a kernel takes no descriptors
+    inside of tuples.
     """
 
     rows: Rows

@@ -183,15 +183,20 @@ def can_tma(problem: AttentionProblem) -> bool:
 
 
 def _descriptors(t: Tensor | None, num_rows: int) -> tuple[Any, Any]:
-    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t."""
+    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
+
+    Dimensions of one come first in a box, where Triton drops them: a reshaped box would not be taken as a
+    product's left operand from shared memory.
+    """
     if t is None or not _is_tma_ready(t):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape, cut = list(t.shape), columns(t.shape[-1])
-    strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    cut = columns(t.shape[-1])
+    batch, seqlen, heads, _ = (stride or t.shape[-1] for stride in _canonical_strides(t))  # of size one: any
+    shape, strides = [t.shape[n] for n in (0, 2, 1, 3)], [batch, heads, seqlen, 1]
     parts = [
-        TensorDescriptor(t, shape, strides, [1, num_rows, 1, width]) if width else None
+        TensorDescriptor(t, shape, strides, [1, 1, num_rows, width]) if width else None
         for width in (cut.FIRST, cut.REST)
     ]
     return parts[0], parts[1]

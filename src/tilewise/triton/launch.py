@@ -324,4 +324,4 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         sizes.bias_cols == 1,
         _is_pair(problem, sizes[:4], tile),
     )
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments)
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)

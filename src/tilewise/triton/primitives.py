@@ -20,6 +20,23 @@ STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# ---- programmatic dependent launch
+
+
+@triton.jit
+def let_next_kernel_start(cfg: tl.constexpr):
+    """The next kernel's programs may start once all of this kernel's have called this or ended."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_kernel_before(cfg: tl.constexpr):
+    """Until the kernel before has ended and all that it wrote can be read."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_wait()
+
+
 # ---- where a program works
 
 
