@@ -26,8 +26,7 @@ class Source(NamedTuple):
     """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
 
     The descriptors are of (1, 1, rows, columns) of a tensor (batch, heads, seqlen, dim), for a tile's first
-    part and its second; None where addresses serve. Built inside a kernel, since a kernel takes no descriptors
-    inside of tuples.
+    part and its second; None where addresses serve. Built inside a kernel: an argument tuple holds none.
     """
 
     rows: Rows

@@ -9,8 +9,8 @@
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
 
 Where the GPU can, a kernel starts while the one before still ends (`wait_for_kernel_before`). The first after
-attn_bwd_prepare_kernel reads what that writes and waits at its start. Those that follow start after that wait;
-they wait at their end, so that none ends before all that came before it.
+attn_bwd_prepare_kernel reads what that writes and waits at its start. Those that follow start after that, and
+wait at their end, so that none ends before all that came before it.
 """
 
 from __future__ import annotations
