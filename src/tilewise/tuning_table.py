@@ -14,7 +14,8 @@ class KernelTile:
     num_warps: int
     num_stages: int
     has_tma: bool = False  # the GPU's copy engine loads the tiles of the loop, where it can read the tensors
-    is_pair: bool = False  # dbias: two score tiles side by side share their queries
+    is_left_shared: bool = False  # dbias: boxes of queries serve products from shared memory, not registers
+    max_registers: int | None = None  # of a thread, where the compiler would take more than pays
 
     def is_valid(self) -> bool:
         blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
@@ -157,7 +158,7 @@ HOPPER_BIAS: Rows = EXTRAS | {
         *EXTRAS["dq"][2:],
     ],
     "dbias": [
-        (64, KernelTile(64, 64, 4, 3, has_tma=True)),
+        (64, KernelTile(64, 64, 4, 2, has_tma=True, is_left_shared=True, max_registers=168)),
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
         *EXTRAS["dbias"][1:],
     ],

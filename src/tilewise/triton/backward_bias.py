@@ -36,7 +36,7 @@ def attn_bwd_dbias_kernel(
     dropout_threshold, num_tiles, num_slots, section,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
     tiles_m, tiles_n, per_part,
-    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, IS_PAIR: tl.constexpr, cfg: tl.constexpr,
+    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of dbias (parts * bias_batch, ...), summed over a part of what the tile serves.
 
@@ -63,68 +63,49 @@ def attn_bwd_dbias_kernel(
     part = head // (bias_heads * bias_batch)
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
 
-    # One tile of scores in every round, or two side by side: its bias is read once, what it cannot see is
-    # cleared at the end, and the rounds need no branch, so that their loads overlap.
+    # One tile of scores in every round: its bias is read once, what it cannot see is cleared at the end, and
+    # the rounds need no branch, so that their loads overlap.
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
     IS_UNIFORM: tl.constexpr = not (ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED)
-    WIDTH: tl.constexpr = BLOCK_N * 2 if IS_PAIR else BLOCK_N
-    i0 = tile_m * BLOCK_M
-    col0 = tile_n * WIDTH
-    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
-    c = (col0 + tl.arange(0, BLOCK_N))[None, :]
-    is_whole = (i0 + BLOCK_M <= bias_rows) & (col0 + WIDTH <= bias_cols)
+    i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    c = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_right = acc
     first = part * per_part
     last = tl.minimum(first + per_part, iterations)
     if IS_UNIFORM:
         q_start, k_start, _j0, place, is_seen = dbias_place(
-            i0, col0, bias_b, bias_h, ragged, sizes, cfg, WIDTH
+            tile_m * BLOCK_M, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg
         )
-        bias_tile = load_bias(extras.bias, i, c, place, is_whole)
-        if IS_PAIR:
-            bias_right = load_bias(extras.bias, i, c + BLOCK_N, place, is_whole)
+        if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+            bias_tile = load_scores(extras.bias, i, c, place, False)
+        else:
+            bias_tile = load_scores(extras.bias, i, c, place, True)
         for n in range(first, tl.where(is_seen, last, first)):
-            here = Place(
-                bias_b + n // loop_heads, bias_h + n % loop_heads,
-                seqlen_q, seqlen_k, place.offset, place.first_col,
-            )  # fmt: skip
-            q_tile, do_tile, lse_log2, delta = query_rows(
-                q, do, lse_log2_ptr, delta_ptr, i0, q_start, here, ragged, sizes, cfg
-            )
+            b = bias_b + n // loop_heads
+            h = bias_h + n % loop_heads
             acc += dbias_step(
-                q_tile, do_tile, lse_log2, delta, k, v, bias_tile, i0, col0, k_start, here,
+                q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, tile_m * BLOCK_M, tile_n * BLOCK_N,
+                q_start, k_start, Place(b, h, seqlen_q, seqlen_k, place.offset, place.first_col),
                 ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
-            if IS_PAIR:
-                acc_right += dbias_step(
-                    q_tile, do_tile, lse_log2, delta, k, v, bias_right, i0, col0 + BLOCK_N, k_start, here,
-                    ragged, extras, sizes, factors, cfg, False,
-                )  # fmt: skip
         acc = tl.where(visible_pairs(i, c, place, sizes), acc, 0.0)
-        if IS_PAIR:
-            acc_right = tl.where(visible_pairs(i, c + BLOCK_N, place, sizes), acc_right, 0.0)
     else:
         for n in range(first, last):
             col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
             row = tile_m + n // loop_cols % loop_rows
             rest = n // (loop_cols * loop_rows)
-            row0 = row * BLOCK_M
+            i0 = row * BLOCK_M
             q_start, k_start, j0, place, is_seen = dbias_place(
-                row0, col * BLOCK_N, bias_b + rest // loop_heads, bias_h + rest % loop_heads,
-                ragged, sizes, cfg, BLOCK_N,
-            )  # fmt: skip
+                i0, col * BLOCK_N, bias_b + rest // loop_heads, bias_h + rest % loop_heads, ragged, sizes, cfg
+            )
             if is_seen:
-                offs_i = (row0 + tl.arange(0, BLOCK_M))[:, None]
+                offs_i = (i0 + tl.arange(0, BLOCK_M))[:, None]
                 offs_j = (j0 + tl.arange(0, BLOCK_N))[None, :]
                 bias_tile = load_scores(extras.bias, offs_i, offs_j, place, True)
-                q_tile, do_tile, lse_log2, delta = query_rows(
-                    q, do, lse_log2_ptr, delta_ptr, row0, q_start, place, ragged, sizes, cfg
-                )
                 acc += dbias_step(
-                    q_tile, do_tile, lse_log2, delta, k, v, bias_tile, row0, j0, k_start, place,
-                    ragged, extras, sizes, factors, cfg, True,
+                    q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, i0, j0,
+                    q_start, k_start, place, ragged, extras, sizes, factors, cfg, True,
                 )  # fmt: skip
 
     if ROWS_BROADCAST:
@@ -135,32 +116,15 @@ def attn_bwd_dbias_kernel(
         c = tl.zeros((1, 1), tl.int32)
     wait_for_kernel_before(cfg)
     own = Place(part * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
-    store_dbias(dbias, acc, i, c, own, is_whole)
-    if IS_PAIR:
-        store_dbias(dbias, acc_right, i, c + BLOCK_N, own, is_whole)
-
-
-@triton.jit
-def load_bias(bias, i, c, place, is_whole):
-    """A tile of the bias: in wide loads without masks if is_whole."""
-    if is_whole:
-        tile = load_scores(bias, i, c, place, False)
+    if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+        store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores
     else:
-        tile = load_scores(bias, i, c, place, True)
-    return tile
+        store_scores(dbias, acc, i, c, own, True)
 
 
 @triton.jit
-def store_dbias(dbias, acc, i, c, place, is_whole):
-    if is_whole:
-        store_scores(dbias, acc, i, c, place, False)
-    else:
-        store_scores(dbias, acc, i, c, place, True)
-
-
-@triton.jit
-def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr, WIDTH: tl.constexpr):
-    """(q_start, k_start, j0, place, is anything seen) for queries from i0 and WIDTH bias columns from col0.
+def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
+    """(q_start, k_start, j0, place, whether anything is seen) for queries from i0, bias columns from col0.
 
     j0 may be negative, and need not be aligned: columns count from before a cache's padding.
     """
@@ -169,24 +133,12 @@ def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr, WIDTH: tl.cons
     place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
     i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
     lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
-    return q_start, k_start, j0, place, (i0 < seqlen_q) & (j0 < hi) & (j0 + WIDTH > lo)
-
-
-@triton.jit
-def query_rows(q, do, lse_log2_ptr, delta_ptr, i0, q_start, place, ragged, sizes, cfg: tl.constexpr):
-    """(q, do, lse_log2, delta) of queries [i0, i0 + BLOCK_M)."""
-    QK: tl.constexpr = cfg.QK
-    V: tl.constexpr = cfg.V
-    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, True)
-    do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, True)
-    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
-    return q_tile, do_tile, lse_log2, load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+    return q_start, k_start, j0, place, (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo)
 
 
 @triton.jit
 def dbias_step(
-    q_tile, do_tile, lse_log2, delta, k, v, bias_tile, i0, j0, k_start, place,
+    q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, i0, j0, q_start, k_start, place,
     ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """ds of queries [i0, i0 + BLOCK_M) and keys [j0, j0 + BLOCK_N), 0 where there is no such query.
@@ -195,11 +147,16 @@ def dbias_step(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    b, kv_head = place.b, place.h // cfg.GROUP_SIZE
+    b, h, kv_head = place.b, place.h, place.h // cfg.GROUP_SIZE
+    first_stat = padded_stat_start(b, h, q_start, sizes, ragged)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    q_tile = load_source(q, b, h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, True)
     k_tile = load_source(k, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, QK, True)
+    do_tile = load_source(do, b, h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, True)
     v_tile = load_source(v, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, V, True)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
+    delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
     mask = load_scores(extras.mask, i, j, place, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)

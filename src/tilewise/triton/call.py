@@ -103,10 +103,13 @@ class Call:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
         return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
-    def descriptors(self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool) -> list[Any]:
+    def descriptors(
+        self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool, is_left_shared: bool = False
+    ) -> list[Any]:
         """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
-        is_possible = has_tma and can_tma(self.problem)
-        return [d for t in tensors for d in (_descriptors(t, num_rows) if is_possible else (None, None))]
+        if not (has_tma and can_tma(self.problem)):
+            return [None] * 2 * len(tensors)
+        return [d for t in tensors for d in _descriptors(t, num_rows, is_left_shared)]
 
     def ragged(self) -> Any:
         i = self.inputs
@@ -150,19 +153,34 @@ class Call:
         return tile
 
     def launch(
-        self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False
+        self,
+        kernel: Any,
+        tile: KernelTile,
+        programs: int,
+        arguments: tuple[Any, ...],
+        is_early: bool = False,
+        can_fold: bool = True,
     ) -> Launch:
         """`kernel` on arguments and this call's compile-time choices.
 
         is_early: it may start before the kernel before it has ended, for which it waits by itself.
         """
-        arguments = (*arguments, self.config(tile))
+        arguments = (*arguments, self.config(tile, can_fold))
         is_early = is_early and has_pdl(self.inputs.query.device)
-        return Launch(kernel, programs, arguments, tile.num_warps, tile.num_stages, launch_pdl=is_early)
+        return Launch(
+            kernel,
+            programs,
+            arguments,
+            tile.num_warps,
+            tile.num_stages,
+            tile.max_registers,
+            launch_pdl=is_early,
+        )
 
-    def config(self, tile: KernelTile) -> KernelConfig:
+    def config(self, tile: KernelTile, can_fold: bool) -> KernelConfig:
         p = self.problem
-        adds_to_scores = p.softcap > 0 or p.bias_shape is not None or p.has_alibi
+        # What is added to scores starts their products: in 16 bits its size does not show in their rounding.
+        can_fold &= p.dtype.itemsize == 2 or (p.bias_shape is None and not p.has_alibi)
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -171,7 +189,7 @@ class Call:
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
-            IS_FOLDED=p.scale > 0 and not adds_to_scores,
+            IS_FOLDED=can_fold and p.scale > 0 and p.softcap == 0,
             PRECISION=p.precision,
             HAS_PDL=has_pdl(self.inputs.query.device),
         )
@@ -182,21 +200,23 @@ def can_tma(problem: AttentionProblem) -> bool:
     return not (problem.is_packed or problem.is_cached)
 
 
-def _descriptors(t: Tensor | None, num_rows: int) -> tuple[Any, Any]:
+def _descriptors(t: Tensor | None, num_rows: int, is_left_shared: bool) -> tuple[Any, Any]:
     """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
 
-    Dimensions of one come first in a box, where Triton drops them: a reshaped box would not be taken as a
-    product's left operand from shared memory.
+    is_left_shared: boxes of (1, 1, rows, columns). Triton drops dimensions of one that come first; with any
+    other, a box is reshaped, and as a product's left operand goes through registers.
     """
     if t is None or not _is_tma_ready(t):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    cut = columns(t.shape[-1])
-    batch, seqlen, heads, _ = (stride or t.shape[-1] for stride in _canonical_strides(t))  # of size one: any
-    shape, strides = [t.shape[n] for n in (0, 2, 1, 3)], [batch, heads, seqlen, 1]
+    shape, cut = list(t.shape), columns(t.shape[-1])
+    strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    box = [1, num_rows, 1]
+    if is_left_shared:
+        shape, strides, box = ([n[0], n[2], n[1], *n[3:]] for n in (shape, strides, box))
     parts = [
-        TensorDescriptor(t, shape, strides, [1, 1, num_rows, width]) if width else None
+        TensorDescriptor(t, shape, strides, [*box, width]) if width else None
         for width in (cut.FIRST, cut.REST)
     ]
     return parts[0], parts[1]

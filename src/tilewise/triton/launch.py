@@ -282,8 +282,7 @@ def _shared_dbias(
 def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> tuple[int, BiasSizes]:
     """(parts, sizes): how the sums of a broadcast bias's gradient are split over programs."""
     batch, heads, rows, cols = shape
-    width = tile.block_n * (2 if _is_pair(problem, shape, tile) else 1)
-    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // width)
+    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // tile.block_n)
     loop_batch = problem.batch if batch == 1 else 1
     loop_heads = problem.num_heads if heads == 1 else 1
     loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
@@ -298,11 +297,6 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
     return parts, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_part)
 
 
-def _is_pair(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> bool:
-    """Whether programs take two tiles: only where all rounds have the same one."""
-    return tile.is_pair and 1 not in shape[2:] and not (problem.is_packed or problem.is_cached)
-
-
 def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
     from tilewise.triton.backward_bias import attn_bwd_dbias_kernel
 
@@ -312,7 +306,7 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
     programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout)),
-        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
@@ -322,6 +316,6 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         *sizes,
         sizes.bias_rows == 1,
         sizes.bias_cols == 1,
-        _is_pair(problem, sizes[:4], tile),
     )
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)
+    # unfolded, so that the bias is brought into log2 units once for all rounds
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True, can_fold=False)
