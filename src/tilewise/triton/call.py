@@ -167,15 +167,8 @@ class Call:
         """
         arguments = (*arguments, self.config(tile, can_fold))
         is_early = is_early and has_pdl(self.inputs.query.device)
-        return Launch(
-            kernel,
-            programs,
-            arguments,
-            tile.num_warps,
-            tile.num_stages,
-            tile.max_registers,
-            launch_pdl=is_early,
-        )
+        resources = (tile.num_warps, tile.num_stages, tile.max_registers)
+        return Launch(kernel, programs, arguments, *resources, launch_pdl=is_early)
 
     def config(self, tile: KernelTile, can_fold: bool) -> KernelConfig:
         p = self.problem
