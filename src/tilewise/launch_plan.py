@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     num_warps: int
     num_stages: int | None = None
-    maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
+    maxnreg: int | None = None  # registers of a thread at most; of a warp-specialised kernel, at its start
     programs_y: int = 1  # second dimension of the grid
     launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
 

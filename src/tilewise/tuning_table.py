@@ -19,7 +19,8 @@ class KernelTile:
 
     def is_valid(self) -> bool:
         blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
-        return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
+        registers_fit = self.max_registers is None or 24 <= self.max_registers <= 255
+        return blocks_fit and registers_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,8 @@ def kernel_tile(
     `can_tma`: sequences fill their tensors, so that TMA may read them.
 
     Example:
-        >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
-        KernelTile(block_m=64, block_n=64, num_warps=4, num_stages=3, has_tma=True)
+        >>> kernel_tile("forward", (9, 0), None, padded_dim=128) == KernelTile(64, 64, 4, 3, has_tma=True)
+        True
     """
     is_hopper = capability[0] in (9, 10)
     if float32_precision is not None:
