@@ -153,27 +153,23 @@ class Call:
         return tile
 
     def launch(
-        self,
-        kernel: Any,
-        tile: KernelTile,
-        programs: int,
-        arguments: tuple[Any, ...],
-        is_early: bool = False,
-        can_fold: bool = True,
+        self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False
     ) -> Launch:
         """`kernel` on arguments and this call's compile-time choices.
 
         is_early: it may start before the kernel before it has ended, for which it waits by itself.
         """
-        arguments = (*arguments, self.config(tile, can_fold))
+        arguments = (*arguments, self.config(tile))
         is_early = is_early and has_pdl(self.inputs.query.device)
         resources = (tile.num_warps, tile.num_stages, tile.max_registers)
         return Launch(kernel, programs, arguments, *resources, launch_pdl=is_early)
 
-    def config(self, tile: KernelTile, can_fold: bool) -> KernelConfig:
+    def config(self, tile: KernelTile) -> KernelConfig:
         p = self.problem
-        # What is added to scores starts their products: in 16 bits its size does not show in their rounding.
-        can_fold &= p.dtype.itemsize == 2 or (p.bias_shape is None and not p.has_alibi)
+        # What is added to unscaled scores becomes what their product starts with: a bias would have to be
+        # waited for, and in float32 the sum's rounding would show ALiBi's size.
+        is_exact = p.dtype.itemsize == 2 or not p.has_alibi
+        is_folded = p.scale > 0 and p.softcap == 0 and p.bias_shape is None and is_exact
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -182,7 +178,7 @@ class Call:
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
-            IS_FOLDED=can_fold and p.scale > 0 and p.softcap == 0,
+            IS_FOLDED=is_folded,
             PRECISION=p.precision,
             HAS_PDL=has_pdl(self.inputs.query.device),
         )

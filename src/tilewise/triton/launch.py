@@ -317,5 +317,4 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         sizes.bias_rows == 1,
         sizes.bias_cols == 1,
     )
-    # unfolded, so that the bias is brought into log2 units once for all rounds
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True, can_fold=False)
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)

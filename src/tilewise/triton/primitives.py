@@ -265,7 +265,7 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
         else:
             s = s * (factors.scale * LOG2E)
     if extras.bias is not None:
-        s += bias.to(tl.float32) * unit
+        s += bias.to(tl.float32) * LOG2E
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * unit)
