@@ -52,8 +52,17 @@ def cached(dim: int, backend: str) -> None:
     tilewise.attention_with_cache(query, cache, key, value, **turned, backend=backend)
 
 
+def paged(dim: int, backend: str) -> None:
+    """Several queries on pages of 16, of sequences that end anywhere in a page."""
+    cache = tilewise.PagedKVCache(80, 16, 2, dim, dtype=torch.bfloat16, device="cuda")
+    sequences = [cache.allocate() for _ in range(3)]
+    cache.append(*([draw(length, 2, dim) for length in (333, 5, 261)] for _ in range(2)))
+    query, key, value = (draw(3, 4, heads, dim) for heads in (4, 2, 2))
+    tilewise.attention_with_cache(query, cache, key, value, batch=sequences, backend=backend)
+
+
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached"):
+    if name in ("packed", "cached", "paged"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "bias":
         dense(64, backend, bias=draw(1, 1, 133, 150))
@@ -67,8 +76,8 @@ def run(name: str, backend: str) -> None:
 
 
 CASES = {
-    "triton": ("d64_causal", "d128_full", "d256_causal", "bias", "options", "packed", "cached"),
-    "hopper": ("d64_causal", "d128_full", "d128_causal", "d256_causal", "packed", "cached"),
+    "triton": ("d64_causal", "d128_full", "d256_causal", "bias", "options", "packed", "cached", "paged"),
+    "hopper": ("d64_causal", "d128_full", "d128_causal", "d256_causal", "packed", "cached", "paged"),
 }
 
 

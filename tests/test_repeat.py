@@ -29,6 +29,23 @@ def kept():
     return len(repeat._local.runs)
 
 
+def without_quick_ways(q, k, v, **options):
+    """What a call gives that finds nothing kept."""
+    repeat.clear()
+    return tilewise.attention(q, k, v, **options)
+
+
+@pytest.fixture
+def quick():
+    """Query, key and value of calls that go the quick way, which looks at them in machine code."""
+    q, k, v = qkv()
+    for _ in range(3):
+        tilewise.attention(q, k, v)
+    if not repeat._local.quick:
+        pytest.skip("no quick way here")
+    return q, k, v
+
+
 @pytest.mark.parametrize("backend", [None, "llvm", "aten"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
@@ -52,6 +69,115 @@ def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
     for a, b, c, d in zip(before, again, repeated, whole, strict=True):
         assert torch.equal(a, b) and torch.equal(c, d)
         assert c.stride() == d.stride() and c.dtype == d.dtype and c.data_ptr() != d.data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seqlen", [1, 7, 150])
+def test_quick_calls_equal_a_first(layout, return_lse, threads, dtype, seqlen):
+    options = {"layout": layout, "return_lse": return_lse, "causal": True}
+    axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    sets = [[t.permute(axes).contiguous() for t in qkv(seqlen, seqlen, dtype=dtype)] for _ in range(5)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = [tilewise.attention(*tensors, **options) for tensors in sets]
+        expected = [without_quick_ways(*tensors, **options) for tensors in sets]
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(*((t if return_lse else (t,)) for t in (a, b)), strict=True):
+            assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("how", ["length", "stride", "dtype", "offset", "dimensions", "meta"])
+def test_tensors_unlike_those_of_a_quick_call(quick, which, how):
+    tensors = list(quick)
+    t = tensors[which]
+    same_size = {torch.float32: torch.int32}
+    tensors[which] = {
+        "length": torch.randn(2, 6, *t.shape[2:]),
+        "stride": torch.randn(*t.shape[:3], 20)[..., :16],
+        "dtype": t.view(same_size[t.dtype]),
+        "offset": torch.randn(t.numel() + 3)[3:].view_as(t),
+        "dimensions": t[..., 0],
+        "meta": t.to("meta"),
+    }[how]
+    if how in ("dtype", "dimensions", "meta") or (how == "length" and which):
+        if how == "length":
+            tensors[1], tensors[2] = (torch.randn(2, 6, *t.shape[2:]) for t in tensors[1:])
+        else:
+            with pytest.raises((TypeError, ValueError)):
+                tilewise.attention(*tensors)
+            return
+    found = tilewise.attention(*tensors)
+    assert torch.equal(found, without_quick_ways(*tensors))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_types_of_one_size_are_two(dtypes):
+    first, second = (qkv(dtype=dtype) for dtype in dtypes)
+    for _ in range(4):
+        tilewise.attention(*first)
+    found = tilewise.attention(*second)
+    assert found.dtype == dtypes[1] and torch.equal(found, without_quick_ways(*second))
+
+
+def test_quick_calls_see_who_watches(quick):
+    q, k, v = quick
+    plain = tilewise.attention(q, k, v)
+    assert tilewise.attention(q.clone().requires_grad_(), k, v).grad_fn is not None
+    assert torch.equal(torch.vmap(lambda x: tilewise.attention(x, k, v))(q[None])[0], plain)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert forward_ad.unpack_dual(tilewise.attention(dual, k, v)).tangent is not None
+    compiled = torch.compile(lambda *t: tilewise.attention(*t), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), plain)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(tilewise.attention(q, k, v), plain)
+            assert tilewise.attention(q, k, v).is_inference()
+    assert not tilewise.attention(q, k, v).is_inference()
+
+
+def test_a_quick_call_takes_only_tensors_with_memory(quick):
+    q, k, v = quick
+    outlived = []
+    torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)
+    for _ in range(2):
+        assert torch.equal(tilewise.attention(outlived[0], k, v), tilewise.attention(q, k, v))
+
+
+def test_a_quick_call_follows_the_number_of_threads(quick):
+    q, k, v = quick
+    plain, before = tilewise.attention(q, k, v), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            for _ in range(3):
+                assert torch.equal(tilewise.attention(q, k, v), plain)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_calls_that_take_turns_keep_their_signatures():
+    first, second = qkv(3, 5), qkv(4, 6)
+    expected = [without_quick_ways(*tensors) for tensors in (first, second)]
+    for _ in range(4):
+        for tensors, out in zip((first, second), expected, strict=True):
+            assert torch.equal(tilewise.attention(*tensors), out)
+    assert not repeat._local.quick
+
+
+def test_without_the_exchange_calls_are_found_by_their_signatures(monkeypatch):
+    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
+    monkeypatch.setattr(repeated, "_fill_tensor", lambda: 0)
+    q, k, v = qkv()
+    outs = [tilewise.attention(q, k, v) for _ in range(4)]
+    assert all(torch.equal(outs[0], out) for out in outs) and not repeat._local.quick
 
 
 def gradients(tensors, layout, dout, options, of_lse=False):

@@ -88,12 +88,12 @@ def attention(
     bounds = NO_WINDOW if window is None else window_bounds(window)
     signature = None
     if mask is bias is alibi_slopes is sinks is generator is None:
-        signature, run = repeat.find(
+        signature, repeated = repeat.attempt(
             query, key, value, causal, bounds, softcap, dropout_p, scale, layout, return_lse, deterministic,
             precision, backend,
         )  # fmt: skip
-        if run is not None:
-            return run(query, key, value)
+        if repeated is not None:
+            return repeated  # type: ignore[no-any-return]
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 from tilewise import autograd, dispatch
 from tilewise.eager import PLAIN_TYPES, is_plain_eager
@@ -24,34 +25,62 @@ Run = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class _Local(threading.local):
-    """Each thread has its own: a plan serves one call at a time. None: such calls take the whole path."""
+    """Each thread has its own: a plan serves one call at a time."""
 
     def __init__(self) -> None:
-        self.runs: dict[Hashable, Run | None] = {}
+        self.runs: dict[Hashable, Run | None] = {}  # None: such calls take the whole path
+        # By scalars alone: what served the last call by its signature; what may serve the next without one.
+        self.last: dict[Hashable, Run] = {}
+        self.quick: dict[Hashable, Run] = {}
 
 
 _local = _Local()
 
 
-def find(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[Hashable | None, Run | None]:
-    """The signature of a call, and what serves it if it was made before.
+def attempt(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[Hashable | None, Any]:
+    """The signature of a call, and its result if such a call was made before, else None.
 
     `scalars` are all the other arguments. The signature is None where a call has to take the whole path.
     """
     if not is_plain_eager(query) or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None, None
+    needs_grad = _needs_grad(query, key, value)
+    try:
+        quick = None if needs_grad else _local.quick.get(scalars)
+    except TypeError:  # an argument of a wrong type, which the whole path names
+        return None, None
+    if quick is not None:
+        result = quick(query, key, value)
+        if result is not None:
+            return None, result
+        del _local.quick[scalars]
     place = _place(query, key, value)
     if place is None:
         return None, None
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, place, _needs_grad(query, key, value), scalars,
+        query.dtype, key.dtype, value.dtype, place, needs_grad, scalars,
     )  # fmt: skip
-    try:
-        run = _local.runs.get(signature, _new)
-    except TypeError:  # an argument of a wrong type, which the whole path names
+    run = _local.runs.get(signature, _new)
+    if run is _new:
+        return signature, None
+    if run is None:
         return None, None
-    return (signature, None) if run is _new else (None if run is None else signature, run)
+    _remember(run, scalars)
+    return signature, run(query, key, value)
+
+
+def _remember(run: Any, scalars: Hashable) -> None:
+    """Twice in a row the same run: later calls may try its quick way, which looks at the tensors itself."""
+    is_same = _local.last.get(scalars) is run
+    if is_same:
+        if hasattr(type(run), "quick") and run.quick is not None:
+            _local.quick[scalars] = run.quick
+        return
+    if len(_local.last) >= KEPT:
+        _local.last.clear()
+        _local.quick.clear()
+    _local.last[scalars] = run
 
 
 def _new(*_: Tensor) -> None:
@@ -88,6 +117,8 @@ def keep(
 
     `given` are query, key and value as the caller has them; `inputs` must be views of them.
     """
+    if any(unwrap_if_dead(t) is not t for t in given):  # tensors of a transform that is over
+        return
     if len(_local.runs) >= KEPT:
         _local.runs.clear()
     _local.runs[signature] = None
@@ -106,4 +137,5 @@ def keep(
 
 def clear() -> None:
     """Forget what this thread has found: after a change of what backends can serve."""
-    _local.runs.clear()
+    for found in (_local.runs, _local.last, _local.quick):
+        found.clear()

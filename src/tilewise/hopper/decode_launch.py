@@ -205,7 +205,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     merge_rows = max(1, min(4, 32 // merge_pieces))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
         # one merging program finds room beside a worker: with more than those, none of the next call's starts
-        merge_rows, merge_pieces = 2, merge_pieces // 2
+        merge_rows, merge_pieces = 2, min(32, merge_pieces)
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if segments * problem.seqlen_k <= FEW_KEYS else STAGES,

@@ -11,10 +11,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.constexpr_function
 def merge_layout(cfg):
-    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: four columns a thread, warps along rows or along pieces."""
-    lanes = min(32, cfg.BLOCK_DV // 4)
+    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: a warp has all pieces of its rows and columns."""
     warps = min(4, cfg.MERGE_ROWS)
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 4 // warps, 1], [2, 1, 0])
+    lanes = cfg.BLOCK_DV // 4 // (4 // warps)
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 4 // warps], [2, 1, 0])
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
@@ -59,10 +59,12 @@ def attn_decode_merge_kernel(
         m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
         l += 1.0
     acc = gl.full([cfg.MERGE_ROWS, cfg.BLOCK_DV], 0.0, gl.float32, out_layout)
-    wait_for_previous_kernel()  # until every piece is written
-    for n in range(0, count, cfg.MERGE_PIECES):
+    # A first round without pieces brings the instructions near while the workers are busy.
+    for n in range(-cfg.MERGE_PIECES, gl.maximum(count, 1), cfg.MERGE_PIECES):
+        if n == 0:
+            wait_for_previous_kernel()  # until all is written: who waits for this kernel relies on it
         place = (piece + n + pieces)[None, :] * cfg.ROWS + rows[:, None]
-        is_piece = (n + pieces < count)[None, :] & exists[:, None]  # [MERGE_ROWS, MERGE_PIECES]
+        is_piece = ((n >= 0) & (n + pieces < count))[None, :] & exists[:, None]  # [MERGE_ROWS, MERGE_PIECES]
         part_lse = gl.load(partial_lse + place, mask=is_piece, other=float("-inf"))
         offset = gl.expand_dims(place * cfg.BLOCK_DV, 2) + gl.expand_dims(gl.expand_dims(cols, 0), 0)
         part = gl.load(partial + offset, mask=gl.expand_dims(is_piece, 2), other=0.0)

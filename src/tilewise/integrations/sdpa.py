@@ -51,9 +51,10 @@ def scaled_dot_product_attention(
     """
     signature = None
     if attn_mask is None:
-        signature, run = repeat.find(query, key, value, "sdpa", dropout_p, is_causal, scale, enable_gqa)
-        if run is not None:
-            return run(query, key, value)
+        scalars = ("sdpa", dropout_p, is_causal, scale, enable_gqa)
+        signature, repeated = repeat.attempt(query, key, value, *scalars)
+        if repeated is not None:
+            return repeated  # type: ignore[no-any-return]
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")

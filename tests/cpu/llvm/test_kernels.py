@@ -15,8 +15,8 @@ import random_cases
 import torch
 
 import tilewise
-from tilewise import reference
-from tilewise.cpu.llvm import backward, configs, decode, forward, launch
+from tilewise import dispatch, reference
+from tilewise.cpu.llvm import backward, backward_plan, configs, decode, forward, launch, plans
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.dropout import keep_mask
@@ -26,13 +26,13 @@ HERE = Path(__file__).parent
 DEFAULT_ISA = getattr(kernels.target(), "isa", "")
 
 
-def is_bfloat16(group: int) -> bool:
-    return random.Random(group).choice(random_cases.DTYPES) == torch.bfloat16
+def groups_of(*dtypes: torch.dtype) -> list[int]:
+    """Groups of random problems, which have one type each."""
+    return [group for group in range(12, 60) if random.Random(group).choice(random_cases.DTYPES) in dtypes]
 
 
-BFLOAT16_GROUPS = [group for group in range(12, 60) if is_bfloat16(group)][
-    :8
-]  # with AMX, kernels of their own
+BFLOAT16_GROUPS = groups_of(torch.bfloat16)[:8]  # with AMX, kernels of their own
+CUT_GROUPS = groups_of(torch.float32)[:6] + groups_of(torch.float16)[:6]
 
 DROPOUT_GROUP = 6
 
@@ -44,6 +44,28 @@ def test_random_problems_meet_the_error_budget(group):
         line for seed in range(first, first + 8) for line in random_cases.check(random_cases.draw(seed))
     ]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
+@pytest.mark.parametrize("group", CUT_GROUPS)
+def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
+    """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
+    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1)))
+    monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
+    monkeypatch.setattr(launch, "_is_decoding", lambda problem: False)
+    cut, load = set(), kernels.load
+    for module in (plans, backward_plan):
+        monkeypatch.setattr(
+            module, "load", lambda name, config: (cut.add((name, config.pieces)), load(name, config))[1]
+        )
+    launch.local.plans.clear()
+    first = group * random_cases.CASES_A_KERNEL
+    cases = [random_cases.draw(seed) for seed in range(first, first + 8)]
+    failures = [line for case in cases for line in random_cases.check(case)]
+    launch.local.plans.clear()
+    assert not failures, "\n".join(failures)
+    pieces = configs.CUT[cases[0].inputs.query.dtype]
+    assert ("forward", pieces) in cut and (("backward", pieces) in cut or cases[0].problem.is_paged)
 
 
 def test_random_problems_have_dropout():
@@ -100,6 +122,16 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
 
 
+@pytest.mark.parametrize("rows", [4, 12, 32])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_amx_decoding_compiles(rows, is_paged):
+    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
+    config = Config("bf16", 40, 64, 1, has_softcap=True, is_paged=is_paged, rows=rows, pieces=1)
+    ir_text, _ = decode.build(config, xeon)
+    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 62
+
+
 TILE_CONFIGURATION = """
 declare void @llvm.x86.{0}(ptr)
 define void @{0}(ptr %place) {{ call void @llvm.x86.{0}(ptr %place) ret void }}
@@ -121,8 +153,12 @@ def test_the_tile_configuration_is_what_it_was_before():
     )
     inputs = qkv(dtype=torch.bfloat16)
     problem = describe(inputs, Options())
+    few = qkv(seqlen_q=8, seqlen_k=300, dtype=torch.bfloat16)
     for config in (bytes(64), bytes([1] + [0] * 15 + [32, 0] * 4 + [0] * 24 + [7] * 4 + [0] * 12)):
         set_((ctypes.c_uint8 * 64)(*config))
+        launch.forward(describe(few, Options()), few)
+        get(found)
+        assert bytes(found) == config
         out, lse = launch.forward(problem, inputs)
         launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
         get(found)
@@ -354,6 +390,22 @@ def test_refusals_say_why(monkeypatch):
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert "llvmlite" in launch.supports(problem)
     launch.supports.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "causal", "expected"),
+    [("AMD EPYC", 2048, False, True), ("AMD EPYC", 512, False, False), ("AMD EPYC", 2048, True, False),
+     ("Intel Xeon", 2048, False, False)],
+)  # fmt: skip
+def test_pytorch_serves_the_backward_where_it_was_measured_faster(
+    name, seqlen, causal, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    inputs = qkv(seqlen_q=seqlen, seqlen_k=seqlen, dtype=torch.bfloat16)
+    refusals = dispatch.refusals(describe(inputs, Options(causal=causal)), is_backward=True)
+    assert bool(refusals["llvm"]) == expected and refusals["aten"] is None
 
 
 def test_threads_of_one_process_may_call_at_once():

@@ -26,7 +26,6 @@ from tilewise.cpu.llvm.vector import (
     I8,
     I16,
     I32,
-    I64,
     Operand,
     Scalar,
     Value,
@@ -67,15 +66,17 @@ class _BFloat(ir.Type):
 
 
 @contextmanager
-def tile_registers(scratch: Scratch) -> Iterator[None]:
-    """Give this thread eight tile registers of full size; at the end, whatever it had before.
+def tile_registers(
+    scratch: Scratch, widths: Sequence[int] = (ROW,) * 8, heights: Sequence[int] = (ROWS,) * 8
+) -> Iterator[None]:
+    """Give this thread eight tile registers, of full size or as said; at the end, whatever it had before.
 
     PyTorch keeps its own configuration between calls in places, and counts on finding it.
     """
     mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))
     palette = [1] + [0] * 15
-    row_bytes, rows = [ROW, 0] * 8 + [0] * 16, [ROWS] * 8 + [0] * 8
-    mine.store(Value(ir.Constant(ir.VectorType(I8, 64), palette + row_bytes + rows)))
+    row_bytes = [byte for width in widths for byte in (width, 0)] + [0] * 16
+    mine.store(Value(ir.Constant(ir.VectorType(I8, 64), [*palette, *row_bytes, *heights, *[0] * 8])))
     emitter().intrinsic("llvm.x86.sttilecfg", VOID, before.address)
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
     yield
@@ -94,24 +95,22 @@ def tile_sums(
     sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
     for register, r, c in sums:
         if adds:
-            _load(register, out, r, c)
+            load_tile(register, out, r, c)
         else:
-            emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
+            clear_tile(register)
     for step in _steps(*k):
         held: tuple[Rows | None, Rows | None] = None, None
         for left, right in ((a[i], b[j]) for i, j in TERMS[len(a)]):
             for r in range(2):
                 if held[0] is not left:
-                    _load(A + r, left, ROWS * r, step)
+                    load_tile(A + r, left, ROWS * r, step)
                 for c in range(columns):
                     if r == 0 and held[1] is not right:
-                        _load(B + c, right, step // 2, LANES * c)
-                    factors = (_number(x) for x in (C + 2 * r + c, A + r, B + c))
-                    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *factors)
+                        load_tile(B + c, right, step // 2, LANES * c)
+                    multiply_tiles(C + 2 * r + c, A + r, B + c)
             held = left, right
     for register, r, c in sums:
-        place = out[r, c].address, _stride(out)
-        emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), *place)
+        store_tile(register, out, r, c)
 
 
 def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
@@ -122,13 +121,25 @@ def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
         yield from loop(start, stop, TILE)
 
 
-def _load(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
-    place = rows[r, c].address, _stride(rows)
-    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), *place)
+def clear_tile(register: int) -> None:
+    emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
 
 
-def _stride(rows: Rows) -> ir.Constant:
-    return ir.Constant(I64, rows.stride * rows.ptr.item)
+def load_tile(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
+    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), rows[r, c].address, _stride(rows))
+
+
+def store_tile(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
+    emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), rows[r, c].address, _stride(rows))
+
+
+def multiply_tiles(c: int, a: int, b: int) -> None:
+    """c += a b; b in pairs."""
+    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *(_number(register) for register in (c, a, b)))
+
+
+def _stride(rows: Rows) -> ir.Value:
+    return as_int(rows.stride * rows.ptr.item).raw
 
 
 def _number(register: int) -> ir.Constant:
@@ -154,7 +165,7 @@ def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
     """dst[p, c] = (src[2p, c], src[2p + 1, c]) for 2p < count: the pairs of src, from its rows."""
     wide = ir.VectorType(I32, LANES)
     for r in loop(0, count, 2):
-        for c in range(0, src.stride, LANES):
+        for c in range(0, dst.stride, LANES):
             low, high = (Value(builder().zext(src[r + i, c].load(LANES).raw, wide)) for i in range(2))
             pair = builder().bitcast((low | (high << 16)).raw, ir.VectorType(F32, LANES))
             dst[r // 2, c].store(Value(pair))

@@ -22,15 +22,19 @@ INTEGERS = (
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
-    "seed", "threshold",
+    "seed", "threshold", "exchange", "kernel",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
 NOT_CUT = SLOTS + 1  # not 0: numbers too large or too small to be cut
+ENTERED = SLOTS + 2  # not 0: query, key and value are what `entry.py` expects
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
-WORDS = FIRST + len(FIELDS)
+# What `entry.py` expects of query, key and value: device, type and dimensions, 4 sizes, 4 strides.
+EXPECTED, EXPECTED_WORDS = FIRST + len(FIELDS), 10
+DLTENSOR = EXPECTED + 3 * EXPECTED_WORDS  # room for the struct, 6 words
+WORDS = DLTENSOR + 6
 UNBOUNDED = 1 << 30
 
 
@@ -60,13 +64,18 @@ class Config:
         return self.pieces > 0
 
 
+@dataclass(frozen=True)
+class NoConfig:
+    """Of a kernel that there is only one of."""
+
+
 class Block:
     """The words of one call, in memory that stays where it is."""
 
     def __init__(self) -> None:
-        self.memory = ctypes.create_string_buffer(8 * WORDS + 64)
-        self.address = -(-ctypes.addressof(self.memory) // 64) * 64
-        self.words = (ctypes.c_int64 * WORDS).from_address(self.address)
+        memory = ctypes.create_string_buffer(8 * WORDS + 64)
+        self.words = (ctypes.c_int64 * WORDS).from_buffer(memory, -ctypes.addressof(memory) % 64)  # keeps it
+        self.address = ctypes.addressof(self.words)
 
     def update(self, **values: Any) -> None:
         for name, value in values.items():

@@ -57,7 +57,7 @@ class BackwardPlan(Plan):
             shared_heads=shared_heads,
             sharing=shared_batches * shared_heads,
         )
-        self.wanted_threads, self.axes = threads, "bhn" if layout == "bhsd" else "bnh"
+        self.wanted_threads, self.axes = self.worth(threads), "bhn" if layout == "bhsd" else "bnh"
         for name, t in zip(("dq", "dk", "dv"), inputs[:3], strict=True):
             self.set_strides(name, torch.empty(t.shape, device="meta").stride())
         if problem.bias_needs_grad:
@@ -138,7 +138,7 @@ class BackwardPlan(Plan):
             self.strides = strides
             self.set_strides("out", strides[0], self.axes)
             self.set_strides("do", strides[1], self.axes)
-        scratch = local.address if self.scratch_bytes <= local.size else local.reserve(self.scratch_bytes)
+        scratch = local.scratch.reserve(self.scratch_bytes)
         zeros = scratch + self.turn_offset
         ctypes.memset(zeros, 0, self.sum_offset - self.turn_offset)
         _put_addresses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -20,11 +21,16 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 # The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's
 # weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
+AMX_FEWEST_SCORES = 512  # of a key head that is decoded; with fewer than 4 rows vectors wait for memory alone
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
-    return _config(problem, inputs, 1)
+    rows = problem.seqlen_q * problem.group_size
+    rows = rows if rows < 3 else -(-rows // 4) * 4
+    is_whole = problem.head_dim % 32 == problem.head_dim_v % 32 == 0
+    is_worth = rows >= (4 if is_whole else 8) and rows * problem.seqlen_k >= AMX_FEWEST_SCORES
+    return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth)), rows=rows)
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:

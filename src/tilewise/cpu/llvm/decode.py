@@ -42,10 +42,12 @@ from tilewise.cpu.llvm.tiles import (
     Shape,
     lane_chunks,
     load_rows,
+    round_up,
     store_rows,
 )
 from tilewise.cpu.llvm.vector import (
     BYTES,
+    Operand,
     Scalar,
     Value,
     Var,
@@ -74,7 +76,7 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel, and the sizes its caller needs."""
     shape = Shape(config, target)
     with function("decode") as emitter:
-        kernel = DecodeKernel(shape, Arguments(emitter))
+        kernel = _kernel_class(config)(shape, Arguments(emitter))
         kernel.run()
         facts = {
             "scratch_bytes": kernel.scratch.bytes,
@@ -82,6 +84,14 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
             "item_heads": ITEM_HEADS,
         }
         return emitter.finish(), facts
+
+
+def _kernel_class(config: Config) -> type[DecodeKernel]:
+    if not config.has_amx:
+        return DecodeKernel
+    from tilewise.cpu.llvm.decode_amx import AmxDecodeKernel  # made of this file's parts
+
+    return AmxDecodeKernel
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,23 @@ class Block:
 class DecodeKernel:
     """The kernel's steps, in the order in which they run."""
 
+    weight_step = 1  # vectors of weights that are stored together
+
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        lanes, self.rows = shape.lanes, self.config.rows
+        self.rows, lanes = self.config.rows, shape.lanes
+        q_area = self.reserve(scratch)
+        self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
+        self.correction = scratch.rows(self.rows, lanes)
+        areas = (q_area, (self.rows, shape.pad_v), (self.rows, lanes), (self.rows, lanes))
+        self.state = [(scratch.rows(ITEM_HEADS * count, width), count) for count, width in areas]
+        self.select_head(0)
+        self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
+
+    def reserve(self, scratch: Scratch) -> tuple[int, int]:
+        """Room for keys, values and queries coming in; how many rows of what width a head's q takes."""
+        shape, lanes = self.shape, self.shape.lanes
         # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
         self.depth = max(min(4, lanes), lanes // self.rows)
@@ -121,15 +144,7 @@ class DecodeKernel:
         self.k = scratch.rows(self.tile_k, shape.pad)
         self.v = scratch.rows(block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
         self.raw_q = scratch.rows(self.rows, shape.pad)
-        self.p = scratch.rows(self.rows, block_k)  # s until the exponential is taken
-        self.correction = scratch.rows(self.rows, lanes)
-        areas = ((self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v))
-        self.state = [
-            (scratch.rows(ITEM_HEADS * count, width), count)
-            for count, width in (*areas, (self.rows, lanes), (self.rows, lanes))
-        ]
-        self.select_head(0)
-        self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
+        return self.row_groups, shape.pad * self.group
 
     def select_head(self, h: Scalar) -> None:
         """From here on it is about key head h of the item: its q (scaled), acc, m (all lanes alike) and l."""
@@ -174,22 +189,26 @@ class DecodeKernel:
         return Head(self.shape, self.args, head.batch, head.head + r // head.seqlen_q)
 
     def start(self, head: Head, rows: Value) -> None:
-        shape, factor = self.shape, self.args.vector("q_factor", self.shape)
-
-        def source(r: Value) -> Ptr:
-            return self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
-
-        load_rows(shape, self.raw_q, source, rows, self.rows, self.config.head_dim)
-        for i in range(self.rows):
-            corner = self.q.at(i // self.group, i % self.group * self.depth)
-            for c in loop(0, shape.pad, self.depth):
-                q = self.raw_q[i, c].load(self.depth)
-                corner[0, c * self.group].store(q * lanes_of(factor, 0, self.depth))
+        shape = self.shape
+        self.load_queries(head, rows)
         for r in loop(0, self.rows):
             for c in loop(0, shape.pad_v, shape.lanes):
                 self.acc[r, c].store(shape.constant(0.0))
             self.m[r, 0].store(shape.constant(-INF))
             self.l[r, 0].store(shape.constant(0.0))
+
+    def query_rows(self, head: Head) -> Callable[[Value], Ptr]:
+        return lambda r: self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
+
+    def load_queries(self, head: Head, rows: Value) -> None:
+        """q scaled, in the order of the products of a vector."""
+        shape, factor = self.shape, self.args.vector("q_factor", self.shape)
+        load_rows(shape, self.raw_q, self.query_rows(head), rows, self.rows, self.config.head_dim)
+        for i in range(self.rows):
+            corner = self.q.at(i // self.group, i % self.group * self.depth)
+            for c in loop(0, shape.pad, self.depth):
+                q = self.raw_q[i, c].load(self.depth)
+                corner[0, c * self.group].store(q * lanes_of(factor, 0, self.depth))
 
     def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
         """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
@@ -249,40 +268,51 @@ class DecodeKernel:
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""
         shape = self.shape
-        finish = self.finisher(head, r % head.seqlen_q)
         m_old = self.m[r, 0].load(shape.lanes)
-        largest = Var(m_old)
-        for j in loop(0, block.n, shape.lanes):
-            s = finish(self.p[r, j].load(shape.lanes), block.j0 + j)
-            self.p[r, j].store(s)
-            largest.set(maximum(largest, s))
-        m_new = across(largest, maximum)
+        m_new = across(self.finish_scores(head, r, block, m_old), maximum)
         m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
         correction = exp(m_old - m_finite, shape.exp_degree)
         l = Var(self.l[r, 0].load(shape.lanes) * correction)
-        for j in loop(0, block.n, shape.lanes):
-            p = exp(self.p[r, j].load(shape.lanes) - m_finite, shape.exp_degree)
-            self.p[r, j].store(p)
-            l.set(l + p)
+        self.sum_weights(r, block, m_finite, l)
         self.m[r, 0].store(m_new)
         self.l[r, 0].store(l)
         self.correction[r, 0].store(correction)
 
-    def finisher(self, head: Head, i: Value) -> Callable[[Value, Value], Value]:
-        """A function of products q k of query i with the keys j + [0, lanes), and j, that gives scores."""
+    def finish_scores(self, head: Head, r: Value, block: Block, m: Value) -> Operand:
+        """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
+        lanes, i = self.shape.lanes, r % head.seqlen_q
+        k0, k1 = (splat(int32(k), lanes) for k in head.key_range(i, i + 1))
+        largest = Var(m)
+        for j in loop(0, self.whole(block.n), lanes):
+            key = splat(int32(block.j0 + j), lanes) + iota(lanes)
+            s = self.with_options(self.p[r, j].load(lanes), head, i, key)
+            s = select((key >= k0) & (key < k1), s, -INF)
+            self.p[r, j].store(s)
+            largest.set(maximum(largest, s))
+        return largest
+
+    def whole(self, n: Value) -> Value:
+        """The number of a block's keys, up to a multiple of those whose weights are stored together."""
+        step = self.weight_step * self.shape.lanes
+        return (n + (step - 1)) & -step
+
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
+        """Scores from products q k of query i and the keys in lanes."""
         shape, config, args = self.shape, self.config, self.args
-        k0, k1 = (splat(int32(k), shape.lanes) for k in head.key_range(i, i + 1))
+        if config.has_softcap:
+            s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
+        if config.has_alibi:
+            distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
+            s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
+        return s
 
-        def finish(s: Value, j: Value) -> Value:
-            if config.has_softcap:
-                s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
-            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
-            if config.has_alibi:
-                distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
-                s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
-            return select((key >= k0) & (key < k1), s, -INF)
-
-        return finish
+    def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
+        """p = exp(s - m); l += p."""
+        shape = self.shape
+        for j in loop(0, block.n, shape.lanes):
+            p = exp(self.p[r, j].load(shape.lanes) - m, shape.exp_degree)
+            self.p[r, j].store(p)
+            l.set(l + p)
 
     def add_values(self, head: Head, block: Block) -> None:
         """acc = correction * acc + p v, a few columns of v at a time for all rows."""

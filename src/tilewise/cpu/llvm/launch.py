@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch import Tensor
 from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
 from tilewise.cpu.llvm.configs import has_amx
-from tilewise.cpu.llvm.plans import CPU, DecodePlan, ForwardPlan, local, rows_dense
+from tilewise.cpu.llvm.plans import DecodePlan, ForwardPlan, local, rows_dense
+from tilewise.cpu.llvm.repeated import RepeatedForward, allocator
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
 UNCUT = False  # `may_cut` of plans for calls with numbers that cannot be cut
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
-MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,63 +56,28 @@ def _is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
-    seqlen_q, group = problem.seqlen_q, problem.group_size
-    most = min(DECODE_ROWS, (16 if problem.seqlen_k >= 512 else 12) * group)
-    if has_amx(problem) and (group < 4 or problem.seqlen_k < 2048):
-        most = 4 * min(group, 4)  # tile registers make up for what queries alone leave empty
-    return 0 < seqlen_q * group <= most
+    most = 16 if problem.seqlen_k >= 512 else 12
+    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
+        most = 8 if problem.seqlen_k >= 64 else 4
+    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def repeatable(
     problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+) -> RepeatedForward | None:
     """A function of query, key and value in the caller's layout, for calls that differ in their values only.
 
     None where optional tensors or copies come in between.
     """
-    if _with_dense_rows(inputs) is not inputs:
-        return None
     plan = _plan(_forward_plan, problem, inputs)
-    if plan.has_options:
+    if plan.has_options or _with_dense_rows(inputs) is not inputs:
         return None
-    new_out = _allocator(plan.out_shape, problem.dtype, layout)
-    new_lse = _allocator(plan.lse_shape, problem.compute_dtype)
     like = Inputs(
         *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs[:3])
     )
-
-    def attend_cut(*tensors: Any) -> None:
-        plan.attend(*tensors)
-        if plan.failed_to_cut:
-            _plan(_forward_plan, problem, like, UNCUT).attend(*tensors)
-
-    attend = attend_cut if plan.cuts else plan.attend
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = new_out()
-        attend(query, key, value, out, None)
-        return out
-
-    def run_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
-        attend(query, key, value, out, lse)
-        return out, lse
-
-    return run_with_lse if return_lse else run
-
-
-def _allocator(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "bshd") -> Callable[[], Tensor]:
-    """Makes new tensors, contiguous as `shape` says, seen in a layout. Cheapest is `empty_like` of a model,
-    which has memory of its own for a moment."""
-    model = torch.empty(shape, dtype=dtype, device="meta")
-    if layout == "bhsd":
-        model = model.transpose(1, 2)
-    new = functools.partial(torch.empty_strided, model.shape, model.stride(), dtype=dtype, device=CPU)
-    if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
-        return new
-    model = new()
-    model.untyped_storage().resize_(0)
-    return functools.partial(torch.empty_like, model)
+    uncut = functools.partial(_plan, _forward_plan, problem, like, UNCUT)
+    given = [t.transpose(1, 2) if layout == "bhsd" else t for t in like[:3]]
+    return RepeatedForward(plan, uncut, given, layout, return_lse)
 
 
 def backward(
@@ -134,9 +98,9 @@ def repeatable_backward(
     """See `tilewise.ops.repeatable_backward`."""
     rows_q = (problem.batch, problem.seqlen_q, problem.num_heads)
     rows_k = (problem.batch, problem.seqlen_k, problem.num_kv_heads)
-    new_dq = _allocator((*rows_q, problem.head_dim), problem.dtype, layout)
-    new_dk = _allocator((*rows_k, problem.head_dim), problem.dtype, layout)
-    new_dv = _allocator((*rows_k, problem.head_dim_v), problem.dtype, layout)
+    new_dq = allocator((*rows_q, problem.head_dim), problem.dtype, layout)
+    new_dk = allocator((*rows_k, problem.head_dim), problem.dtype, layout)
+    new_dv = allocator((*rows_k, problem.head_dim_v), problem.dtype, layout)
 
     def run(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Any:
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class FloatFormat:
     log_terms: int
 
 
+SMALL = 0.625  # tanh of less is a polynomial
+FLOAT32_DEGREE = 6  # of exp in full float32
 FORMATS = {F32: FloatFormat(I32, 23, 127, 6), F64: FloatFormat(I64, 52, 1023, 12)}
 
 
@@ -79,20 +81,16 @@ def exp2_avx512(x: Operand, degree: int) -> Value:
     call = emitter().intrinsic
     rest = "llvm.x86.avx512.mask.reduce.ps.512"
     f = Value(call(rest, x.type, x.raw, to_floor, lanes, mask, current_rounding))
-    terms = _exp2_polynomial(degree)
-    series = like(terms[degree], x)
-    for k in range(degree - 1, -1, -1):
-        series = fma(series, f, like(terms[k], x))
+    series = _horner(_polynomial(lambda t: 2.0**t, 1.0, degree), f)
     return Value(
         call("llvm.x86.avx512.mask.scalef.ps.512", x.type, series.raw, x.raw, lanes, mask, current_rounding)
     )
 
 
-@functools.cache
-def _exp2_polynomial(degree: int) -> list[float]:
-    """Coefficients, constant first, of the polynomial that equals 2^f at degree + 1 points of [0, 1]."""
-    points = [0.5 - 0.5 * math.cos(math.pi * k / degree) for k in range(degree + 1)]
-    slopes = [2.0**x for x in points]  # Newton's divided differences, in place
+def _polynomial(f: Callable[[float], float], end: float, degree: int) -> list[float]:
+    """Coefficients, constant first, of the polynomial that equals f at degree + 1 points of [0, end]."""
+    points = [end * (0.5 - 0.5 * math.cos(math.pi * k / degree)) for k in range(degree + 1)]
+    slopes = [f(x) for x in points]  # Newton's divided differences, in place
     for order in range(1, degree + 1):
         for k in range(degree, order - 1, -1):
             slopes[k] = (slopes[k] - slopes[k - 1]) / (points[k] - points[k - order])
@@ -102,18 +100,38 @@ def _exp2_polynomial(degree: int) -> list[float]:
     return terms
 
 
+def _horner(terms: Sequence[float], x: Operand) -> Value:
+    """The polynomial with these coefficients, constant first."""
+    series = Value(like(terms[-1], x).raw)
+    for term in reversed(terms[:-1]):
+        series = fma(series, x, like(term, x))
+    return series
+
+
 def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
     """tanh(x) and its derivative 1 - tanh(x)^2, neither of which cancels: with e = exp(2|x|) - 1,
 
     tanh|x| = e / (e + 2) and 1 - tanh^2 = 4 (e + 1) / (e + 2)^2. One degree more than exp, because
-    e = 2^n (2^f - 1) + (2^n - 1) keeps fewer digits of 2^f - 1 than of 2^f.
+    e = 2^n (2^f - 1) + (2^n - 1) keeps fewer digits of 2^f - 1 than of 2^f. In full float32 |x| to the left
+    of `SMALL` takes an odd polynomial, to the right it is 1 - 2 / (e + 2), rounded little more than once.
     """
     limit = 20.0  # tanh is 1 to the last bit from there on
     size = absolute(x)
     power, fraction = _exp_parts(select(size > limit, limit, size) * 2.0, degree + 1)
     e = fma(power, fraction, power - 1.0)
     half = 2.0 / (e + 2.0)
-    return copysign(e / (e + 2.0), x), (e + 1.0) * half * half
+    slope = (e + 1.0) * half * half
+    if degree != FLOAT32_DEGREE:
+        return copysign(e / (e + 2.0), x), slope
+    square = x * x
+    near = fma(x * square, _horner(_polynomial(_tanh_rest, SMALL**2, 5), square), Value(x.raw))
+    return select(size < SMALL, near, copysign(1.0 - half, x)), slope
+
+
+def _tanh_rest(t: float) -> float:
+    """(tanh(x) / x - 1) / x^2 as a function of x^2."""
+    x = math.sqrt(t)
+    return (math.tanh(x) / x - 1.0) / t if x else -1 / 3
 
 
 def log(x: Operand) -> Value:

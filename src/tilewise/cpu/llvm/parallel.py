@@ -16,8 +16,6 @@ import sys
 import threading
 from typing import Any
 
-import torch
-
 from tilewise.cpu.llvm.compile import Kernel
 
 _is_forked = False
@@ -36,11 +34,6 @@ def run(kernel: Kernel, arguments: int, num_threads: int) -> None:
         team(kernel.address, arguments, num_threads, 0)
     else:
         _pool(kernel.call, arguments, num_threads)
-
-
-def num_threads(items: int) -> int:
-    """torch's thread count, at most one a work item."""
-    return max(1, min(torch.get_num_threads(), items))
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import ctypes
 import math
 import struct
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,31 @@ from tilewise.problem import AttentionProblem, Inputs
 CPU = torch.device("cpu")
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
+GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
+
+
+class Scratch:
+    """Memory for one call at a time."""
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self.memory, self.size, self.address = torch.empty(0), -1, 0
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes, until the next `reserve`, `trim` or `release`."""
+        if size > self.size:
+            self.release()  # before there is more
+            self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+            self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
+        return self.address
+
+    def trim(self) -> None:
+        """After a call: give back what is too much to keep."""
+        if self.size > KEPT_SCRATCH:
+            self.release()
 
 
 class Local(threading.local):
@@ -33,18 +56,7 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.plans: dict[tuple, Any] = {}
-        self.release()
-
-    def release(self) -> None:
-        self.scratch, self.size, self.address = torch.empty(0), -1, 0
-
-    def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes of scratch, until the next `reserve` or `release`."""
-        if size > self.size:
-            self.release()  # before there is another
-            self.scratch = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
-            self.size, self.address = size, -(-self.scratch.data_ptr() // 64) * 64
-        return self.address
+        self.scratch = Scratch()
 
 
 local = Local()
@@ -67,6 +79,8 @@ class Plan:
                 problem.is_paged, problem.dropout_p > 0,
             )
         )  # fmt: skip
+        rows = 0 if problem.is_packed else problem.batch * problem.num_heads * problem.seqlen_q
+        self.work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)  # 0 if packed
         self.block = Block()
         self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
         visibility = problem.visibility()
@@ -95,6 +109,10 @@ class Plan:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
         strides = (0, *strides) if len(strides) == 3 else strides
         self.block.update(**named(name, axes, strides))
+
+    def worth(self, threads: int) -> int:
+        """How many of so many threads the work is worth."""
+        return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
 
     def bind(self, inputs: Inputs) -> list[Any]:
         """Write the addresses of optional tensors into the block; the result must outlive the call."""
@@ -138,8 +156,7 @@ class Plan:
             self.kernel.call(self.block.address)
         else:
             parallel.run(self.kernel, self.block.address, self.threads)
-        if local.size > KEPT_SCRATCH:
-            local.release()
+        local.scratch.trim()
 
 
 class OutputPlan(Plan):
@@ -181,8 +198,8 @@ class OutputPlan(Plan):
         """Run the kernel on tensors with the plan's strides; with `lse` None only out is wanted."""
         if not self.items:
             return
-        scratch = local.address if self.scratch_bytes <= local.size else local.reserve(self.scratch_bytes)
-        _put_addresses(
+        scratch = local.scratch.reserve(self.scratch_bytes)
+        put_addresses(
             self.block.words, 0, 0, 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             scratch + self.lse_offset if lse is None else lse.data_ptr(), scratch,
             scratch + self.partial_offset,
@@ -196,7 +213,7 @@ class ForwardPlan(OutputPlan):
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
         self.kernel = load("forward", forward_config(problem, inputs, may_cut))
-        self.wanted_threads, self.seqlen_q = threads, -1
+        self.wanted_threads, self.seqlen_q = self.worth(threads), -1
         self.cut(problem.seqlen_q)
 
     def cut(self, seqlen_q: int) -> None:
@@ -218,9 +235,8 @@ class DecodePlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
         super().__init__(problem, inputs)
-        rows = problem.seqlen_q * problem.group_size
-        rows = rows if rows < 3 else -(-rows // 4) * 4
-        self.kernel = load("decode", replace(decode_config(problem, inputs), rows=rows))
+        config, threads = decode_config(problem, inputs), self.worth(threads)
+        self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
@@ -229,7 +245,7 @@ class DecodePlan(OutputPlan):
         self.items = heads * splits // item_heads
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
-        self.partial_bytes = heads * splits * rows * self.kernel.facts["partial_bytes"]
+        self.partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
         # splits that are done of each group of heads; the kernel leaves zeros
         self.turns = (ctypes.c_int64 * heads)()
         self.block.update(
@@ -258,7 +274,7 @@ def rows_dense(t: Tensor) -> Tensor:
 
 
 # The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
-_put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
+put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:

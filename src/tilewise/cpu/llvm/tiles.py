@@ -33,6 +33,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
+LONG_SUM = 96  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
@@ -180,6 +181,14 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     rows x vectors accumulators stay in registers; a step loads `vectors` vectors and broadcasts `rows`
     numbers for rows * vectors multiply-adds. Every matrix product of every kernel is this loop.
     """
+    if isinstance(n, int) and n > LONG_SUM and shape.config.kind == "f32":
+        half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
+        first = outer_sums(shape, rows, vectors, half, a, b)
+        second = outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0))
+        for r, row in enumerate(first):
+            for v, x in enumerate(row):
+                second[r][v].set(second[r][v] + x)
+        return second
     acc = [[Var(shape.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
     unroll = 2 if isinstance(n, int) and n % 2 == 0 else 1
     for k0 in loop(0, n, unroll):

@@ -46,6 +46,11 @@ class Emitter:
             self.intrinsics[name] = ir.Function(self.module, signature, name)
         return self.builder.call(self.intrinsics[name], args)
 
+    def call(self, address: Operand, result: ir.Type, *args: ir.Value) -> ir.Value:
+        """Call the C function at an address, which is an integer."""
+        signature = ir.FunctionType(result, [a.type for a in args])
+        return self.builder.call(self.builder.inttoptr(address.raw, signature.as_pointer()), args)
+
     def on_entry(self) -> Any:
         """A context that writes where the function starts, outside every loop."""
         return self.builder.goto_block(self.entry)
@@ -357,6 +362,19 @@ def fold_sums(vectors: Sequence[Operand]) -> Value:
     return level[0]
 
 
+def deinterleaved(vectors: Sequence[Operand]) -> list[Value]:
+    """n vectors with the rows of a matrix of n columns, one row after the other -> its columns."""
+    if len(vectors) == 1:
+        return [Value(vectors[0].raw)]
+    lanes = vectors[0].type.count
+    pairs = list(zip(vectors[::2], vectors[1::2]))
+    even, odd = (
+        deinterleaved([_shuffle(a, b, list(range(start, 2 * lanes, 2))) for a, b in pairs])
+        for start in (0, 1)
+    )
+    return [column for both in zip(even, odd) for column in both]
+
+
 def across(x: Operand, combine: Any) -> Value:
     """All lanes combined in a fixed tree; the answer stands in every lane."""
     n, size = x.type.count, 1
@@ -365,10 +383,6 @@ def across(x: Operand, combine: Any) -> Value:
         result = combine(result, _shuffle(result, result, [c ^ size for c in range(n)]))
         size *= 2
     return result
-
-
-def extract(x: Operand, lane: int) -> Value:
-    return Value(builder().extract_element(x.raw, ir.Constant(I32, lane)))
 
 
 def any_lane(mask: Operand) -> Value:

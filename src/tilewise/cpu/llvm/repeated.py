@@ -1,0 +1,127 @@
+"""Forward calls that differ from an earlier one in the values of query, key and value only."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.cpu.llvm import parallel
+from tilewise.cpu.llvm.arguments import DLTENSOR, ENTERED, EXPECTED, WORDS, Block, NoConfig
+from tilewise.cpu.llvm.compile import load
+from tilewise.cpu.llvm.plans import CPU, OutputPlan, local, put_addresses
+
+MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
+SHORT = 1 << 18  # multiply-adds, at most some 10 us: so long other threads may wait for Python's lock
+FLOAT, BFLOAT = 2, 4  # DLPack's codes of types
+ON_CPU = 1  # its code of this device
+Run = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class RepeatedForward:
+    """Called with query, key and value like those it was made for, it gives out, or out and lse.
+
+    `plan` serves such calls; `plan_uncut` makes the one for numbers that cannot be cut.
+    """
+
+    def __init__(
+        self, plan: OutputPlan, plan_uncut: Callable[[], OutputPlan], given: Sequence[Tensor], layout: str,
+        return_lse: bool,
+    ) -> None:  # fmt: skip
+        self._plan, self._plan_uncut = plan, plan_uncut
+        self._new_out = allocator(plan.out_shape, plan.problem.dtype, layout)
+        self._new_lse = allocator(plan.lse_shape, plan.problem.compute_dtype) if return_lse else None
+        self._words = [word for t in given for word in _expected_words(t)]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        out, lse = self._new_out(), None if self._new_lse is None else self._new_lse()
+        self._plan.attend(query, key, value, out, lse)
+        if self._plan.failed_to_cut:
+            self._plan_uncut().attend(query, key, value, out, lse)
+        return out if lse is None else (out, lse)
+
+    @functools.cached_property
+    def quick(self) -> Run | None:
+        """The same for any tensors of type `Tensor`: None if they are unlike those it was made for.
+
+        In the thread that made the plan only. Where DLPack's exchange is missing there is no such way.
+        """
+        plan, fill = self._plan, _fill_tensor()
+        if not fill or not plan.items or plan.cuts:
+            return None
+        block = Block()
+        ctypes.memmove(block.address, plan.block.address, 8 * WORDS)
+        block.words[EXPECTED:DLTENSOR] = self._words  # type: ignore[assignment]
+        is_short = plan.threads == 1 and plan.work <= SHORT
+        block.update(exchange=fill, kernel=plan.kernel.address if is_short else 0)
+        enter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(load("entry", NoConfig()).address)
+        return _quick(plan, block, enter, is_short, self._new_out, self._new_lse)
+
+
+def _quick(
+    plan: OutputPlan, block: Block, enter: Callable[[int], None], is_short: bool,
+    new_out: Callable[[], Tensor], new_lse: Callable[[], Tensor] | None,
+) -> Run:  # fmt: skip
+    words, address, scratch, size = block.words, block.address, local.scratch, plan.scratch_bytes
+    partial_offset, lse_offset = plan.partial_offset, plan.lse_offset
+    threads, get_num_threads = torch.get_num_threads(), torch.get_num_threads
+
+    def quick(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        if get_num_threads() != threads:
+            return None
+        out, lse = new_out(), None if new_lse is None else new_lse()
+        base = scratch.address if size <= scratch.size else scratch.reserve(size)
+        put_addresses(
+            words, 0, 0, 0, id(query), id(key), id(value), out.data_ptr(),
+            base + lse_offset if lse is None else lse.data_ptr(), base, base + partial_offset,
+        )  # fmt: skip
+        try:
+            enter(address)
+        except Exception:  # PyTorch's: a tensor that has no memory
+            return None
+        if not words[ENTERED]:
+            return None
+        if not is_short:
+            parallel.run(plan.kernel, address, plan.threads)
+            scratch.trim()
+        return out if lse is None else (out, lse)
+
+    return quick
+
+
+@functools.cache
+def _fill_tensor() -> int:
+    """The address of PyTorch's `dltensor_from_py_object_no_sync`, or 0."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return 0
+    kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    table = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    major = ctypes.c_uint32.from_address(table).value
+    return (ctypes.c_void_p * 6).from_address(table)[5] or 0 if major == 1 else 0
+
+
+def _expected_words(t: Tensor) -> tuple[int, ...]:
+    """What DLPack says of a tensor: device, dimensions and type, sizes, strides."""
+    code = BFLOAT if t.dtype == torch.bfloat16 else FLOAT
+    kind = code | t.dtype.itemsize * 8 << 8 | 1 << 16
+    return ON_CPU, t.ndim | kind << 32, *t.shape, *t.stride()
+
+
+def allocator(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "bshd") -> Callable[[], Tensor]:
+    """Makes new tensors, contiguous as `shape` says, seen in a layout. Cheapest is `empty_like` of a model,
+    which has memory of its own for a moment."""
+    model = torch.empty(shape, dtype=dtype, device="meta")
+    if layout == "bhsd":
+        model = model.transpose(1, 2)
+    new = functools.partial(torch.empty_strided, model.shape, model.stride(), dtype=dtype, device=CPU)
+    if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
+        return new
+    model = new()
+    model.untyped_storage().resize_(0)
+    return functools.partial(torch.empty_like, model)
