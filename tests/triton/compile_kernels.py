@@ -162,6 +162,7 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
         "shared_bytes": compiled.metadata.shared,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
+        "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
     }
 
