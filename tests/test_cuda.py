@@ -18,6 +18,12 @@ def draw(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
+@pytest.fixture(params=[None, "triton"])
+def backend(request):
+    """What serves by default, and the kernels that serve every GPU."""
+    return request.param
+
+
 OPTIONS = {
     "full": {},
     "causal": {"causal": True},
@@ -74,7 +80,7 @@ def test_triton_serves_by_default():
     assert tilewise.explain(x, x, x, causal=True).backend == "triton"
 
 
-def test_opcheck_and_compile():
+def test_opcheck_and_compile():  # in float32 by the Triton kernels
     q, k, v = (draw(2, 64, 2, 64, dtype=torch.float32).requires_grad_() for _ in range(3))
     scalars = (*Options(causal=True), None)
     inputs = Inputs(q, k, v)
@@ -136,17 +142,35 @@ def test_packed_queries_with_pages(dtype, options, page_size):
         assert report.is_within, report
 
 
-def test_graph_capture_replays_with_new_values():
-    q, k, v = (draw(1, 256, 4, 64) for _ in range(3))
-    tilewise.attention(q, k, v, causal=True)
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 300, 300)}, {"sinks": (4,)}], ids=str)
+def test_a_graph_replays_forward_and_backward_with_new_values(backend, options, dim):
+    extras = {name: draw(*shape).requires_grad_() for name, shape in options.items()}
+    leaves = [draw(2, 300, 4, dim).requires_grad_() for _ in range(3)]
+    given = [*leaves, *extras.values(), draw(2, 300, 4, dim)]
+
+    def run():
+        out = tilewise.attention(*leaves, causal=True, deterministic=True, backend=backend, **extras)
+        return [out, *torch.autograd.grad(out, given[:-1], given[-1])]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = tilewise.attention(q, k, v, causal=True)
-    for t in (q, k, v):
-        t.copy_(draw(*t.shape))
-    graph.replay()
-    torch.testing.assert_close(out, tilewise.attention(q, k, v, causal=True))
+        captured = run()
+    for _ in range(3):
+        with torch.no_grad():
+            for t in given:
+                t.copy_(draw(*t.shape))
+        expected = run()
+        for t in captured:
+            t.detach().fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 REPEATED = {  # head size, options; shapes of tensors stand for random ones
@@ -226,12 +250,12 @@ def test_repeated_calls(layout, dropout_p):
         assert torch.equal(tilewise.attention(gapped, gapped, gapped, layout=layout), tight)
 
 
-def test_strides_of_sharded_parameters():
+def test_strides_of_sharded_parameters(backend):
     """Slices of one flat buffer, at odd offsets: addresses are not aligned, rows are not contiguous."""
     flat = draw(3 * 2 * 100 * 4 * 72 + 7)
     for offset in (0, 1, 7):
         views = flat[offset : offset + 2 * 100 * 3 * 4 * 72].view(2, 100, 3, 4, 72).unbind(2)
-        check_attention(*(t[..., :64] for t in views), causal=True)
+        check_attention(*(t[..., :64] for t in views), causal=True, backend=backend)
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -260,14 +284,17 @@ def test_checkpointing_replays_dropout(is_reentrant):
         assert torch.equal(a, b)
 
 
-def test_func_grad_is_autograd():
+def test_func_grad_is_autograd(backend):
     q, k, v = (draw(1, 90, 2, 64) for _ in range(3))
 
-    def loss(q):
-        return tilewise.attention(q, k, v, causal=True).float().square().sum()
+    def loss(*qkv):
+        out = tilewise.attention(*qkv, causal=True, deterministic=True, backend=backend)
+        return out.float().square().sum()
 
-    leaf = q.clone().requires_grad_()
-    assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_tf32_is_close_and_ieee_exact():
@@ -301,22 +328,30 @@ def test_nothing_compiles_after_a_warmup():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_device():
-    q = draw(1, 512, 4, 64)
-    expected = tilewise.attention(q, q, q, causal=True)
-    for _ in range(2):  # through Triton, then by the plan
-        assert torch.equal(tilewise.attention(*[q.to("cuda:1")] * 3, causal=True).to(q.device), expected)
+def test_another_device(backend):
+    expected = forward_and_backward("cuda", backend)
+    for _ in range(3):  # through Triton, then by the plan
+        found = forward_and_backward("cuda:1", backend)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
 
 
-def test_another_stream():
-    q = draw(1, 512, 4, 64)
-    expected = tilewise.attention(q, q, q)
+def forward_and_backward(device, backend):
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 512, 4, 64, generator=generator).bfloat16().to(device) for _ in range(4)]
+    leaves = [t.requires_grad_() for t in given[:3]]
+    out = tilewise.attention(*leaves, causal=True, deterministic=True, backend=backend)
+    return [out, *torch.autograd.grad(out, leaves, given[3])]
+
+
+def test_another_stream(backend):
+    expected = forward_and_backward("cuda", backend)
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = tilewise.attention(q, q, q)
-    stream.synchronize()
-    assert torch.equal(found, expected)
+    for _ in range(3):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = forward_and_backward("cuda", backend)
+        stream.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_dropout_is_the_cpu_mask():

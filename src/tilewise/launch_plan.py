@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     num_warps: int
     num_stages: int | None = None
-    maxnreg: int | None = None  # registers a thread has at the start of a warp-specialised kernel
+    maxnreg: int | None = None  # registers of a thread at most; of a warp-specialised kernel, at its start
     programs_y: int = 1  # second dimension of the grid
     launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
 
@@ -75,14 +75,31 @@ def run(
     `build` may look at the shapes, strides, dtypes and devices of tensors, and at nothing else of them. Those
     of `fresh` must follow from all other arguments: tensors just allocated, which need no look.
     """
-    device = tensors[0].get_device()  # type: ignore[union-attr]
+    run_steps(problem, (Step(build, tensors, choices, fresh),))
+
+
+def run_steps(problem: Any, steps: Sequence[Step]) -> None:
+    """`run` of each; one look at tensors that are the same tuple in several of them."""
+    device = steps[0].tensors[0].get_device()  # type: ignore[union-attr]
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return run(build, problem, tensors, *choices, fresh=fresh)
-    key = _key(build, problem, tensors, choices, fresh)
+            run_steps(problem, steps)
+        return
+    seen: Tensors = ()
+    signatures: tuple[Any, ...] = ()
+    for step in steps:
+        if step.tensors is not seen:
+            seen, signatures = step.tensors, _signatures(step.tensors)
+        _launch(problem, step, signatures)
+
+
+def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
+    build, tensors, choices, fresh = step
+    key = _key(problem, step, signatures)
     plan = _plans.get(key)
     if plan is not None:
-        return plan((*tensors, *fresh))
+        plan((*tensors, *fresh))
+        return
     # aliases: one tensor may stand in two places, which are two pointers in the next call
     aliases = tuple(None if t is None else t.detach() for t in (*tensors, *fresh))
     launch = build(problem, aliases, *choices)
@@ -93,30 +110,24 @@ def run(
             _plans.clear()
         rebuild = functools.partial(_rebuild, build, problem, choices)
         _plans[key] = LaunchPlan(launch, bound, aliases, rebuild)
-    return None
-
-
-def run_steps(problem: Any, steps: Iterable[Step]) -> None:
-    for step in steps:
-        run(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
 
 
 def find(
     build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any, fresh: Tensors = ()
 ) -> LaunchPlan | None:
     """The plan that `run` has made for such tensors; of `fresh` only those that are None matter."""
-    return _plans.get(_key(build, problem, tensors, choices, fresh))
+    return _plans.get(_key(problem, Step(build, tensors, choices, fresh), _signatures(tensors)))
 
 
-def _key(
-    build: Callable[..., Launch], problem: Any, tensors: Tensors, choices: tuple[Any, ...], fresh: Tensors
-) -> Any:
-    device, absent = tensors[0].get_device(), tuple([t is None for t in fresh])  # type: ignore[union-attr]
-    return (build, problem, choices, device, absent, *map(_signature, tensors))
+def _key(problem: Any, step: Step, signatures: tuple[Any, ...]) -> Any:
+    device, absent = step.tensors[0].get_device(), tuple([t is None for t in step.fresh])  # type: ignore[union-attr]
+    return (step.build, problem, step.choices, device, absent, signatures)
 
 
-def _signature(t: Tensor | None) -> Any:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT)
+def _signatures(tensors: Tensors) -> tuple[Any, ...]:
+    return tuple(
+        [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT) for t in tensors]
+    )
 
 
 def start(launch: Launch) -> Any:

@@ -14,10 +14,13 @@ class KernelTile:
     num_warps: int
     num_stages: int
     has_tma: bool = False  # the GPU's copy engine loads the tiles of the loop, where it can read the tensors
+    is_left_shared: bool = False  # dbias: boxes of queries serve products from shared memory, not registers
+    max_registers: int | None = None  # of a thread, where the compiler would take more than pays
 
     def is_valid(self) -> bool:
         blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
-        return blocks_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
+        registers_fit = self.max_registers is None or 24 <= self.max_registers <= 255
+        return blocks_fit and registers_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ HOPPER_BIAS: Rows = EXTRAS | {
         *EXTRAS["dq"][2:],
     ],
     "dbias": [
-        (64, KernelTile(64, 64, 4, 3, has_tma=True)),
+        (64, KernelTile(64, 64, 4, 2, has_tma=True, is_left_shared=True, max_registers=168)),
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
         *EXTRAS["dbias"][1:],
     ],
@@ -245,8 +248,8 @@ def kernel_tile(
     `can_tma`: sequences fill their tensors, so that TMA may read them.
 
     Example:
-        >>> kernel_tile("forward", (9, 0), None, padded_dim=128)
-        KernelTile(block_m=64, block_n=64, num_warps=4, num_stages=3, has_tma=True)
+        >>> kernel_tile("forward", (9, 0), None, padded_dim=128) == KernelTile(64, 64, 4, 3, has_tma=True)
+        True
     """
     is_hopper = capability[0] in (9, 10)
     if float32_precision is not None:

@@ -163,6 +163,7 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "is_serialized": "wgmma.mma_async instructions are serialized" in said,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
+        "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
     }
 

@@ -25,8 +25,9 @@ class Rows(NamedTuple):
 class Source(NamedTuple):
     """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
 
-    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, for a tile's first part and its second; None
-    where addresses serve. Built inside a kernel, since a kernel takes no descriptors inside of tuples.
+    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, or of (1, 1, rows, columns) if heads come
+    before rows, for a tile's first part and its second; None where addresses serve. Built inside a kernel,
+    since a kernel takes no descriptors inside of tuples.
     """
 
     rows: Rows
@@ -121,8 +122,9 @@ class KernelConfig:
     GROUP_SIZE: int  # query heads that share one key head
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
-    IS_FOLDED: bool  # scores go to the exponential in one multiply-add: positive scale, nothing added
+    IS_FOLDED: bool  # the scale is positive, nothing is capped, and the exponential's multiply-add scales
     PRECISION: str  # of a float32 product: "ieee" or "tf32"
+    HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
 
 
 class BiasSizes(NamedTuple):

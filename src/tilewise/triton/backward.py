@@ -7,6 +7,10 @@
     dbias = ds where nothing shares the bias, else          see `backward_bias`
 
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
+
+Where the GPU can, a kernel starts while the one before still ends (`wait_for_kernel_before`). The first after
+attn_bwd_prepare_kernel reads what that writes and waits at its start. Those that follow start after that, and
+wait at their end, so that none ends before all that came before it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from tilewise.triton.primitives import (
     full_end,
     keep_tile,
     key_regions,
+    let_next_kernel_start,
     load_scores,
     load_stat,
     packed_tile,
@@ -34,6 +39,7 @@ from tilewise.triton.primitives import (
     sequence_rows,
     stat_start,
     store_scores,
+    wait_for_kernel_before,
 )
 from tilewise.triton.tiles import (
     add_weighted_rows,
@@ -65,6 +71,7 @@ def attn_bwd_prepare_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    let_next_kernel_start(cfg)
     tile, slot = program_tile(sizes, False)
     h = slot % sizes.num_heads
     b = slot // sizes.num_heads
@@ -122,6 +129,10 @@ def attn_bwd_dkdv_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for lse_log2 and delta
+    if not IS_SECOND:
+        wait_for_kernel_before(cfg)
+    let_next_kernel_start(cfg)
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
     tile, slot = program_tile(sizes, False)
     kv_head = slot % num_kv_heads
@@ -131,6 +142,8 @@ def attn_bwd_dkdv_kernel(
     q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     j0 = tile * BLOCK_N
     if j0 >= seqlen_k:
+        if IS_SECOND:
+            wait_for_kernel_before(cfg)
         return
 
     k_base = row_base(k, b, kv_head, k_start)
@@ -156,6 +169,8 @@ def attn_bwd_dkdv_kernel(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
                 place, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
             )  # fmt: skip
+    if IS_SECOND:
+        wait_for_kernel_before(cfg)
     if dk is not None:
         dk_base = row_base(dk, b, kv_head, k_start)
         store_tile(dk, dk_base, j0, seqlen_k, scaled_tile(dk_acc, factors.scale), BLOCK_N, QK)
@@ -225,8 +240,10 @@ def attn_bwd_dq_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    let_next_kernel_start(cfg)
     i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
     if i0 >= place.seqlen_q:
+        wait_for_kernel_before(cfg)
         return
 
     q_base = row_base(q, place.b, place.h, q_start)
@@ -251,6 +268,7 @@ def attn_bwd_dq_kernel(
             dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
+    wait_for_kernel_before(cfg)
     dq_base = row_base(dq, place.b, place.h, q_start)
     store_tile(dq, dq_base, i0, place.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
 

@@ -23,6 +23,7 @@ from tilewise.triton.primitives import (
     sequence_rows,
     store_scores,
     visible_pairs,
+    wait_for_kernel_before,
 )
 from tilewise.triton.tiles import dot_rows, load_source
 
@@ -113,6 +114,7 @@ def attn_bwd_dbias_kernel(
     if COLS_BROADCAST:
         acc = tl.sum(acc, 1, keep_dims=True)
         c = tl.zeros((1, 1), tl.int32)
+    wait_for_kernel_before(cfg)
     own = Place(part * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
     if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
         store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores

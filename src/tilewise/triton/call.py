@@ -103,10 +103,13 @@ class Call:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
         return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
-    def descriptors(self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool) -> list[Any]:
+    def descriptors(
+        self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool, is_left_shared: bool = False
+    ) -> list[Any]:
         """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
-        is_possible = has_tma and can_tma(self.problem)
-        return [d for t in tensors for d in (_descriptors(t, num_rows) if is_possible else (None, None))]
+        if not (has_tma and can_tma(self.problem)):
+            return [None] * 2 * len(tensors)
+        return [d for t in tensors for d in _descriptors(t, num_rows, is_left_shared)]
 
     def ragged(self) -> Any:
         i = self.inputs
@@ -149,13 +152,24 @@ class Call:
         assert tile is not None
         return tile
 
-    def launch(self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...]) -> Launch:
-        """`kernel` on arguments and this call's compile-time choices."""
-        return Launch(kernel, programs, (*arguments, self.config(tile)), tile.num_warps, tile.num_stages)
+    def launch(
+        self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False
+    ) -> Launch:
+        """`kernel` on arguments and this call's compile-time choices.
+
+        is_early: it may start before the kernel before it has ended, for which it waits by itself.
+        """
+        arguments = (*arguments, self.config(tile))
+        is_early = is_early and has_pdl(self.inputs.query.device)
+        resources = (tile.num_warps, tile.num_stages, tile.max_registers)
+        return Launch(kernel, programs, arguments, *resources, launch_pdl=is_early)
 
     def config(self, tile: KernelTile) -> KernelConfig:
         p = self.problem
-        adds_to_scores = p.softcap > 0 or p.bias_shape is not None or p.has_alibi
+        # What is added to unscaled scores becomes what their product starts with: a bias would have to be
+        # waited for, and in float32 the sum's rounding would show ALiBi's size.
+        is_exact = p.dtype.itemsize == 2 or not p.has_alibi
+        is_folded = p.scale > 0 and p.softcap == 0 and p.bias_shape is None and is_exact
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -164,8 +178,9 @@ class Call:
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
-            IS_FOLDED=p.scale > 0 and not adds_to_scores,
+            IS_FOLDED=is_folded,
             PRECISION=p.precision,
+            HAS_PDL=has_pdl(self.inputs.query.device),
         )
 
 
@@ -174,16 +189,23 @@ def can_tma(problem: AttentionProblem) -> bool:
     return not (problem.is_packed or problem.is_cached)
 
 
-def _descriptors(t: Tensor | None, num_rows: int) -> tuple[Any, Any]:
-    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t."""
+def _descriptors(t: Tensor | None, num_rows: int, is_left_shared: bool) -> tuple[Any, Any]:
+    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
+
+    is_left_shared: boxes of (1, 1, rows, columns). Triton drops dimensions of one that come first; with any
+    other, a box is reshaped, and as a product's left operand goes through registers.
+    """
     if t is None or not _is_tma_ready(t):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, cut = list(t.shape), columns(t.shape[-1])
     strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    box = [1, num_rows, 1]
+    if is_left_shared:
+        shape, strides, box = ([n[0], n[2], n[1], *n[3:]] for n in (shape, strides, box))
     parts = [
-        TensorDescriptor(t, shape, strides, [1, num_rows, 1, width]) if width else None
+        TensorDescriptor(t, shape, strides, [*box, width]) if width else None
         for width in (cut.FIRST, cut.REST)
     ]
     return parts[0], parts[1]
@@ -223,6 +245,11 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
 def gpu_capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability; other vendors' GPUs take the portable tiles."""
     return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels can start before the one before has ended: Hopper and newer."""
+    return not is_interpreted() and gpu_capability(device) >= (9, 0)
 
 
 def _padded(head_dim: int) -> int:

@@ -179,19 +179,20 @@ def _padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, 
 
 def _steps(problem: AttentionProblem, inputs: Inputs, results: Results, tiles: Tiles) -> list[Step]:
     """The launches of a backward but for the bias: row statistics, dk and dv, dq."""
-    steps = [_step(_prepare_launch, inputs, results)]
+    step = functools.partial(_step, (*inputs, *results[:GIVEN]))
+    steps = [step(_prepare_launch, results)]
     dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, inputs.query.device) for n in ("dk", "dv"))
     if dk_tile is None or dv_tile is None or "dkdv" in tiles:
-        steps.append(_step(_dkdv_launch, inputs, results, tiles.get("dkdv")))
+        steps.append(step(_dkdv_launch, results, tiles.get("dkdv")))
     else:
-        steps.append(_step(_dkdv_launch, inputs, results._replace(dv=None), dk_tile))
-        steps.append(_step(_dkdv_launch, inputs, results._replace(dk=None), dv_tile))
-    return [*steps, _step(_dq_launch, inputs, results, tiles.get("dq"))]
+        steps.append(step(_dkdv_launch, results._replace(dv=None), dk_tile))
+        steps.append(step(_dkdv_launch, results._replace(dk=None), dv_tile))
+    return [*steps, step(_dq_launch, results, tiles.get("dq"))]
 
 
-def _step(build: Callable[..., Launch], inputs: Inputs, results: Results, *choices: Any) -> Step:
-    """A backward kernel's launch; what the forward and the caller gave comes first in `results`."""
-    return Step(build, (*inputs, *results[:GIVEN]), choices, results[GIVEN:])
+def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choices: Any) -> Step:
+    """A backward kernel's launch; `given` are the inputs and what comes first in `results`."""
+    return Step(build, given, choices, results[GIVEN:])
 
 
 def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
@@ -227,7 +228,7 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
         call.factors(),
         *call.sizes(num_tiles, call.slots_k, call.section(call.seqlen_q, problem.group_size)),
     )
-    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments)
+    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments, is_early=True)
 
 
 def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
@@ -247,7 +248,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
         call.factors(),
         *call.sizes(num_tiles, call.slots_q, section),
     )
-    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments)
+    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments, is_early=True)
 
 
 def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
@@ -267,11 +268,13 @@ def _shared_dbias(
     """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
     bias = inputs.bias
     assert bias is not None
-    tile = tile or Call(problem, (*inputs, *results)).tile("dbias")
+    tile = tile or table_tile("dbias", problem, bias.device)
+    assert tile is not None
     parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
     dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
     partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
-    run_steps(problem, [_step(_dbias_launch, inputs, results._replace(dbias=partial), tile, sizes)])
+    given = (*inputs, *results[:GIVEN])
+    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes)])
     return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
 
 
@@ -303,7 +306,7 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
     programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout)),
-        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
@@ -314,4 +317,4 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         sizes.bias_rows == 1,
         sizes.bias_cols == 1,
     )
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments)
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)

@@ -20,6 +20,23 @@ STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# ---- programmatic dependent launch
+
+
+@triton.jit
+def let_next_kernel_start(cfg: tl.constexpr):
+    """The next kernel's programs may start once all of this kernel's have called this or ended."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_kernel_before(cfg: tl.constexpr):
+    """Until the kernel before has ended and all that it wrote can be read."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_wait()
+
+
 # ---- where a program works
 
 
@@ -238,17 +255,20 @@ def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_ED
     `bias` and `mask` are what `load_scores` gives for those of extras.
     """
     t = s
+    unit = LOG2E
     if cfg.HAS_SOFTCAP:
         t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION == "ieee")
         s = t * (factors.softcap * LOG2E)
     else:
-        if not cfg.IS_FOLDED:
+        if cfg.IS_FOLDED:
+            unit = 1.0 / factors.scale
+        else:
             s = s * (factors.scale * LOG2E)
     if extras.bias is not None:
         s += bias.to(tl.float32) * LOG2E
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
-        s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * LOG2E)
+        s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * unit)
     if IS_EDGE:
         s = tl.where(visible_pairs(i, j, place, sizes), s, float("-inf"))
     if extras.mask is not None:

@@ -80,11 +80,14 @@ def load_source(
         base = row_base(source.rows, b, h, start)
         return load_tile(source.rows, base, first_row, num_rows, BLOCK, COLUMNS, IS_EDGE)
     else:
-        first = source.desc.load([b, first_row, h, 0]).reshape(BLOCK, FIRST)
+        row, head = first_row, h
+        if source.desc.block_shape[1] == 1:
+            row, head = h, first_row
+        first = source.desc.load([b, row, head, 0]).reshape(BLOCK, FIRST)
         if REST == 0:
             return (first,)
         else:
-            return first, source.desc_rest.load([b, first_row, h, FIRST]).reshape(BLOCK, REST)
+            return first, source.desc_rest.load([b, row, head, FIRST]).reshape(BLOCK, REST)
 
 
 @triton.jit
