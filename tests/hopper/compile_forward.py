@@ -24,11 +24,16 @@ from compile_kernels import Case, CompileOnlyDriver, case_inputs, report
 
 CASES = {
     "d64": Case(64, 64),
-    "d64_long": Case(64, 64, seqlen_q=4096, seqlen_k=4096),
+    "d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
     "d64_causal": Case(64, 64, options={"causal": True}),
-    "d64_causal_long": Case(64, 64, options={"causal": True}, seqlen_q=4096, seqlen_k=4096),
+    "d64_causal_long": Case(64, 64, options={"causal": True}, heads=32, seqlen_q=4096, seqlen_k=4096),
+    "d64_long_window": Case(
+        64, 64, options={"window_left": 4096, "window_right": 0}, heads=32, seqlen_q=8192, seqlen_k=8192
+    ),
     "d64_narrow_window": Case(64, 64, options={"window_left": 128, "window_right": 0}),
-    "d64_wide_window": Case(64, 64, options={"window_left": 511, "window_right": 0}),
+    "d64_wide_window": Case(
+        64, 64, options={"window_left": 511, "window_right": 0}, seqlen_q=4096, seqlen_k=4096
+    ),
     "d80": Case(80, 80),
     "d96": Case(96, 96),
     "d112_fp16": Case(112, 112, torch.float16),

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "causal": (400, 400, 3, 3, 128, 128, {"causal": True}),
     "causal_d64": (400, 300, 3, 1, 64, 64, {"causal": True}),
     "long_d64": (700, 650, 3, 1, 64, 64, {}),
+    "long_causal_d64": (2100, 2100, 1, 1, 64, 64, {"causal": True}),
+    "long_steep_d64": (800, 700, 2, 2, 64, 64, {"scale": 8.0}),
     "d80": (150, 150, 2, 2, 80, 80, {}),
     "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
     "d192": (300, 200, 4, 4, 192, 192, {}),
@@ -108,6 +110,7 @@ def check(name: str) -> float:
 def main() -> None:
     launch_plan.start = start
     launch.num_sms = lambda index: 2  # type: ignore[assignment]
+    launch.MANY_ROWS = 1500  # four warpgroups in the cases called long
     launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
     for case in sys.argv[1:] or CASES:
         error = check(case)

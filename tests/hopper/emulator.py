@@ -202,9 +202,9 @@ def _init(bar: Shared, count: int) -> None:
     bar.barriers[0].count = bar.barriers[0].pending = count  # type: ignore[index]
 
 
-def _arrive(bar: Shared, *, count: int = 1) -> None:
+def _arrive(bar: Shared, *, count: int = 1, pred: Any = True) -> None:
     with _lock:
-        for _ in range(count):
+        for _ in range(count if pred else 0):
             bar.barriers[0].arrive()  # type: ignore[index]
 
 
@@ -258,8 +258,9 @@ def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") 
 
 
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-    if "ex2.approx" in asm:
-        return torch.exp2(args[0])
+    for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
+        if f"{name}.approx" in asm:
+            return function(args[0])
     if "wait_group" in asm:
         wait_for_stores(0)
         return 0
@@ -353,6 +354,37 @@ class Boxes(Shared):
         return Shared(part_of_tile.narrow(0, n * box_rows, box_rows))
 
 
+class BoxesByRows(Shared):
+    """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by rows, then by columns."""
+
+    def __init__(self, smem: Shared, desc: Descriptor) -> None:
+        super().__init__(smem.data)
+        self.block_shape = [d for d in desc.block_shape if d > 1]
+
+    def index(self, i: Any) -> Shared:
+        _, rows, columns = self.data.shape
+        box_rows, box_columns = self.block_shape
+        tile, rest = divmod(int(i), (rows // box_rows) * (columns // box_columns))
+        n, part = divmod(rest, columns // box_columns)
+        rows_of_tile = self.data[tile].narrow(0, n * box_rows, box_rows)
+        return Shared(rows_of_tile.narrow(1, part * box_columns, box_columns))
+
+
+class Pages(Shared):
+    """Tiles [n, rows, columns] as pages [groups of rows, 1, parts of the columns, 8, 64]."""
+
+    def __init__(self, smem: Shared, desc: Descriptor) -> None:
+        super().__init__(smem.data)
+        self.block_shape = desc.block_shape
+
+    def index(self, i: Any) -> Shared:
+        groups, _, parts, rows, columns = self.block_shape
+        pages = self.data.shape[1] // (groups * rows)
+        tile, n = divmod(int(i), pages)
+        page = self.data[tile].narrow(0, n * groups * rows, groups * rows)
+        return Shared(page.view(groups, 1, rows, parts, columns).transpose(2, 3))
+
+
 def _as_block(smem: Shared, desc: Descriptor) -> Shared:
     size = math.prod(desc.block_shape)
     return Shared(smem.data.view(-1).view(desc.dtype)[:size].view(*desc.block_shape))
@@ -391,12 +423,15 @@ def install() -> None:
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
         SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
         DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+        SharedLinearLayout=_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
+        as_boxes_by_rows=lambda smem, count, desc: BoxesByRows(smem, desc),
+        as_pages=lambda smem, count, desc: Pages(smem, desc),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),

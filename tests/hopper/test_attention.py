@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import reference
+from tilewise.hopper.launch import MANY_ROWS
 from tilewise.testing import check_attention, compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -28,7 +29,7 @@ HEAD_DIMS = [
     (192, 192),
     (256, 256),
 ]
-# around the edges of a block of 128 or 192 queries and of a key tile of 64 or 128
+# around the edges of a block of 128 or 256 queries and of a key tile of 64 or 128
 EDGES = [1, 63, 64, 65, 127, 129, 191, 193, 257]
 
 
@@ -103,6 +104,17 @@ def test_blocks_work_through_many_tiles(dims: tuple[int, int], causal: bool):
     """More tiles than a GPU has SMs, so that every ring goes round and round."""
     q, k, v = (draw(1100, 16, d, batch=6) for d in (dims[0], *dims))
     forward_reports(q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("steepness", [1, 20])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (1500, 0)}, {"window": (None, 300), "softcap": 5.0}], ids=str
+)
+def test_four_warpgroups_in_a_block(options: dict[str, Any], steepness: int):
+    """Head size 64 with many long rows, where some warpgroups skip tiles that others need."""
+    q, k, v = draw(2117, 16, 64), draw(2230, 8, 64), draw(2230, 8, 64)
+    assert q[..., 0].numel() >= MANY_ROWS
+    forward_reports(q * steepness, k, v, **options)
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 3])

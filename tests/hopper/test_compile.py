@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
-SPILL_BYTES = 32  # Triton 3.6 spills nothing, 3.9 up to 20 bytes
+SPILL_BYTES = 24  # Triton 3.6 spills nothing, 3.9 that in one case
 
 
 def compiled_by(name: str) -> list[dict[str, Any]]:
@@ -38,6 +38,7 @@ def test_no_configuration_spills_much_or_leaves_the_tensor_cores(rows: list[dict
         assert row["spill_bytes"] <= SPILL_BYTES, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert row["has_hgmma"], row
+        assert not row["is_serialized"], row  # each product would be waited for before the next one
 
 
 def test_packed_sequences_have_their_order_kernel(rows: list[dict[str, Any]]):

@@ -43,6 +43,25 @@ def test_tiles_hold_whole_groups_and_an_even_number_of_slots(queries: int):
     assert cfg.STAGES % cfg.WARPGROUPS == 0
 
 
+def test_small_pages_are_read_whole():
+    """Where a page takes several boxes of 64 columns otherwise: not at head size 64, not for large pages."""
+    whole = {
+        (dim, page_size): decode_launch.decode_config(cached(dim=dim, page_size=page_size)).WHOLE_PAGES
+        for dim in (64, 128)
+        for page_size in (16, 64)
+    }
+    assert whole == {(64, 16): False, (64, 64): False, (128, 16): True, (128, 64): False}
+
+
+def test_pages_between_others_are_copied_unless_their_rows_line_up():
+    pages = torch.empty(4, 20, 2, 128, dtype=torch.bfloat16)
+    of_16 = pages[:, :16]
+    assert decode_launch.keys_ready(of_16) is of_16
+    assert decode_launch.keys_ready(of_16, 8) is not of_16
+    aligned = torch.empty(4, 32, 2, 128, dtype=torch.bfloat16)[:, :16]
+    assert decode_launch.keys_ready(aligned, 8) is aligned
+
+
 def test_workers_cut_even_lines_evenly():
     """Whole segments, or a few workers on each; never many fewer than there are multiprocessors."""
     assert {line: decode_launch.even_workers(line, 132) for line in (128, 32, 512, 264)} == {

@@ -106,7 +106,7 @@ def test_the_kernels_configuration(head_dim):
     from tilewise.hopper.launch import forward_config
     from tilewise.problem import Inputs, Options, describe
 
-    x = torch.empty(1, 8192, 2, head_dim, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(2, 8192, 16, head_dim, dtype=torch.bfloat16, device="meta")
     config = forward_config(describe(Inputs(x, x, x), Options()))
     pipeline = Pipeline.of_kernel(head_dim)
     assert (pipeline.block_n, pipeline.warpgroups, pipeline.stages) == (

@@ -161,6 +161,7 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),  # type: ignore[index]
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
         "shared_bytes": compiled.metadata.shared,
+        "is_serialized": "wgmma.mma_async instructions are serialized" in said,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
         "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),

@@ -31,6 +31,14 @@ class ForwardConfig:
     HAS_SINKS: bool
 
     @property
+    def IS_OVERLAPPED(self) -> bool:
+        """Whether a warpgroup's products run under its own softmax, which takes registers for two tiles of P.
+
+        Where two blocks share an SM, the other block's run there.
+        """
+        return self.BLOCKS_PER_SM == 1
+
+    @property
     def BLOCK_M(self) -> int:
         """Query rows of one block: all its warpgroups' rows."""
         return self.WARPGROUPS * WARPGROUP_ROWS
@@ -104,6 +112,7 @@ class DecodeConfig:
     PAGE_SIZE: int  # 0: keys are not paged
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
+    WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
     HAS_LENGTHS: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -125,6 +134,11 @@ class DecodeConfig:
 
     @property
     def PAGES(self) -> int:
+        """Pages that a tile lies in."""
+        return -(-self.BLOCK_N // self.PAGE_SIZE) if self.PAGE_SIZE else 1
+
+    @property
+    def BOXES(self) -> int:
         """Boxes of a tile along its keys."""
         return self.BLOCK_N // self.BOX_ROWS
 

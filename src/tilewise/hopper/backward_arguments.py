@@ -15,8 +15,8 @@ class BackwardConfig:
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
-    Q_STAGES: int  # tiles of q in flight: each is used by three products, over two steps
-    DO_STAGES: int
+    Q_STAGES: int  # tiles of q and of do in flight
+    K_STAGES: int  # tiles of k and of v: with two, the next arrive while these are worked on
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
@@ -38,8 +38,8 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        keys = 2 * self.BLOCK_N * self.BLOCK_D
-        queries = (self.Q_STAGES + self.DO_STAGES) * self.BLOCK_M * self.BLOCK_D
+        keys = 2 * self.K_STAGES * self.BLOCK_N * self.BLOCK_D
+        queries = 2 * self.Q_STAGES * self.BLOCK_M * self.BLOCK_D
         scores = 2 * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles
         return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
@@ -84,6 +84,7 @@ class WideBackwardConfig:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
+    IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

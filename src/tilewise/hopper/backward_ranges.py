@@ -1,7 +1,7 @@
 """Which tile of keys is next, which query tiles it visits, what they see (`tilewise.mask`, transposed)."""
 
 from tilewise.hopper.compat import aggregate, gl, gluon
-from tilewise.hopper.schedule import Work, packed_sequence
+from tilewise.hopper.schedule import Work, packed_sequence, place
 
 
 @aggregate
@@ -104,28 +104,37 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
+def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
+    """(tile, slot) of an index: tiles of a slot follow each other, so that they share queries in L2.
+
+    Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
+    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
+    """
+    section = 0 * num_tiles + 1
+    if cfg.IS_DETERMINISTIC:
+        section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
+    tile, slot = place(index, num_tiles, num_slots, section, True)
+    if not cfg.DESCENDING:
+        tile = num_tiles - 1 - tile
+    return tile, slot
+
+
+@gluon.jit
 def locate_keys(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
 
-    Tiles of a slot follow each other, so that they share queries in L2; the first see most queries if causal.
-    Deterministic and causal: the last come first, because they reach a query tile first.
+    If causal, the first tiles of a slot see most queries.
     """
     if cfg.IS_PACKED:
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
             index // sizes.num_slots, sizes.batch, packing
         )
-        rest = index - first * sizes.num_slots
-        tile = rest % own_tiles
-        if cfg.DESCENDING:
-            tile = own_tiles - 1 - tile
-        work = Work(tile * cfg.BLOCK_N, rest // own_tiles, b, start_q, own_q, start_k, own_k)
+        tile, slot = place_keys(index - first * sizes.num_slots, own_tiles, sizes.num_slots, cfg)
+        work = Work(tile * cfg.BLOCK_N, slot, b, start_q, own_q, start_k, own_k)
     else:
-        slot = index // sizes.num_tiles
+        tile, slot = place_keys(index, sizes.num_tiles, sizes.num_slots, cfg)
         heads = sizes.num_slots // sizes.batch
         zero = 0 * slot
-        tile = index % sizes.num_tiles
-        if cfg.DESCENDING:
-            tile = sizes.num_tiles - 1 - tile
         work = Work(
             tile * cfg.BLOCK_N, slot % heads, slot // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,

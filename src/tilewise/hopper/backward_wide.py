@@ -262,9 +262,13 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
             dk = accumulate_parts(ds, ch.q, use, dk, cfg)
             dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS^T Q may still run
             ch.do.release(use + 1)
+            if cfg.STAGES == 2:  # the Q after the next waits for this slot
+                dk = await_parts(dk, cfg)
+                ch.q.release(use)
             ds = take_weight(dp, use + 1, ch, cfg)
-            dk = await_parts(dk, cfg)
-            ch.q.release(use)
+            if cfg.STAGES > 2:
+                dk = await_parts(dk, cfg)
+                ch.q.release(use)
             use += 1
         dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), cfg)
         ch.q.release(use)

@@ -60,9 +60,9 @@ class Ring:
             load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
-    def publish(self, use):
+    def publish(self, use, when=True):
         """Producer: the slot was filled by ordinary stores."""
-        mbarrier.arrive(self.full.index(use % self.STAGES), count=1)
+        mbarrier.arrive(self.full.index(use % self.STAGES), count=1, pred=when)
 
     @gluon.jit
     def wait(self, use):
@@ -70,9 +70,9 @@ class Ring:
         mbarrier.wait(self.full.index(use % self.STAGES), self.parity(use))
 
     @gluon.jit
-    def release(self, use):
+    def release(self, use, when=True):
         """Consumer: this partition no longer reads the slot."""
-        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1)
+        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=when)
 
 
 @gluon.jit
@@ -89,6 +89,11 @@ def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.co
 @gluon.jit
 def make_tile_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring whose tiles are PARTS of a TMA descriptor's blocks."""
-    shape: gl.constexpr = [STAGES * PARTS] + desc.block_shape  # noqa: RUF005
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return make_ring(tiles, STAGES, PARTS, CONSUMERS)
+    return make_ring(make_tiles(desc, STAGES * PARTS), STAGES, PARTS, CONSUMERS)
+
+
+@gluon.jit
+def make_tiles(desc, COUNT: gl.constexpr):
+    """Shared memory of COUNT blocks of a TMA descriptor."""
+    shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)

@@ -52,6 +52,18 @@ def as_boxes(tiles, COUNT: gl.constexpr, desc):
     return as_blocks(tiles, COUNT, desc)
 
 
+@gluon.jit
+def as_boxes_by_rows(tiles, COUNT: gl.constexpr, desc):
+    """Tiles of `layouts.row_groups_layout` as boxes: by tile, then by rows, then by columns."""
+    return as_blocks(tiles, COUNT, desc)
+
+
+@gluon.jit
+def as_pages(tiles, COUNT: gl.constexpr, desc):
+    """Such tiles as pages [groups of 8 rows, 1, halves of the columns, 8, 64]."""
+    return as_blocks(tiles, COUNT, desc)
+
+
 if hasattr(tma, "async_atomic_add"):
     add_tile = tma.async_atomic_add
 else:
@@ -107,6 +119,8 @@ __all__ = [
     "as_block",
     "as_blocks",
     "as_boxes",
+    "as_boxes_by_rows",
+    "as_pages",
     "fence_async_shared",
     "gl",
     "gluon",

@@ -11,9 +11,11 @@
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
 what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
 across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
-piece the first one adds the second one's to its own. The load warps take turns as well: pages of 16 need 16
-copies a tile. A ring's slots are an even number, so that one warpgroup alone waits for a slot: with two, one
-could be a round ahead of the other, and a parity does not tell one round from the next but one.
+piece the first one adds the second one's to its own. The load warps take turns as well: pages of 16 need 8
+copies a tile. A full page of head size 128 takes one, with both halves of its columns, since tiles of small
+pages lie in shared memory 8 rows by 8 rows. A ring's slots are an even number, so that one warpgroup alone
+waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one round
+from the next but one.
 Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
@@ -25,6 +27,8 @@ from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
     as_boxes,
+    as_boxes_by_rows,
+    as_pages,
     gl,
     gluon,
     load_tile,
@@ -41,7 +45,7 @@ from tilewise.hopper.decode_plan import (
     worker_start,
 )
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
-from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.hopper.ranges import hide
 from tilewise.hopper.softmax import Factors, online_softmax, softcapped
 
@@ -70,8 +74,8 @@ class Shared:
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB."""
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_DV], dtype)
+    k_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_D], dtype, cfg.WHOLE_PAGES)
+    v_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_DV], dtype, cfg.WHOLE_PAGES)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], dtype)
     k = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], k_layout)
     v = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], v_layout)
@@ -97,34 +101,72 @@ def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(
-    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, cfg: gl.constexpr
-):
-    """Start TMA copies of one tile of keys or values; rows past the sequence's end become zeros.
+def page_of(pages, n, cfg: gl.constexpr):
+    """pages[n]"""
+    index = gl.arange(0, cfg.PAGES, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(index == n, pages, 0), 0)
 
-    A box's coordinates end its rows where the sequence ends: see `hopper.forward.coords`.
-    """
+
+@gluon.jit
+def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
+    """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
     PAGES: gl.constexpr = cfg.PAGES
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
-    mbarrier.expect(bar_full, PARTS * PAGES * desc.block_type.nbytes)
-    index = gl.arange(0, PAGES, gl.BlockedLayout([1], [32], [1], [0]))
+    mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
     for n in gl.static_range(PAGES):
-        row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-        end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
-        if cfg.PAGE_SIZE == 0:
-            entry = piece.batch
+        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
+        load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
+
+
+@gluon.jit
+def load_box(
+    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
+
+    The coordinates end a box where the sequence ends: see `hopper.forward.coords`.
+    """
+    BOXES: gl.constexpr = cfg.BOXES
+    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
+    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
+    if cfg.PAGE_SIZE == 0:
+        entry = piece.batch
+    else:
+        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
+        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
+        row = row % cfg.PAGE_SIZE
+    end = gl.maximum(end, 0)
+    end_row = entry * rows_per_entry + end
+    for part in gl.static_range(PARTS):
+        if cfg.WHOLE_PAGES:
+            box = (slot * BOXES + n) * PARTS + part
         else:
-            entry = gl.sum(gl.where(index == n, pages, 0), 0)
-            end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
-            row = row % cfg.PAGE_SIZE
-        end = gl.maximum(end, 0)
-        end_row = entry * rows_per_entry + end
-        for part in gl.static_range(PARTS):
-            box = (slot * PARTS + part) * PAGES + n
-            place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
-            load_tile(desc, place, bar_full, boxes.index(box))
+            box = (slot * PARTS + part) * BOXES + n
+        place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
+        load_tile(desc, place, bar_full, boxes.index(box))
+
+
+@gluon.jit
+def load_keys(
+    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
+):
+    """Start TMA copies of one tile of keys or values, box by box."""
+    BOXES: gl.constexpr = cfg.BOXES
+    ring.acquire(use)
+    slot = use % ring.STAGES
+    bar_full = ring.full.index(slot)
+    mbarrier.expect(bar_full, PARTS * BOXES * desc.block_type.nbytes)
+    if cfg.WHOLE_PAGES:
+        # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
+        # unrolled, its instructions cost 0.2 us at 1 x 8k.
+        for n in range(gl.minimum(sizes.workers, 1) * BOXES):
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+    else:
+        for n in gl.static_range(BOXES):
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
 
 
 @gluon.jit
@@ -137,12 +179,17 @@ def worker_tiles(line, sizes):
 
 @gluon.jit
 def load_role(
-    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, ring, seqlens_k, page_table, sizes, cfg: gl.constexpr
-):
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Stream every LOADERS-th tile of the worker's: keys, or values."""
     PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
     rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
-    boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.PAGES, desc)
+    if cfg.WHOLE_PAGES:
+        boxes = as_boxes_by_rows(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
+        blocks = as_pages(ring.tiles, cfg.STAGES * cfg.PAGES, page_desc)
+    else:
+        boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_tiles(line, sizes)
@@ -159,7 +206,10 @@ def load_role(
         for n in range(first, piece.count, cfg.LOADERS):
             tile = piece.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
-            load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+            if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
+                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
+            else:
+                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
             pages = next_pages
         use += piece.count
         unit += piece.count
@@ -254,7 +304,8 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
-    q, k_desc, v_desc, out, lse, partial, partial_lse, seqlens_k, page_table, slopes,
+    q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
+    slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -273,10 +324,10 @@ def attn_decode_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (load_role, (False, 0, k_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 0, v_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (False, 1, k_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 1, v_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (False, 0, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 0, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (False, 1, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 1, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 1, 1, 1, 1],
         cfg.REGISTERS,

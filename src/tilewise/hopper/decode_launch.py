@@ -22,6 +22,7 @@ FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stage
 FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
+GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
 
 _N = len(Inputs._fields)
 
@@ -54,7 +55,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
     cfg = config or decode_config(problem)
-    query, key, value = inputs.query, keys_ready(inputs.key), keys_ready(inputs.value)
+    query = inputs.query
+    key, value = (keys_ready(t, GROUP_ROWS if cfg.WHOLE_PAGES else 1) for t in (inputs.key, inputs.value))
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
@@ -82,12 +84,12 @@ def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
     return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
 
 
-def keys_ready(t: Tensor) -> Tensor:
-    """t, or a copy if TMA can't address it as rows that are evenly spaced through all sequences or pages."""
+def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
+    """t, or a copy if TMA can't address its entries, which must be a multiple of `rows` rows apart."""
     from tilewise.hopper.launch import tma_ready
 
     t = tma_ready(t)
-    return t if t.shape[0] == 1 or t.stride(0) % t.stride(1) == 0 else t.contiguous()
+    return t if t.shape[0] == 1 or t.stride(0) % (rows * t.stride(1)) == 0 else t.contiguous()
 
 
 def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
@@ -120,6 +122,8 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
         query,
         _key_descriptor(key, cfg),
         _key_descriptor(value, cfg),
+        _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
+        _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
         *(out, lse, *pieces, lengths, table, slopes),
         *_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *factors(problem),
@@ -189,6 +193,21 @@ def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
 
 
+def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+    """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
+    from tilewise.hopper.compat import TensorDescriptor
+    from tilewise.hopper.launch import shared_layout
+
+    assert t is not None
+    pages, rows, heads, dim = t.shape
+    row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
+    groups = ((pages - 1) * _rows_per_entry(t) + rows) // GROUP_ROWS
+    shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
+    strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
+    block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+
+
 @functools.lru_cache(maxsize=4096)
 def decode_config(problem: AttentionProblem) -> DecodeConfig:
     """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-decode.md."""
@@ -196,7 +215,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
     page_size = problem.page_size or 0
-    box_rows = block_n if page_size == 0 else min(page_size, block_n)
+    whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
+    box_rows = GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
@@ -220,6 +240,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         ROWS=rows,
         PAGE_SIZE=page_size,
         BOX_ROWS=box_rows,
+        WHOLE_PAGES=whole_pages,
         BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
         HAS_LENGTHS=problem.is_cached,
         HAS_LEFT=visibility.left is not None,

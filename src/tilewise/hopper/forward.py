@@ -1,10 +1,10 @@
-"""Attention forward for Hopper: one producer warp feeds two or three warpgroups of 64 query rows each.
+"""Attention forward for Hopper: one producer warp feeds two or four warpgroups of 64 query rows each.
 
     S = scale * Q K^T,  P = exp(S - m),  O = P V / l,  lse = m + log l          (one pass, online softmax)
 
     role             warps   does
     load_role        1       draws tiles of queries; starts TMA copies of Q, K and V into rings
-    mma_role x 2..3  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
+    mma_role x 2, 4  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
 
                  load_role                       mma_role (each warpgroup, on its own 64 rows)
     K ring   --> K[j+1] ----------------------->  S' = Q K[j+1]^T     issued before the next line ...
@@ -12,7 +12,8 @@
                                                   P' = softmax(S')    ... this
 
 Keys are visited from the last visible tile down to the first. The warpgroups run free of each other: while
-one computes exponentials the other has the tensor cores. FlashAttention-3 (Shah et al., 2024), section 3.
+one computes exponentials the others have the tensor cores. Where two blocks share an SM, that is enough, and
+a warpgroup does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.hopper.arguments import Packing, Sizes
@@ -36,8 +37,10 @@ from tilewise.hopper.softmax import (
     Factors,
     exp2,
     finite_or_zero,
+    log2,
     online_softmax,
     partial_sums,
+    reciprocal,
     rescaled_sums,
     softcapped,
 )
@@ -271,15 +274,21 @@ def mma_role(
         p, m, l, _, _ = weigh(s, m, l, j, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while j > tiles.begin:
             j -= 1
-            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-            acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-            s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+            if cfg.IS_OVERLAPPED:
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+            else:
+                acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+                rings.v.release(use)
+                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady = weigh(
                 s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype, cfg
             )
-            acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
-            rings.v.release(use)
+            if cfg.IS_OVERLAPPED:
+                acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
+                rings.v.release(use)
             if not is_steady:
                 acc = rescaled(acc, alpha, cfg)
             p = p_next
@@ -328,7 +337,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         factor = exp2(m - m_finite)
         l = l * factor + exp2(sink_log2 - m_finite)
         m = m_with_sink
-    lse = m * LN_2 + gl.log(l)
+    lse = (m + log2(l)) * LN_2
     if cfg.IS_PACKED:
         ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
     else:
@@ -336,7 +345,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
     # [64, BLOCK_DV]; rows that see no key are 0
-    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor / l), cfg)
+    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor * reciprocal(l)), cfg)
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
@@ -361,45 +370,27 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
+    MMA: gl.constexpr = cfg.CONSUMER_REGISTERS
+    LOAD: gl.constexpr = cfg.PRODUCER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    load_role,
-                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
-                ),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
             [4, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+            [MMA, LOAD],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    mma_role,
-                    (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg),
-                ),
-                (
-                    load_role,
-                    (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg),
-                ),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
-            [4, 4, 1],
-            [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, cfg.PRODUCER_REGISTERS],
+            [4, 4, 4, 1],
+            [MMA, MMA, MMA, LOAD],
         )

@@ -28,6 +28,7 @@ LOG2_E = math.log2(math.e)
 SECTION_BYTES = 16 << 20
 
 MAX_HEAD_DIM = 256
+MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
 
@@ -231,19 +232,17 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int, int, int]:
     """(BLOCK_N, WARPGROUPS, STAGES, Q_SLOTS, CONSUMER_REGISTERS, BLOCKS_PER_SM); shared memory is 227 KB.
 
-    Tiles of 64 keys hold fewer that an edge hides, and leave registers for two blocks, whose four warpgroups
-    hide more of what a tile of queries costs at its start and end.
+    Head size 64 needs four warpgroups on an SM to hide what is not a product. In one block they share keys,
+    and have registers to overlap their own products and softmax; in two blocks they are free of each other,
+    which is worth more where tiles of queries are short or few.
     """
     window = _window(problem)
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
-        if window < 256 or (is_causal and problem.seqlen_k <= 1024):
+        is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
+        if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
-        if window <= 1024:
-            return 64, 3, 8, 6, 160, 1  # 6 x 8 KB of Q, 8 x 16 KB: 176 KB
-        if problem.seqlen_k <= (2048 if is_causal else 1024):
-            return 128, 2, 4, 4, 240, 1  # 4 x 8 KB of Q, 4 x 32 KB: 160 KB
-        return 128, 3, 2, 6, 160, 1  # 6 x 8 KB of Q, 2 x 32 KB: 112 KB
+        return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
     if block_dv <= 128:  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
         block_n, stages = (64, 4) if window <= 512 else (128, 2)
         return block_n, 2, stages, 4 if problem.head_dim <= 128 else 2, 240, 1

@@ -1,4 +1,4 @@
-"""Register layouts of wgmma: who holds which element of a tile.
+"""Layouts of wgmma: who holds which element of a tile, and how one may lie in shared memory.
 
 A warpgroup is four warps of 16 rows each; a thread holds, of two rows, columns 2t and 2t + 1 of every eight.
 """
@@ -36,3 +36,21 @@ def partial_layout():
         block_bases=[],
         shape=[64, 4],
     )
+
+
+@gluon.constexpr_function
+def row_groups_layout():
+    """Of a 16-bit tile [64, 128] in shared memory: 8 rows after 8 rows, each time the left 64 columns first.
+
+    So 8 rows have 2 KB to themselves, and any number of them arrives in one TMA copy. Each row of 64 columns
+    is 128 bytes, swizzled as TMA does it.
+    """
+    columns = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32]]
+    rows = [[1, 8], [2, 16], [4, 32]]
+    return gl.SharedLinearLayout([*columns, *rows, [0, 64], [8, 0], [16, 0], [32, 0]], alignment=1024)
+
+
+@gluon.constexpr_function
+def tile_layout(shape, dtype, by_row_groups):
+    """Of a tile of keys or values in shared memory."""
+    return row_groups_layout() if by_row_groups else gl.NVMMASharedLayout.get_default_for(shape, dtype)

@@ -48,28 +48,44 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def positions(s, tile, row, work, cfg: gl.constexpr):
-    """(each row's position among the keys, the keys) of a tile; rows hold PACK heads of each position."""
-    rows = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // cfg.PACK
-    cols = tile * cfg.BLOCK_N + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    return rows + (row + work.seqlen_k - work.seqlen_q), cols
+def by_thread(s, tile, row, work, cfg: gl.constexpr):
+    """(s as x, positions, firsts, columns) of scores s [64, BLOCK_N] of a tile, rows from `row` on.
+
+    x [64, BLOCK_N // 8, 4, 2]: thread t has columns 2t and 2t + 1 of every eight. So the visible columns of
+    a row are compared with numbers that the compiler knows: they take no registers.
+    positions [64, 1, 1, 1]: of the rows, among the tile's keys; a row holds PACK heads of each position
+    firsts [1, 1, 4, 1], columns [1, BLOCK_N // 8, 1, 2]: a column of x is the sum of the two
+    """
+    x = s.reshape([64, s.shape[1] // 8, 4, 2])
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    by_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    by_lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
+    by_pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+    start = row + work.seqlen_k - work.seqlen_q - tile * cfg.BLOCK_N
+    positions = start + gl.arange(0, 64, by_row) // cfg.PACK
+    firsts = 2 * gl.arange(0, 4, by_lane)
+    eights = 8 * gl.arange(0, x.shape[1], by_eight)
+    columns = eights[None, :, None, None] + gl.arange(0, 2, by_pair)[None, None, None, :]
+    return x, positions[:, None, None, None], firsts[None, None, :, None], columns
 
 
 @gluon.jit
 def hide_right(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a key is past the last that its query sees."""
-    position, cols = positions(s, tile, row, work, cfg)
-    last = 0 * position + (work.seqlen_k - 1)
+    x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
+    last = 0 * positions + (work.seqlen_k - 1 - tile * cfg.BLOCK_N)
     if cfg.HAS_RIGHT:
-        last = gl.minimum(position + sizes.window_right, last)
-    return gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+        last = gl.minimum(positions + sizes.window_right, last)
+    x = gl.where(columns <= last - firsts, x, float("-inf"))
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def hide_left(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a key is before the first that its query sees."""
-    position, cols = positions(s, tile, row, work, cfg)
-    return gl.where(cols[None, :] >= (position - sizes.window_left)[:, None], s, float("-inf"))
+    x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
+    x = gl.where(columns >= positions - sizes.window_left - firsts, x, float("-inf"))
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -13,6 +13,22 @@ def exp2(x):
 
 
 @gluon.jit
+def log2(x):
+    """Logarithm by the special-function unit, to 2^-22 of itself or of 1; log2(0) = -inf."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x by the special-function unit, to its last bit."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def softcapped(s, factors):
     """softcap * tanh(scale * s / softcap), in units of log2; tanh x = 1 - 2 / (1 + exp 2x)."""
     denominator = 1.0 + exp2(s * factors.two_over_softcap_log2e)

@@ -189,9 +189,11 @@ def _pipeline() -> dict[str, Any]:
     """Schedules around the kernel's own configuration of each head size."""
     schedules, lanes, kinds = [], [], []
     kernels = {head_dim: Pipeline.of_kernel(head_dim) for head_dim in HEAD_DIMS}
+    warpgroups = sorted({1, 2, 3, *(kernel.warpgroups for kernel in kernels.values())})
+    depths = sorted({1, 2, 3, *(kernel.stages for kernel in kernels.values())})
     for head_dim, kernel in kernels.items():
         for groups, stages, overlap, ping_pong in itertools.product(
-            (1, 2, 3), (1, 2, 3), (True, False), (False, True)
+            warpgroups, depths, (True, False), (False, True)
         ):
             changed = Pipeline(head_dim, kernel.block_n, groups, stages, overlap, ping_pong, kernel.key_tiles)
             timeline = changed.run()
