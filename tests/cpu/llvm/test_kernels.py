@@ -16,9 +16,9 @@ import torch
 
 import tilewise
 from tilewise import dispatch, reference
-from tilewise.cpu.llvm import backward, backward_plan, configs, decode, forward, launch, plans
+from tilewise.cpu.llvm import backward, backward_plan, configs, decode, entry, forward, launch, plans
 from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.arguments import Config, NoConfig
 from tilewise.dropout import keep_mask
 from tilewise.problem import Inputs, Options, describe
 
@@ -174,9 +174,16 @@ def test_no_access_out_of_bounds():
 @pytest.mark.parametrize("builder", [forward, backward, decode])
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
-    neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
     options = {"rows": 8} if builder is decode else {"has_dropout": True}
-    config = Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options)
+    check_neon(builder, Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options))
+
+
+def test_neon_entry_compiles():
+    check_neon(entry, NoConfig())
+
+
+def check_neon(builder, config):
+    neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
     ir_text, _ = builder.build(config, neon)
     code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
