@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -178,6 +179,17 @@ def test_without_the_exchange_calls_are_found_by_their_signatures(monkeypatch):
     q, k, v = qkv()
     outs = [tilewise.attention(q, k, v) for _ in range(4)]
     assert all(torch.equal(outs[0], out) for out in outs) and not repeat._local.quick
+
+
+def test_only_an_exchange_that_fills_the_struct_is_used(monkeypatch):
+    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
+    fill = repeated._fill_tensor.__wrapped__()
+    if fill:
+        assert repeated._fills_what_is_expected(fill)
+    does_nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(lambda t, struct: 0)
+    assert not repeated._fills_what_is_expected(ctypes.cast(does_nothing, ctypes.c_void_p).value)
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", 1 << 40, raising=False)
+    assert repeated._fill_tensor.__wrapped__() == 0
 
 
 def gradients(tensors, layout, dout, options, of_lse=False):

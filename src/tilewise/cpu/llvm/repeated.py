@@ -96,14 +96,28 @@ def _quick(
 
 @functools.cache
 def _fill_tensor() -> int:
-    """The address of PyTorch's `dltensor_from_py_object_no_sync`, or 0."""
+    """The address of PyTorch's `dltensor_from_py_object_no_sync`, or 0 where it is missing or another one."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
+    if type(capsule).__name__ != "PyCapsule":
         return 0
     kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     table = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
-    major = ctypes.c_uint32.from_address(table).value
-    return (ctypes.c_void_p * 6).from_address(table)[5] or 0 if major == 1 else 0
+    if ctypes.c_uint32.from_address(table).value != 1:  # the interface's major version
+        return 0
+    fill = (ctypes.c_void_p * 6).from_address(table)[5] or 0
+    return fill if fill and _fills_what_is_expected(fill) else 0
+
+
+def _fills_what_is_expected(fill: int) -> bool:
+    """Whether the struct of a small tensor is what `entry.py` will look for."""
+    t, words = torch.empty(3, 3, dtype=torch.bfloat16, device=CPU)[1:].t(), (ctypes.c_int64 * 6)()
+    status = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(fill)(
+        t, ctypes.addressof(words)
+    )
+    if status or (words[0], *words[1:3]) != (t.data_ptr(), *_expected_words(t)[:2]):
+        return False
+    sizes, strides = ((ctypes.c_int64 * 2).from_address(address) for address in words[3:5])
+    return (*sizes, *strides) == _expected_words(t)[2:] and words[5] == 0
 
 
 def _expected_words(t: Tensor) -> tuple[int, ...]:
