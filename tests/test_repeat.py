@@ -188,8 +188,17 @@ def test_only_an_exchange_that_fills_the_struct_is_used(monkeypatch):
         assert repeated._fills_what_is_expected(fill)
     does_nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(lambda t, struct: 0)
     assert not repeated._fills_what_is_expected(ctypes.cast(does_nothing, ctypes.c_void_p).value)
-    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", 1 << 40, raising=False)
-    assert repeated._fill_tensor.__wrapped__() == 0
+    another = torch.empty(1).__dlpack__()  # a capsule of another name
+    for exchange in (1 << 40, another):
+        monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", exchange, raising=False)
+        assert repeated._fill_tensor.__wrapped__() == 0
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_an_argument_that_cannot_be_hashed_is_named(needs_grad):
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="layout="):
+        tilewise.attention(q.requires_grad_(needs_grad), k, v, layout=["bshd"])
 
 
 def gradients(tensors, layout, dout, options, of_lse=False):

@@ -46,10 +46,10 @@ def attempt(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[H
         return None, None
     needs_grad = _needs_grad(query, key, value)
     try:
-        quick = None if needs_grad else _local.quick.get(scalars)
-    except TypeError:  # an argument of a wrong type, which the whole path names
+        quick = _local.quick.get(scalars)
+    except TypeError:  # an argument of a wrong type, for the whole path
         return None, None
-    if quick is not None:
+    if quick is not None and not needs_grad:
         result = quick(query, key, value)
         if result is not None:
             return None, result

@@ -53,7 +53,8 @@ def beats_llvm(problem: AttentionProblem, is_backward: bool) -> bool:
 
 
 def _has_fast_dot_products() -> bool:
-    is_amd = "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer PyTorch only
+    is_amd = "AMD" in str(capabilities.get("cpu_name"))
     return is_amd and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 

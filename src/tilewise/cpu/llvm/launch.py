@@ -69,8 +69,10 @@ def repeatable(
 
     None where optional tensors or copies come in between.
     """
+    if _with_dense_rows(inputs) is not inputs:
+        return None
     plan = _plan(_forward_plan, problem, inputs)
-    if plan.has_options or _with_dense_rows(inputs) is not inputs:
+    if plan.has_options:
         return None
     like = Inputs(
         *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs[:3])

@@ -101,7 +101,10 @@ def _fill_tensor() -> int:
     if type(capsule).__name__ != "PyCapsule":
         return 0
     kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    table = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    try:
+        table = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    except ValueError:  # a capsule of another name
+        return 0
     if ctypes.c_uint32.from_address(table).value != 1:  # the interface's major version
         return 0
     fill = (ctypes.c_void_p * 6).from_address(table)[5] or 0
