@@ -21,12 +21,13 @@ $(STAMP): pyproject.toml constraints/dev.txt
 demo: $(STAMP)
 	$(BIN)/tilewise demo
 
-test: $(STAMP)
+test: $(STAMP) $(OLD_TRITON)
 	$(BIN)/python -m pytest -n 2
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py
 
 test-all: $(STAMP) $(OLD_TRITON)
 	$(BIN)/python -m pytest -n 2 -m ''
-	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py
 
 $(OLD_TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0

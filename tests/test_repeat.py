@@ -127,16 +127,21 @@ def test_types_of_one_size_are_two(dtypes):
     assert found.dtype == dtypes[1] and torch.equal(found, without_quick_ways(*second))
 
 
-def test_quick_calls_see_who_watches(quick):
-    q, k, v = quick
-    plain = tilewise.attention(q, k, v)
-    assert tilewise.attention(q.clone().requires_grad_(), k, v).grad_fn is not None
+def check_transforms(q, k, v, plain):
+    """vmap, forward mode and the compiler see a call that has become a repeated one."""
     assert torch.equal(torch.vmap(lambda x: tilewise.attention(x, k, v))(q[None])[0], plain)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         assert forward_ad.unpack_dual(tilewise.attention(dual, k, v)).tangent is not None
     compiled = torch.compile(lambda *t: tilewise.attention(*t), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), plain)
+
+
+def test_quick_calls_see_who_watches(quick):
+    q, k, v = quick
+    plain = tilewise.attention(q, k, v)
+    assert tilewise.attention(q.clone().requires_grad_(), k, v).grad_fn is not None
+    check_transforms(q, k, v, plain)
     with torch.inference_mode():
         for _ in range(4):
             assert torch.equal(tilewise.attention(q, k, v), plain)
@@ -336,12 +341,7 @@ def test_whoever_watches_sees_the_call():
     assert tilewise.attention(leaf, k, v).grad_fn is not None
     with torch.no_grad():
         assert torch.equal(tilewise.attention(leaf, k, v), plain)
-    assert torch.equal(torch.vmap(lambda x: tilewise.attention(x, k, v))(q[None])[0], plain)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, torch.ones_like(q))
-        assert forward_ad.unpack_dual(tilewise.attention(dual, k, v)).tangent is not None
-    compiled = torch.compile(lambda *t: tilewise.attention(*t), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), plain)
+    check_transforms(q, k, v, plain)
 
 
 def test_a_tensor_that_outlives_its_transform_is_a_tensor():

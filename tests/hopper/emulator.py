@@ -339,33 +339,19 @@ def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
 
 
 class Boxes(Shared):
-    """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by columns, then by rows."""
+    """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by columns and rows or the reverse."""
 
-    def __init__(self, smem: Shared, desc: Descriptor) -> None:
+    def __init__(self, smem: Shared, desc: Descriptor, is_by_rows: bool = False) -> None:
         super().__init__(smem.data)
         self.block_shape = [d for d in desc.block_shape if d > 1]
+        self.is_by_rows = is_by_rows
 
     def index(self, i: Any) -> Shared:
         _, rows, columns = self.data.shape
         box_rows, box_columns = self.block_shape
-        tile, rest = divmod(int(i), (rows // box_rows) * (columns // box_columns))
-        part, n = divmod(rest, rows // box_rows)
-        part_of_tile = self.data[tile].narrow(1, part * box_columns, box_columns)
-        return Shared(part_of_tile.narrow(0, n * box_rows, box_rows))
-
-
-class BoxesByRows(Shared):
-    """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by rows, then by columns."""
-
-    def __init__(self, smem: Shared, desc: Descriptor) -> None:
-        super().__init__(smem.data)
-        self.block_shape = [d for d in desc.block_shape if d > 1]
-
-    def index(self, i: Any) -> Shared:
-        _, rows, columns = self.data.shape
-        box_rows, box_columns = self.block_shape
-        tile, rest = divmod(int(i), (rows // box_rows) * (columns // box_columns))
-        n, part = divmod(rest, columns // box_columns)
+        counts = rows // box_rows, columns // box_columns
+        tile, rest = divmod(int(i), counts[0] * counts[1])
+        n, part = divmod(rest, counts[1]) if self.is_by_rows else divmod(rest, counts[0])[::-1]
         rows_of_tile = self.data[tile].narrow(0, n * box_rows, box_rows)
         return Shared(rows_of_tile.narrow(1, part * box_columns, box_columns))
 
@@ -430,7 +416,7 @@ def install() -> None:
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
-        as_boxes_by_rows=lambda smem, count, desc: BoxesByRows(smem, desc),
+        as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,

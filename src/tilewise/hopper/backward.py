@@ -280,7 +280,9 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         head = work.head * sizes.group_size
         ch.k.wait(turn)
         ch.v.wait(turn)
-        wait_for_stores(0)  # dK and dV of the last tile have left the memory that dS and dQ need now
+        # dK and dV of the last tile have left the memory that dS and dQ need now. One thread started their
+        # stores and waits for them; a barrier of the warpgroup, part of this call, holds back the others
+        wait_for_stores(0)
         for step in range(tiles.count() * sizes.group_size):
             zero = opaque_zero(step)
             part = turn % cfg.K_STAGES * 2 + zero

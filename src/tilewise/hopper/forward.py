@@ -370,8 +370,8 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
-    MMA: gl.constexpr = cfg.CONSUMER_REGISTERS
-    LOAD: gl.constexpr = cfg.PRODUCER_REGISTERS
+    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS  # of a thread in each role
+    LOAD_REGISTERS: gl.constexpr = cfg.PRODUCER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
@@ -380,7 +380,7 @@ def attn_fwd_kernel(
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
             [4, 1],
-            [MMA, LOAD],
+            [MMA_REGISTERS, LOAD_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -392,5 +392,5 @@ def attn_fwd_kernel(
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
             [4, 4, 4, 1],
-            [MMA, MMA, MMA, LOAD],
+            [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS],
         )
