@@ -105,6 +105,10 @@ CASES: dict[str, Any] = {
     "zero_scale": lambda: (dense(), Options(scale=0.0, causal=True)),
     "large_logits": lambda: (dense(), Options(scale=300.0)),
     "alibi": lambda: (dense(alibi_slopes=randn(2).abs()), Options(causal=True)),
+    "alibi_tiny_scale": lambda: (
+        dense(dtype=torch.float16, alibi_slopes=randn(2).abs()),
+        Options(scale=1e-38),
+    ),
     "alibi_per_batch": lambda: (dense(batch=2, alibi_slopes=randn(2, 2).abs()), Options()),
     "mask": lambda: (dense(mask=mask(1, 2, LONG, LONGER)), Options()),
     "mask_of_keys": lambda: (dense(batch=2, mask=mask(2, 1, 1, LONGER)), Options(causal=True)),
@@ -180,7 +184,16 @@ if not IS_INTERPRETED:  # whose bfloat16 products are wrong in Triton 3.6 to 3.9
 # The interpreter takes about two seconds a case: these cover every option in a minute.
 QUICK = (
     *("plain", "causal", "causal_more_queries_than_keys", "window_both", "window_causal", "softcap"),
-    *("negative_scale", "large_logits", "alibi_per_batch", "mask", "bias", "bias_of_keys", "sinks"),
+    *(
+        "negative_scale",
+        "large_logits",
+        "alibi_per_batch",
+        "alibi_tiny_scale",
+        "mask",
+        "bias",
+        "bias_of_keys",
+        "sinks",
+    ),
     *("dropout_high", "one_query", "no_queries", "no_keys", "odd_heads", "float16", "packed_everything"),
     *("cache_padded", "everything"),
 )

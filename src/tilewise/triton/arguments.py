@@ -122,7 +122,7 @@ class KernelConfig:
     GROUP_SIZE: int  # query heads that share one key head
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
-    IS_FOLDED: bool  # the scale is positive, nothing is capped, and the exponential's multiply-add scales
+    IS_FOLDED: bool  # the exponential's multiply-add scales: nothing capped, the scale positive and not tiny
     PRECISION: str  # of a float32 product: "ieee" or "tf32"
     HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
 

@@ -25,6 +25,7 @@ from tilewise.tuning_table import KernelTile, kernel_tile
 
 # Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
 SECTION_BYTES = 24 << 20
+SMALLEST_SCALE = 1e-30  # of scores whose ALiBi is divided by it and stays finite
 
 _N = len(Inputs._fields)
 _CONTIGUOUS = (
@@ -169,7 +170,7 @@ class Call:
         # What is added to unscaled scores becomes what their product starts with: a bias would have to be
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
         is_exact = p.dtype.itemsize == 2 or not p.has_alibi
-        is_folded = p.scale > 0 and p.softcap == 0 and p.bias_shape is None and is_exact
+        is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
