@@ -270,11 +270,29 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
 _failures: list[BaseException] = []
 
 
+def _signal(number: int, when: Any = 1) -> None:
+    if when:
+        with _lock:
+            assert number not in _local.signals, "a signal was given twice before it was waited for"
+            _local.signals.add(number)
+            _changed.notify_all()
+
+
+def _await_signal(number: int, when: Any = 1) -> None:
+    if when:
+        with _lock:
+            if not _changed.wait_for(lambda: number in _local.signals or _failures, TIMEOUT):
+                raise TimeoutError("a signal was not given")
+            _local.signals.discard(number)
+
+
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     meeting = threading.Barrier(2)
+    signals: set[int] = set()
 
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
-        _local.products, _local.stores, _local.program, _local.meeting = [], [], program, meeting
+        _local.products, _local.stores, _local.program = [], [], program
+        _local.meeting, _local.signals = meeting, signals
         try:
             function(*arguments)
             assert not _local.products, "products that nobody waited for"
@@ -289,6 +307,7 @@ def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert not signals or _failures, "a signal that nobody waited for"
 
 
 def run_grid(kernel: Any, num_programs: int, *args: Any, **kwargs: Any) -> None:
@@ -423,7 +442,7 @@ def install() -> None:
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
-        meet=lambda: _local.meeting.wait(TIMEOUT),
+        meet=lambda: _local.meeting.wait(TIMEOUT), signal=_signal, await_signal=_await_signal,
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait

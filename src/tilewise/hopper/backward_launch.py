@@ -75,12 +75,12 @@ def steps(
     dlse, cu_q, cu_k, *ordered = optional
     turns = None
     if cfg.IS_DETERMINISTIC:
-        turns = torch.zeros(stats.shape[0], dtype=torch.int32, device=stats.device)
+        turns = torch.empty(stats.shape[0], dtype=torch.int32, device=stats.device)
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, dq_sum)),
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, dq_sum, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
-        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum,)),
+        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns)),
     ]
 
 
@@ -139,11 +139,11 @@ def scratch_shapes(
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, dlse, cu_seqlens_q, stats, dq = tensors
+    out, dout, lse, dlse, cu_seqlens_q, stats, dq, turns = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, dlse, stats, dq, cu_seqlens_q)
+    pointers = (out, dout, lse, dlse, stats, dq, turns, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
@@ -212,11 +212,11 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
-    dq, cu_seqlens_q, sums = tensors
+    dq, cu_seqlens_q, sums, turns = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch)
-    arguments = (sums, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
+    arguments = (sums, turns, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
     constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M)
     return Launch(attn_bwd_finish_kernel, sums.numel() // CHUNK, (*arguments, *constants), num_warps=4)
 

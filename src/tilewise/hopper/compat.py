@@ -96,6 +96,28 @@ def meet():
     )
 
 
+@gluon.constexpr_function
+def _barrier(operation, number):
+    return f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p bar.{operation} {number}, 160; mov.b32 $0, 0; }}"
+
+
+@gluon.jit
+def signal(NUMBER: gl.constexpr, when=1):
+    """Tell the other side of a hardware barrier, a warpgroup or a single warp, that all here have come so far.
+
+    Numbers up to 7 are Triton's, 8 is `meet`. Like `meet` one instruction; `when` is 0 or not, in all threads.
+    """
+    ASM: gl.constexpr = _barrier("arrive", NUMBER)
+    gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_signal(NUMBER: gl.constexpr, when=1):
+    """Wait for a `signal` of the other side; each is waited for once before the next is given."""
+    ASM: gl.constexpr = _barrier("sync", NUMBER)
+    gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
@@ -121,12 +143,14 @@ __all__ = [
     "as_boxes",
     "as_boxes_by_rows",
     "as_pages",
+    "await_signal",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
     "meet",
+    "signal",
     "start_next_kernel",
     "store_tile",
     "wait_for_previous_kernel",
