@@ -441,7 +441,8 @@ def install() -> None:
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
-        wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
+        wait_for_stores=wait_for_stores,
+        wait_for_writes=lambda: wait_for_stores(0), wait_for_own_stores=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT), signal=_signal, await_signal=_await_signal,
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(

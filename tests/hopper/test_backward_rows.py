@@ -48,10 +48,9 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     registers = parts.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
     dq, dq_of_turns = (torch.full_like(out, math.nan) for _ in range(2))
     turns = torch.arange(slots * tiles_q, dtype=torch.int32) % 3
-    for to, sums, count in (
-        (dq, registers, None),
-        (dq_of_turns, registers.where((turns > 0).repeat_interleave(len(parts) // len(turns)).view(-1, *[1] * 6), math.nan), turns),
-    ):
+    was_written = (turns > 0).view(-1, 1, 1)
+    some = registers.view(len(turns), -1, 1).where(was_written, math.nan).view_as(registers)
+    for to, sums, count in ((dq, registers, None), (dq_of_turns, some, turns)):
         backward_rows.attn_bwd_finish_kernel[(len(parts),)](
             sums, count, to, cu_seqlens, *strides, 0.5, *sizes, batch, dim, block_d, block_m
         )
@@ -59,7 +58,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
     exact = torch.where(lse == -math.inf, math.inf, lse) / math.log(2)
     rows = x.view(slots, tiles_q * block_m, block_d)
-    rows_of_turns = x.where((turns > 0).view(-1, 1, 1), 0.0).view(rows.shape)
+    rows_of_turns = x.where(was_written, 0.0).view(rows.shape)
     found, found_of_turns = (t.transpose(-2, -3).reshape(slots, total, dim) for t in (dq, dq_of_turns))
     for n, (a, b) in enumerate(itertools.pairwise(starts)):
         first = (a // block_m + n) * block_m

@@ -6,7 +6,7 @@
     role          warps   does
     load_role     1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
-    store_role    1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA; stores dK, dV
+    add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
 
 Scores are computed transposed, [keys, queries], so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from
 registers. dQ needs the dS of both warpgroups: each leaves its half in shared memory and computes half of dQ
@@ -48,6 +48,7 @@ from tilewise.hopper.compat import (
     meet,
     signal,
     store_tile,
+    wait_for_own_stores,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -57,7 +58,7 @@ from tilewise.hopper.layouts import accumulator_layout, operand_layout
 from tilewise.hopper.schedule import receive
 
 UNSPECIALIZED = BackwardSizes._fields
-LEFT = gl.constexpr(9)  # + W: a signal that warpgroup W has left something to be stored
+LEFT = gl.constexpr(9)  # + W: the signal that warpgroup W has left a part of dQ
 TAKEN = gl.constexpr(11)  # + W: that it has been read
 
 
@@ -71,10 +72,13 @@ def start_product(keys, queries, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_sum(operand, queries, gradient, cfg: gl.constexpr):
-    """Start dV += P^T dO or dK += dS^T Q [64, BLOCK_D]; the left operand is in registers."""
+def start_sum(operand, queries, gradient, step, cfg: gl.constexpr):
+    """Start dV += P^T dO or dK += dS^T Q [64, BLOCK_D]; the left operand is in registers.
+
+    The first step of a tile of keys does not look at what the one before has left there.
+    """
     q = queries.reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return warpgroup_mma(operand, q, gradient, is_async=True)
+    return warpgroup_mma(operand, q, gradient, use_acc=step > 0, is_async=True)
 
 
 @gluon.jit
@@ -84,14 +88,14 @@ def as_operand(x, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_queries(W: gl.constexpr, use, keys, k_desc, ch, cfg: gl.constexpr):
+def start_queries(W: gl.constexpr, use, keys, desc, ch, cfg: gl.constexpr):
     """Start this warpgroup's half of dQ = dS K; both have left their dS^T."""
     HALF: gl.constexpr = cfg.BLOCK_D * cfg.BLOCK_M // 128
     slot = use % 2
     dq = gl.full([64, HALF], 0.0, gl.float32, accumulator_layout(HALF))
     for w in gl.static_range(2):
         ds = ch.ds.index(w * 2 + slot)
-        k = key_block(ch, keys, w, k_desc, cfg).reshape([64, cfg.BLOCK_D])
+        k = key_block(ch, keys, w, desc, cfg).reshape([64, cfg.BLOCK_D])
         if cfg.BLOCK_M == 64:  # columns [W * HALF, W * HALF + HALF) of all queries
             k = k.slice(W * HALF, HALF, 1)
         else:  # all columns of queries [W * 64, W * 64 + 64)
@@ -102,7 +106,7 @@ def start_queries(W: gl.constexpr, use, keys, k_desc, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def leave_dq(W: gl.constexpr, dq, zero, ch):
-    """Leave dQ [64, 64] for the store role in the order of registers: each thread stores 16 bytes at a time."""
+    """Leave dQ [64, 64] for the add role in the order of registers: each thread stores 16 bytes at a time."""
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
     ch.dq.index(W + zero).store(dq)
 
@@ -114,7 +118,7 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, step, use, turn, slot, last, keys, tile, key, own, work, desc, ch, sizes, factors,
+    W: gl.constexpr, use, slot, last, keys, v, tile, key, own, work, desc, ch, sizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
@@ -122,18 +126,15 @@ def start_step(
     What the step before has left is passed on, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
-    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + 0 * keys)
     s = start_product(key_block(ch, keys, W, desc, cfg), query_block(ch, slot, 0), cfg)
-    if step == 0:
-        ch.v.wait(turn)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
-        pass_on(W, step, use, last, ch)
+        pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
         dp = start_product(v, query_block(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_block(ch, slot, 1), cfg)
-        pass_on(W, step, use, last, ch)
+        pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
         weight = p
@@ -141,13 +142,16 @@ def start_step(
 
 
 @gluon.jit
-def pass_on(W: gl.constexpr, step, use, last, ch):
-    """Hand over what a step has left: its part of dQ, and its query tile, which is no longer needed.
+def pass_on(W: gl.constexpr, use, last, ch):
+    """Hand over what a step has left: its part of dQ, and a slot that is no longer needed.
 
-    The warpgroup's warps wait for each other here: the products of the next step run meanwhile.
+    The slot is that of its query tile, or after the last one of a tile of keys that of K. The warpgroup's
+    warps wait for each other here: the products of the next step run meanwhile, and TMA reads dQ while
+    shared memory has least to do.
     """
     fence_async_shared()  # the stores of dQ are visible to the TMA addition
-    signal(LEFT + W, step)
+    signal(LEFT + W, use)
+    wait_for_own_stores()  # dK and dV of the tile before have left the memory of K and dS
     mbarrier.arrive(ch.slots.empty.index(last), count=1, pred=use > 0)
 
 
@@ -160,80 +164,93 @@ def leave_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(W: gl.constexpr, desc, ch, sizes, factors, cfg: gl.constexpr):
+def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     turn = 0
     use = 0  # query tiles so far
-    last = 0  # slot of the query tile before
+    last = 0  # slot of the tile before
     work = receive(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
+    tiles, own = tiles_of(W, work, sizes, cfg)
+    dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
+    dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     while work.row >= 0:
         key = work.row + W * 64
-        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        own = query_tiles(key, 64, work, sizes, cfg)
-        dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
-        dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
         tile = tiles.begin
         head = work.head * sizes.group_size
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
+        ch.v.wait(turn)
         steps = tiles.count() * sizes.group_size
         for step in range(steps):
             zero = opaque_zero(step)
             keys = key_slot(state) + zero
+            v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + zero)
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, tile, key, own, work, desc, ch, sizes, factors, cfg
+                W, use, slot, last, keys, v, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            await_signal(TAKEN + W, use)  # dQ, and at the end of a tile dK and dV, have been read
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)
-            dv = start_sum(p, query_block(ch, slot, 1), dv, cfg)
+            dv = start_sum(p, query_block(ch, slot, 1), dv, step, cfg)
             fence_async_shared()  # the stores of dS are visible to wgmma
             meet()
-            ch.v.release(turn, step == steps - 1)  # both have computed their last dP
-            dq = start_queries(W, use, keys, desc, ch, cfg)
-            dk = start_sum(ds, query_block(ch, slot, 0), dk, cfg)
+            ch.v.release(turn, step == steps - 1)  # early, so that the next is there in time
+            dq = start_queries(W, use, keys, dk_desc, ch, cfg)
+            dk = start_sum(ds, query_block(ch, slot, 0), dk, step, cfg)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
+            await_signal(TAKEN + W, use)  # the last dQ has been read. As late as can be: TMA is slow at that
             leave_dq(W, dq, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             head, tile = next_tile(head, tile, tiles)
             use += 1
             last = slot
-        zero = opaque_zero(use)
-        meet()  # both have computed their last dQ from dS and K, whose memory dV and dK take
-        dk_block = key_block(ch, key_slot(state) + zero, W, desc, cfg)
-        dk_block.reshape(dk.shape).store((dk * factors.scale).to(desc.dtype))
-        dv_block(W, zero, ch, desc, cfg).reshape(dv.shape).store(dv.to(desc.dtype))
-        fence_async_shared()  # the stores of dQ, dK and dV are visible to TMA
-        signal(LEFT + W)
+        mbarrier.arrive(ch.slots.empty.index(last), count=1)
+        last = key_slot(state)
+        place = key_place(W, work, cfg)
         turn += 1
-        work = receive(ch.work, turn)
+        work = receive(ch.work, turn)  # before the stores, which hide what follows from it
+        tiles, own = tiles_of(W, work, sizes, cfg)
+        store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
+    fence_async_shared()
+    signal(LEFT + W, use)
     await_signal(TAKEN + W, use)
+    wait_for_own_stores()
 
 
 @gluon.jit
-def dv_block(W: gl.constexpr, zero, ch, desc, cfg: gl.constexpr):
-    """The shared memory of this warpgroup's dS^T as a block of a descriptor [64, BLOCK_D]."""
-    BLOCKS: gl.constexpr = 2 * cfg.BLOCK_M // cfg.BLOCK_D  # in the dS^T of a warpgroup
-    return as_blocks(ch.ds, 2 * BLOCKS, desc).index(W * BLOCKS + zero)
+def tiles_of(W: gl.constexpr, work, sizes, cfg: gl.constexpr):
+    """Query tiles of a tile of keys, and of this warpgroup's 64 keys alone."""
+    tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+    return tiles, query_tiles(work.row + W * 64, 64, work, sizes, cfg)
 
 
 @gluon.jit
-def store_role(dq_desc, dk_desc, dv_desc, turns, ch, sizes, cfg: gl.constexpr):
-    """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup; store dK and dV."""
+def store_keys(W: gl.constexpr, dk, dv, keys, zero, place, dk_desc, dv_desc, ch, cfg: gl.constexpr):
+    """Start TMA copies of dK and dV [64, BLOCK_D] through the memory of K and dS; rows past the end are cut."""
+    BLOCKS: gl.constexpr = 2 * cfg.BLOCK_M // cfg.BLOCK_D  # of a descriptor, in the dS^T of a warpgroup
+    meet()  # both have computed their last dQ from dS and K
+    dk_block = key_block(ch, keys + zero, W, dk_desc, cfg)
+    dk_block.reshape(dk.shape).store(dk.to(dk_desc.dtype))
+    dv_block = as_blocks(ch.ds, 2 * BLOCKS, dv_desc).index(W * BLOCKS + zero)
+    dv_block.reshape(dv.shape).store(dv.to(dv_desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copies
+    store_tile(dk_desc, place, dk_block)
+    store_tile(dv_desc, place, dv_block)
+
+
+@gluon.jit
+def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
+    """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup."""
     turn = 0
     work = receive(ch.work, turn, 1)
-    state = 0 * work.row + FIRST_STATE
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        state = to_next_keys(state, cfg)
-        steps = tiles.count() * sizes.group_size
-        for step in range(steps):
+        for _ in range(tiles.count() * sizes.group_size):
             scratch = scratch_tile(work, head, tile, sizes, cfg)
             own_turn = 0 * scratch
             if cfg.IS_DETERMINISTIC:
@@ -242,20 +259,12 @@ def store_role(dq_desc, dk_desc, dv_desc, turns, ch, sizes, cfg: gl.constexpr):
             for w in gl.static_range(2):
                 await_signal(LEFT + w)
                 add_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), own_turn, cfg)
-            if step == steps - 1:
-                for w in gl.static_range(2):
-                    place = key_place(w, work, cfg)
-                    store_tile(dk_desc, place, key_block(ch, key_slot(state), w, dk_desc, cfg))
-                    store_tile(dv_desc, place, dv_block(w, 0, ch, dv_desc, cfg))
-                wait_for_stores(0)
-                mbarrier.arrive(ch.slots.empty.index(key_slot(state)), count=2)
             for w in gl.static_range(2):
-                wait_for_stores(1 - w)  # what the warpgroup has left has been read
+                wait_for_stores(1 - w)
                 signal(TAKEN + w)
             if cfg.IS_DETERMINISTIC:
                 wait_for_writes()
                 gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
-            state = to_next_queries(state, cfg)
             head, tile = next_tile(head, tile, tiles)
         turn += 1
         work = receive(ch.work, turn, 1)
@@ -297,10 +306,10 @@ def attn_bwd_kernel(
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, ch, sizes, factors, cfg)),
-            (mma_role, (1, dk_desc, ch, sizes, factors, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
             (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
-            (store_role, (dq_desc, dk_desc, dv_desc, turns, ch, sizes, cfg)),
+            (add_role, (dq_desc, turns, ch, sizes, cfg)),
         ],
         [4, 1, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],

@@ -1,9 +1,9 @@
 """What the roles of the Hopper backward exchange through shared memory, and the role that fills it by TMA.
 
-Tiles of queries and of keys share four slots. Head sizes up to 64: two for each. Up to 128 a slot holds Q and dO
-of one query tile, or K, and only V has a place of its own. Queries have three slots, and the next tile of keys
-takes the one that is free next, while the last queries of the tile before are still worked on; the slot of the
-old keys then goes to the queries. So every role that looks for a tile follows the same integer, the state:
+Tiles of queries and of keys share four slots. Head sizes up to 64: two for each. Up to 128 a slot holds Q and
+dO of one query tile, or K, and only V has a place of its own. Queries have three slots, and the next tile of
+keys takes the one that is free next, while the last queries of the tile before are still worked on; the slot of
+the old keys then goes to the queries. Load and mma roles follow the same integer, the state:
 
     bits 0-1, 2-3, 4-5    slots of the next query tiles, in turn
     bits 6-7              slot of the keys
@@ -26,7 +26,9 @@ class Channels:
     work: Ring
     slots: Ring  # blocks of `query_block` and `key_block`
     v: Ring  # two parts [64, BLOCK_D], one for each warpgroup
-    dq: gl.shared_memory_descriptor  # [32, 128] float32 for each warpgroup: half of a dQ, as registers hold it
+    dq: (
+        gl.shared_memory_descriptor
+    )  # [32, 128] float32 for each warpgroup: half of a dQ, as registers hold it
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 for each slot: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
 
@@ -157,9 +159,7 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
-def load_queries(
-    state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr
-):
+def load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr):
     """Start TMA copies of Q, dO and the row statistics of a query tile, on one barrier."""
     slot = query_slot(state)
     bar_full, state = acquire_slot(state, slot, ch)

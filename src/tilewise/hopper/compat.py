@@ -77,6 +77,17 @@ else:
 
 
 @gluon.jit
+def wait_for_own_stores():
+    """Wait until the TMA copies that this thread has started have been read from shared memory.
+
+    Unlike `wait_for_stores` no barrier: other threads know it after the next one.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group.read 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def wait_for_writes():
     """Wait until this thread's TMA copies to global memory are complete, not only read from shared memory."""
     gl.inline_asm_elementwise(
@@ -103,9 +114,10 @@ def _barrier(operation, number):
 
 @gluon.jit
 def signal(NUMBER: gl.constexpr, when=1):
-    """Tell the other side of a hardware barrier, a warpgroup or a single warp, that all here have come so far.
+    """Tell the other side, a warpgroup or a single warp, that all here have come so far.
 
-    Numbers up to 7 are Triton's, 8 is `meet`. Like `meet` one instruction; `when` is 0 or not, in all threads.
+    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`. Like that one instruction, and nobody waits
+    here. `when` is 0 or not, in all threads alike.
     """
     ASM: gl.constexpr = _barrier("arrive", NUMBER)
     gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
@@ -153,6 +165,7 @@ __all__ = [
     "signal",
     "start_next_kernel",
     "store_tile",
+    "wait_for_own_stores",
     "wait_for_previous_kernel",
     "wait_for_stores",
     "wait_for_writes",
