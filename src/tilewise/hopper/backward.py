@@ -229,7 +229,7 @@ def tiles_of(W: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def store_keys(W: gl.constexpr, dk, dv, keys, zero, place, dk_desc, dv_desc, ch, cfg: gl.constexpr):
-    """Start TMA copies of dK and dV [64, BLOCK_D] through the memory of K and dS; rows past the end are cut."""
+    """Start copying dK and dV [64, BLOCK_D] through the memory of K and dS; rows past the end are cut."""
     BLOCKS: gl.constexpr = 2 * cfg.BLOCK_M // cfg.BLOCK_D  # of a descriptor, in the dS^T of a warpgroup
     meet()  # both have computed their last dQ from dS and K
     dk_block = key_block(ch, keys + zero, W, dk_desc, cfg)

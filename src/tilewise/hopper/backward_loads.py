@@ -2,8 +2,8 @@
 
 Tiles of queries and of keys share four slots. Head sizes up to 64: two for each. Up to 128 a slot holds Q and
 dO of one query tile, or K, and only V has a place of its own. Queries have three slots, and the next tile of
-keys takes the one that is free next, while the last queries of the tile before are still worked on; the slot of
-the old keys then goes to the queries. Load and mma roles follow the same integer, the state:
+keys takes the one that is free next, while the last queries of the tile before are still worked on; the slot
+of the old keys then goes to the queries. Load and mma roles follow the same integer, the state:
 
     bits 0-1, 2-3, 4-5    slots of the next query tiles, in turn
     bits 6-7              slot of the keys
