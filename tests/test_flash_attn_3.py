@@ -173,17 +173,29 @@ def test_fp8_is_refused(name):
     )
 
 
-def test_the_way_around_qv_that_its_error_names():
-    q, k, v, qv = randn(1, 3, 2, 8), randn(1, 5, 2, 8), randn(1, 5, 2, 6), randn(1, 3, 2, 6)
-    refused(NotImplementedError, "q=cat([q, qv], -1), k=cat([k, v], -1)", flash_attn_func, q, k, v, qv=qv)
-    out = flash_attn_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) + torch.einsum("bihd,bjhd->bhij", qv, v)
-    weights = torch.softmax(scores / 14**0.5, -1)
-    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_qv_adds_scores_with_the_values(scale):
+    q, k, v, qv = randn(1, 3, 4, 8), randn(1, 5, 2, 8), randn(1, 5, 2, 6), randn(1, 3, 4, 6)
+    tensors = [t.requires_grad_() for t in (q, k, v, qv)]
+    keys, values = (t.repeat_interleave(2, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) + torch.einsum("bihd,bjhd->bhij", qv, values)
+    weights = torch.softmax(scores * (14**-0.5 if scale is None else scale), -1)
+    expected = torch.einsum("bhij,bjhd->bihd", weights, values)
+    out = flash_attn_func(q, k, v, scale, qv=qv)
+    torch.testing.assert_close(out, expected)
+    grad = randn(*out.shape)
+    for ours, exact in zip(
+        torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, tensors, grad)
+    ):
+        torch.testing.assert_close(ours, exact)
+    starts = torch.tensor([0, 3]), torch.tensor([0, 5])
+    packed = flash_attn_varlen_func(q[0], k[0], v[0], *starts, 3, 5, softmax_scale=scale, qv=qv[0])
+    torch.testing.assert_close(packed, expected[0])
 
 
 def test_errors():
     q, starts = torch.ones(1, 3, 2, 8), torch.tensor([0, 3])
+    refused(ValueError, "qv of shape (1, 3, 2, 7)", flash_attn_func, q, q, q, qv=torch.ones(1, 3, 2, 7))
     refused(NotImplementedError, "attention_chunk=2", flash_attn_func, q, q, q, attention_chunk=2)
     refused(ValueError, "window_size=None", flash_attn_func, q, q, q, window_size=None)
     refused(ValueError, "qkv.shape=(1, 3, 2, 2, 8)", flash_attn_qkvpacked_func, torch.ones(1, 3, 2, 2, 8))

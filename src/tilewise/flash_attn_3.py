@@ -6,7 +6,10 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
 
 - softmax_scale: None is 1 / sqrt(head_dim).
 - causal: aligned bottom-right: the last query with the last key.
-- qv, attention_chunk: refused unless None and 0.
+- qv: (batch, seqlen_q, heads, head_dim_v), packed like q: scores are q k + qv v, as in absorbed latent
+  attention, and softmax_scale None counts both head sizes. k and v are copied side by side each time, which
+  `tilewise.PagedKVCache(..., value_in_key=True)` does not need.
+- attention_chunk: refused unless 0.
 - q_descale, k_descale, v_descale: refused unless None: there is no FP8 yet.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
@@ -123,7 +126,9 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(q_descale, k_descale, v_descale, attention_chunk)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
@@ -176,7 +181,9 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(q_descale, k_descale, v_descale, attention_chunk)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -263,10 +270,11 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(q_descale, k_descale, v_descale, attention_chunk)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved,
+        qv=qv,
     )  # fmt: skip
     options = flash_attn_call.options(softmax_scale, causal, window_size, softcap, max_seqlen_q=max_seqlen_q)
     out, lse = attention_with_kv_cache(call, options)
@@ -274,7 +282,6 @@ def flash_attn_with_kvcache(
 
 
 def _refuse(
-    qv: Tensor | None,
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
@@ -283,10 +290,6 @@ def _refuse(
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None:
             raise NotImplementedError(f"{name} must be None: FP8 is not there yet; pass bfloat16 or float16")
-    if qv is not None:
-        raise NotImplementedError(
-            "qv must be None: pass q=cat([q, qv], -1), k=cat([k, v], -1), whose scores are the same"
-        )
     if attention_chunk != 0:
         raise NotImplementedError(f"attention_chunk={attention_chunk} must be 0; window_size is there")
 

@@ -297,8 +297,45 @@ def test_fa3_dense(options, expected):
     torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_fa3_qv(kind):
+    """Scores with the latent values of the cache, new tokens included."""
+    table = torch.randperm(6).view(2, 3) if kind == "paged" else None
+    k_cache, v_cache = (randn(6, 3, 1, d) if kind == "paged" else randn(2, 9, 1, d) for d in (8, 5))
+    rows = page_rows(torch.arange(2)[:, None] if table is None else table, 9 if table is None else 3)
+    q, qv, k, v = randn(2, 3, 4, 8), randn(2, 3, 4, 5), randn(2, 3, 1, 8), randn(2, 3, 1, 5)
+    both = torch.cat([k_cache, v_cache], -1)
+    results = cached_attention(
+        torch.cat([q, qv], -1),
+        rows,
+        both,
+        v_cache.clone(),
+        torch.cat([k, v], -1),
+        v,
+        held=[4, 6],
+        causal=True,
+    )
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, qv, cache_seqlens=int32(4, 6), page_table=table, causal=True
+    )
+    torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
+    torch.testing.assert_close(torch.cat([k_cache, v_cache], -1), both)
+
+
+def test_fa3_qv_too_wide_writes_nothing():
+    k_cache, v_cache = randn(1, 8, 1, 200), randn(1, 8, 1, 400)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match="600"):
+        flash_attn_3.flash_attn_with_kvcache(
+            randn(1, 1, 1, 200), k_cache, v_cache, randn(1, 1, 1, 200), randn(1, 1, 1, 400),
+            randn(1, 1, 1, 400), cache_seqlens=2,
+        )  # fmt: skip
+    assert torch.equal(k_cache, before)
+
+
 FA3_BAD_CALLS = [
-    ({"qv": randn(5, 2, 8)}, NotImplementedError, "qv must be None"),
+    ({"qv": randn(5, 2, 7)}, ValueError, "qv of shape (5, 2, 7)"),
+    ({"qv": 3}, TypeError, "qv=int"),
     ({"k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale must be None: FP8"),
     ({"attention_chunk": 4}, NotImplementedError, "attention_chunk=4"),
     ({"cu_seqlens_q": int32(0, 2, 4)}, ValueError, "cu_seqlens_q=[0, 2, 4]"),

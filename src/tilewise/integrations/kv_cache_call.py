@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.cached_step import has_triton
+from tilewise.integrations.flash_attn_call import with_qv
 from tilewise.integrations.tokens import check_integer_tensors, check_pages, counts_of
 from tilewise.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary
@@ -41,6 +42,7 @@ class KVCacheCall:
     rotary_seqlens: Tensor | None = None
     rotary_interleaved: bool = True
     alibi_slopes: Tensor | None = None
+    qv: Tensor | None = None  # (batch, seqlen_q, heads, head_dim_v), or packed: scores are q k + qv v
     table_name: str = "page_table"
 
 
@@ -91,13 +93,25 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
     lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
     inputs = _inputs(call, table, lengths)
-    check_values(describe(inputs, options), inputs, options)  # the rest, also before the first write
+    whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
+    check_values(describe(whole, options), whole, options)  # the rest, also before the first write
 
     if new is not None and is_fused:
         inputs = inputs._replace(query=_append_at_once(call, held, lengths, table, rotary))
     elif new is not None:
         inputs = inputs._replace(query=_append(call, options, queries, new, held, table, rotary))
+    if call.qv is not None:
+        query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
+        inputs = inputs._replace(query=query, key=key)
     return autograd.attention(inputs, options, None)
+
+
+def _shaped_as_with_qv(call: KVCacheCall, inputs: Inputs) -> Inputs:
+    """What is attended to, up to the keys' values: nothing is copied but the queries."""
+    assert call.qv is not None
+    query, _ = with_qv(call.q, call.qv, inputs.key[:0], inputs.value[:0])
+    key = inputs.key[..., :1].expand(*inputs.key.shape[:-1], query.shape[-1])
+    return inputs._replace(query=query, key=key)
 
 
 def _append_at_once(
