@@ -149,28 +149,44 @@ def refused(error, message, function, *arguments, **options):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
-def test_fp8_is_refused(name):
-    q, scale = torch.ones(1, 3, 2, 8), torch.ones(1, 2)
-    starts = torch.tensor([0, 3])
-    message = f"{name} must be None: FP8"
-    refused(NotImplementedError, message, flash_attn_func, q, q, q, **{name: scale})
-    refused(
-        NotImplementedError, message, flash_attn_qkvpacked_func, torch.ones(1, 3, 3, 2, 8), **{name: scale}
+def eight_bit(*shape):
+    """float8_e4m3fn numbers, and the same in float64."""
+    t = torch.randn(*shape).to(torch.float8_e4m3fn)
+    return t, t.double()
+
+
+@pytest.mark.parametrize("given", ["none", "k", "all"])
+def test_eight_bits(given):
+    """Scores and values times each sequence's and key head's factors."""
+    (q, q64), (k, k64), (v, v64) = eight_bit(2, 3, 4, 8), eight_bit(2, 5, 2, 8), eight_bit(2, 5, 2, 6)
+    ones = torch.ones(2, 2)
+    q_scale, k_scale, v_scale = (
+        torch.rand(2, 2) + 0.5 if given == "all" or given == name else ones for name in "qkv"
     )
-    refused(
-        NotImplementedError,
-        message,
-        flash_attn_varlen_func,
-        q[0],
-        q[0],
-        q[0],
-        starts,
-        starts,
-        3,
-        3,
-        **{name: scale},
+    wide = q_scale.double().repeat_interleave(2, 1)[:, None, :, None]
+    exact = reference.attention(
+        q64 * wide, k64 * k_scale[:, None, :, None], v64 * v_scale[:, None, :, None], causal=True
     )
+    scales = {f"{name}_descale": t for name, t in zip("qkv", (q_scale, k_scale, v_scale)) if t is not ones}
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=2e-2, atol=2e-2)
+    starts = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10])
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    packed = flash_attn_varlen_func(*flat, *starts, 3, 5, causal=True, **scales)
+    torch.testing.assert_close(packed.double(), exact[0].flatten(0, 1), rtol=2e-2, atol=2e-2)
+
+
+def test_eight_bits_that_do_not_fit():
+    q, (f, _), scale = torch.ones(1, 3, 2, 8), eight_bit(1, 3, 2, 8), torch.ones(1, 2)
+    refused(
+        ValueError, "q_descale must be None: q is torch.float32", flash_attn_func, q, q, q, q_descale=scale
+    )
+    refused(ValueError, "k_descale.shape=(1, 3)", flash_attn_func, f, f, f, k_descale=torch.ones(1, 3))
+    refused(TypeError, "v_descale must be a float32", flash_attn_func, f, f, f, v_descale=scale.double())
+    refused(TypeError, "k is torch.float32", flash_attn_func, f, q, q)
+    refused(NotImplementedError, "qv must be None", flash_attn_func, f, f, f, qv=f)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

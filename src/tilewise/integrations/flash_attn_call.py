@@ -70,6 +70,8 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """
     if not isinstance(qv, Tensor):
         raise TypeError(f"qv={type(qv).__name__} must be a torch.Tensor")
+    if q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
     tensors = all(isinstance(t, Tensor) for t in (q, k, v))
     if not tensors or k.shape[:-1] != v.shape[:-1]:
         raise ValueError("qv needs k and v of as many tokens and heads")
