@@ -145,7 +145,7 @@ EXTRAS: Rows = PORTABLE | {
 HOPPER_BIAS: Rows = EXTRAS | {
     "forward": [
         (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(128, 64, 8, 3)),
+        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
         *EXTRAS["forward"][2:],
     ],
     "dkdv": [
@@ -154,11 +154,6 @@ HOPPER_BIAS: Rows = EXTRAS | {
         *EXTRAS["dkdv"][1:],
     ],
     "dq": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
-        *EXTRAS["dq"][2:],
-    ],
-    "dq_causal": [
         (64, KernelTile(64, 64, 4, 3)),
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
         *EXTRAS["dq"][2:],
