@@ -118,7 +118,7 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, use, slot, last, keys, v, tile, key, own, work, desc, ch, sizes, factors,
+    W: gl.constexpr, step, use, turn, slot, last, keys, tile, key, own, work, desc, ch, sizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
@@ -126,7 +126,10 @@ def start_step(
     What the step before has left is passed on, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
+    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + 0 * keys)
     s = start_product(key_block(ch, keys, W, desc, cfg), query_block(ch, slot, 0), cfg)
+    if step == 0:
+        ch.v.wait(turn)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
         pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -171,25 +174,24 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
     last = 0  # slot of the tile before
     work = receive(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
-    tiles, own = tiles_of(W, work, sizes, cfg)
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     while work.row >= 0:
         key = work.row + W * 64
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        own = query_tiles(key, 64, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
-        ch.v.wait(turn)
         steps = tiles.count() * sizes.group_size
         for step in range(steps):
             zero = opaque_zero(step)
             keys = key_slot(state) + zero
-            v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + zero)
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
             p, weight, dp = start_step(
-                W, use, slot, last, keys, v, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
+                W, step, use, turn, slot, last, keys, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
@@ -210,21 +212,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
         last = key_slot(state)
         place = key_place(W, work, cfg)
-        turn += 1
-        work = receive(ch.work, turn)  # before the stores, which hide what follows from it
-        tiles, own = tiles_of(W, work, sizes, cfg)
         store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
+        turn += 1
+        work = receive(ch.work, turn)
     fence_async_shared()
     signal(LEFT + W, use)
     await_signal(TAKEN + W, use)
     wait_for_own_stores()
-
-
-@gluon.jit
-def tiles_of(W: gl.constexpr, work, sizes, cfg: gl.constexpr):
-    """Query tiles of a tile of keys, and of this warpgroup's 64 keys alone."""
-    tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-    return tiles, query_tiles(work.row + W * 64, 64, work, sizes, cfg)
 
 
 @gluon.jit
