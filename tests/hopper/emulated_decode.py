@@ -59,6 +59,8 @@ def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
     launch.num_sms = lambda index: workers  # type: ignore[assignment]
+    # So few segments are not balanced on a GPU: half of the cases are.
+    decode_launch.SEGMENTS_TO_BALANCE = 0 if (workers or 0) % 2 else 1 << 30
     torch.manual_seed(0)
     options = dict(options)
     is_dense = options.pop("dense", False)

@@ -92,8 +92,8 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
-    """Numbers of the pages [PAGES] of key tile `tile`; 0 for those beyond the sequence's."""
-    page = gl.arange(0, cfg.PAGES, gl.BlockedLayout([1], [32], [1], [0]))
+    """Numbers of the pages [PAGE_LANES] from key tile `tile` on; 0 for those beyond the sequence's."""
+    page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
     if cfg.PAGE_SIZE > 0:
         page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
         page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
@@ -103,7 +103,7 @@ def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
 @gluon.jit
 def page_of(pages, n, cfg: gl.constexpr):
     """pages[n]"""
-    index = gl.arange(0, cfg.PAGES, gl.BlockedLayout([1], [32], [1], [0]))
+    index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.sum(gl.where(index == n, pages, 0), 0)
 
 
@@ -171,7 +171,7 @@ def load_keys(
 
 @gluon.jit
 def worker_tiles(line, sizes):
-    """The tiles [unit, end) of the line that this program works on."""
+    """The units [unit, end) of the line that this program works on."""
     total = gl.max(line.ends, 0)
     unit = worker_start(gl.program_id(0), total, sizes.workers)
     return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
@@ -212,7 +212,7 @@ def load_role(
                 load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
             pages = next_pages
         use += piece.count
-        unit += piece.count
+        unit += piece.units
 
 
 # ---- the mma roles
@@ -296,7 +296,7 @@ def mma_role(
             hand_over(acc, m, l, pieces, smem, cfg)
         pieces += 1
         use += piece.count
-        unit += piece.count
+        unit += piece.units
 
 
 # ---- the kernels
