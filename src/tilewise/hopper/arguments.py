@@ -116,7 +116,8 @@ class DecodeConfig:
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
-    PAGE_LANES: int  # page numbers that a load warp holds, at least PAGES
+    PAGE_LANES: int  # page numbers that a load warp reads at once, at least PAGES
+    TABLE_ENTRIES: int  # of an only sequence's page table in shared memory, for each load warp; 0: not there
     HAS_LENGTHS: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool

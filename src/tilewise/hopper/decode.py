@@ -28,6 +28,7 @@ from tilewise.hopper.compat import (
     aggregate,
     as_boxes,
     as_boxes_by_rows,
+    as_numbers,
     as_pages,
     gl,
     gluon,
@@ -61,14 +62,16 @@ class Shared:
     q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
     half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
+    tables: gl.shared_memory_descriptor  # [load warps, TABLE_ENTRIES] page numbers
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, half, half_stats):
+    def __init__(self, k, v, q, half, half_stats, tables):
         self.k = k
         self.v = v
         self.q = q
         self.half = half
         self.half_stats = half_stats
+        self.tables = tables
 
 
 @gluon.jit
@@ -83,46 +86,67 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
     half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tables_shape: gl.constexpr = [2 * cfg.LOADERS, max(1, cfg.TABLE_ENTRIES)]
+    tables = gl.allocate_shared_memory(gl.int32, tables_shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
-    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
+    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats, tables)
 
 
 # ---- the load role
 
 
 @gluon.jit
+def read_table(page_table, sizes, cfg: gl.constexpr):
+    """The only sequence's page table [TABLE_ENTRIES], asked for together with its length."""
+    entry = gl.arange(0, cfg.TABLE_ENTRIES, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.load(page_table + entry, mask=entry < sizes.stride_page_table, other=0).to(gl.int32)
+
+
+@gluon.jit
 def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
-    """Numbers of the pages [PAGE_LANES] from key tile `tile` on; 0 for those beyond the sequence's."""
-    page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
-    if cfg.PAGE_SIZE > 0:
-        page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
-        page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
+    """Numbers of PAGE_LANES pages from key tile `tile` on, 0 beyond the sequence's; or the first's entry."""
+    first = tile * cfg.BLOCK_N // cfg.PAGE_SIZE if cfg.PAGE_SIZE > 0 else 0
+    if cfg.TABLE_ENTRIES > 0:
+        pages = first
+    else:
+        pages = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+        if cfg.PAGE_SIZE > 0:
+            pages += first
+            pages = gl.load(ptr_table + pages, mask=pages < pages_held, other=0).to(gl.int32)
+    return pages
+
+
+@gluon.jit
+def page_of(pages, n, table, cfg: gl.constexpr):
+    """pages[n]"""
+    if cfg.TABLE_ENTRIES > 0:
+        numbers = as_numbers(table, cfg.TABLE_ENTRIES)
+        page = gl.sum(numbers.index(pages + n).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+    else:
+        index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+        page = gl.sum(gl.where(index == n, pages, 0), 0)
     return page
 
 
 @gluon.jit
-def page_of(pages, n, cfg: gl.constexpr):
-    """pages[n]"""
-    index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.sum(gl.where(index == n, pages, 0), 0)
-
-
-@gluon.jit
-def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
+def load_whole_pages(ring, blocks, use, desc, pages, table, kv_head, rows_per_page, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
     PAGES: gl.constexpr = cfg.PAGES
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
+    first_groups = ()  # all of them before the first copy, so that they do not wait for one another
     for n in gl.static_range(PAGES):
-        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
+        first_groups = first_groups + (page_of(pages, n, table, cfg) * (rows_per_page // 8),)  # type: ignore[assignment] # noqa: RUF005
+    for n in gl.static_range(PAGES):
+        place = (first_groups[n], kv_head, 0, 0, 0)
         load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
 
 
 @gluon.jit
 def load_box(
-    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
+    boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
@@ -135,7 +159,7 @@ def load_box(
     if cfg.PAGE_SIZE == 0:
         entry = piece.batch
     else:
-        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
+        entry = page_of(pages, n * cfg.PAGES // BOXES, table, cfg)
         end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
         row = row % cfg.PAGE_SIZE
     end = gl.maximum(end, 0)
@@ -151,7 +175,18 @@ def load_box(
 
 @gluon.jit
 def load_keys(
-    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
+    ring,
+    boxes,
+    use,
+    desc,
+    pages,
+    table,
+    piece,
+    tile,
+    rows_per_entry,
+    PARTS: gl.constexpr,
+    sizes,
+    cfg: gl.constexpr,
 ):
     """Start TMA copies of one tile of keys or values, box by box."""
     BOXES: gl.constexpr = cfg.BOXES
@@ -163,10 +198,10 @@ def load_keys(
         # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
         # unrolled, its instructions cost 0.2 us at 1 x 8k.
         for n in range(gl.minimum(sizes.workers, 1) * BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS, cfg)
     else:
         for n in gl.static_range(BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS, cfg)
 
 
 @gluon.jit
@@ -179,7 +214,7 @@ def worker_tiles(line, sizes):
 
 @gluon.jit
 def load_role(
-    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, table, seqlens_k, page_table, sizes,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Stream every LOADERS-th tile of the worker's: keys, or values."""
@@ -191,7 +226,11 @@ def load_role(
     else:
         boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
     wait_for_previous_kernel()
+    if cfg.TABLE_ENTRIES > 0:
+        entries = read_table(page_table, sizes, cfg)
     line = make_line(seqlens_k, sizes, cfg, 1)
+    if cfg.TABLE_ENTRIES > 0:
+        table.store(entries)
     unit, end = worker_tiles(line, sizes)
     use = 0  # of the ring
     while unit < end:
@@ -207,9 +246,13 @@ def load_role(
             tile = piece.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
             if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
-                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
+                load_whole_pages(
+                    ring, blocks, use + n, page_desc, pages, table, piece.kv_head, rows_per_entry, cfg
+                )
             else:
-                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
+                load_keys(
+                    ring, boxes, use + n, desc, pages, table, piece, tile, rows_per_entry, PARTS, sizes, cfg
+                )
             pages = next_pages
         use += piece.count
         unit += piece.units
@@ -324,10 +367,66 @@ def attn_decode_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (load_role, (False, 0, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 0, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (False, 1, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 1, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (
+                load_role,
+                (
+                    False,
+                    0,
+                    k_desc,
+                    k_page_desc,
+                    smem.k,
+                    smem.tables.index(0),
+                    seqlens_k,
+                    page_table,
+                    sizes,
+                    cfg,
+                ),
+            ),
+            (
+                load_role,
+                (
+                    True,
+                    0,
+                    v_desc,
+                    v_page_desc,
+                    smem.v,
+                    smem.tables.index(1),
+                    seqlens_k,
+                    page_table,
+                    sizes,
+                    cfg,
+                ),
+            ),
+            (
+                load_role,
+                (
+                    False,
+                    1,
+                    k_desc,
+                    k_page_desc,
+                    smem.k,
+                    smem.tables.index(2),
+                    seqlens_k,
+                    page_table,
+                    sizes,
+                    cfg,
+                ),
+            ),
+            (
+                load_role,
+                (
+                    True,
+                    1,
+                    v_desc,
+                    v_page_desc,
+                    smem.v,
+                    smem.tables.index(3),
+                    seqlens_k,
+                    page_table,
+                    sizes,
+                    cfg,
+                ),
+            ),
         ],
         [4, 1, 1, 1, 1],
         cfg.REGISTERS,

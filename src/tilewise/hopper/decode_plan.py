@@ -4,12 +4,13 @@ The rows of a score tile are queries of all heads that share a key head, so that
 segment is one (sequence, key head, tile of rows); its key tiles stand on the line, segment after segment:
 
     segment      0               1          2
-    units    | s . . . . . . | s . . . | s . . . . . |      s: START_UNITS, which have no tile
+    units    | s . . . . . . | s . . . | s . . . . . |      a tile each, but for the segment's start
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
 Each worker has total // workers units, the first total % workers of them one more. A piece that is all of
-its segment needs no merging. A worker with many short segments would be the last one to end if only tiles
-counted: loads run ahead across a segment's start, but the queries that come with it do not.
+its segment needs no merging. Where lengths differ, the start of a segment counts START_UNITS: keys
+are loaded ahead across it, but queries are not, so a worker of many short segments would be the last to end.
+Where all are as long, each worker has as many starts, and only tiles count.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
@@ -24,12 +25,14 @@ class Line:
     lengths: gl.tensor  # [BLOCK_B]
     units: gl.tensor
     ends: gl.tensor
+    start: gl.tensor  # units of a segment's start
 
     @gluon.constexpr_function
-    def __init__(self, lengths, units, ends):
+    def __init__(self, lengths, units, ends, start):
         self.lengths = lengths
         self.units = units
         self.ends = ends
+        self.start = start
 
 
 @aggregate
@@ -91,8 +94,14 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
         held = gl.load(seqlens_k + b, mask=exists, other=0).to(gl.int32)
         seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
-    units = gl.where(seqlen_k > 0, tiles + cfg.START_UNITS, 0)
-    return Line(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add))
+    tiles = gl.where(seqlen_k > 0, tiles, 0)
+    start = 0 * sizes.batch
+    if cfg.START_UNITS > 0:
+        most = gl.max(tiles, 0)
+        is_ragged = gl.max((exists & (tiles < most)).to(gl.int32), 0)
+        start = is_ragged * cfg.START_UNITS
+    units = gl.where(tiles > 0, tiles + start, 0)
+    return Line(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
 
 
 @gluon.jit
@@ -128,8 +137,8 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
     segment = place // all_units
     first = place % all_units
     units = gl.minimum(all_units - first, end - unit)
-    tile = gl.maximum(first - cfg.START_UNITS, 0)
-    count = gl.maximum(first + units - cfg.START_UNITS, 0) - tile
+    tile = gl.maximum(first - line.start, 0)
+    count = gl.maximum(first + units - line.start, 0) - tile
     return Piece(
         b,
         segment,
