@@ -111,6 +111,14 @@ def worker_start(worker, total, workers):
 
 
 @gluon.jit
+def worker_tiles(line, sizes):
+    """The units [unit, end) of the line that this program works on."""
+    total = gl.max(line.ends, 0)
+    unit = worker_start(gl.program_id(0), total, sizes.workers)
+    return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
+
+
+@gluon.jit
 def worker_of(unit, total, workers):
     """The worker that has `unit`."""
     share = total // workers
