@@ -74,17 +74,12 @@ def ragged(dim: int, backend: str) -> None:
     paged(dim, backend, lengths=[5 + 97 * n % 411 for n in range(24)], queries=8)
 
 
-def single(dim: int, backend: str) -> None:
-    """One sequence, whose page table the Hopper kernel copies to shared memory."""
-    paged(dim, backend, lengths=(700,))
-
-
 def eight_bit(dim: int, backend: str) -> None:
     paged(dim, backend, dtype=torch.float8_e4m3fn)
 
 
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged", "ragged", "single", "eight_bit"):
+    if name in ("packed", "cached", "paged", "ragged", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "bias":
         dense(64, backend, bias=draw(1, 1, 133, 150))
@@ -119,7 +114,6 @@ CASES = {
         "cached",
         "paged",
         "ragged",
-        "single",
     ),
 }
 

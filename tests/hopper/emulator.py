@@ -417,7 +417,6 @@ def install() -> None:
         TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
-        as_numbers=lambda smem, count: smem.reshape([count, 1]),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,

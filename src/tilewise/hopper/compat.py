@@ -30,11 +30,6 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """Shared memory as one block of a TMA descriptor."""
         return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
-    @gluon.jit
-    def as_numbers(smem, COUNT: gl.constexpr):
-        """An array of COUNT numbers in shared memory as arrays of one, to be read at any place."""
-        return smem.reinterpret(smem.dtype, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
 else:
 
     @gluon.jit
@@ -46,11 +41,6 @@ else:
     def as_block(smem, desc):
         """Shared memory as one block of a TMA descriptor."""
         return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-    @gluon.jit
-    def as_numbers(smem, COUNT: gl.constexpr):
-        """An array of COUNT numbers in shared memory as arrays of one, to be read at any place."""
-        return smem._reinterpret(smem.dtype, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -130,7 +120,6 @@ __all__ = [
     "as_blocks",
     "as_boxes",
     "as_boxes_by_rows",
-    "as_numbers",
     "as_pages",
     "fence_async_shared",
     "gl",

@@ -32,12 +32,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode_load import load_role
-from tilewise.hopper.decode_plan import (
-    make_line,
-    piece_at,
-    piece_index,
-    worker_tiles,
-)
+from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_tiles
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.hopper.ranges import hide
@@ -55,16 +50,14 @@ class Shared:
     q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
     half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
-    tables: gl.shared_memory_descriptor  # [load warps, TABLE_ENTRIES] page numbers
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, half, half_stats, tables):
+    def __init__(self, k, v, q, half, half_stats):
         self.k = k
         self.v = v
         self.q = q
         self.half = half
         self.half_stats = half_stats
-        self.tables = tables
 
 
 @gluon.jit
@@ -79,10 +72,8 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
     half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tables_shape: gl.constexpr = [2 * cfg.LOADERS, max(1, cfg.TABLE_ENTRIES)]
-    tables = gl.allocate_shared_memory(gl.int32, tables_shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
-    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats, tables)
+    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
 
 
 # ---- the mma roles
@@ -194,66 +185,10 @@ def attn_decode_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (
-                load_role,
-                (
-                    False,
-                    0,
-                    k_desc,
-                    k_page_desc,
-                    smem.k,
-                    smem.tables.index(0),
-                    seqlens_k,
-                    page_table,
-                    sizes,
-                    cfg,
-                ),
-            ),
-            (
-                load_role,
-                (
-                    True,
-                    0,
-                    v_desc,
-                    v_page_desc,
-                    smem.v,
-                    smem.tables.index(1),
-                    seqlens_k,
-                    page_table,
-                    sizes,
-                    cfg,
-                ),
-            ),
-            (
-                load_role,
-                (
-                    False,
-                    1,
-                    k_desc,
-                    k_page_desc,
-                    smem.k,
-                    smem.tables.index(2),
-                    seqlens_k,
-                    page_table,
-                    sizes,
-                    cfg,
-                ),
-            ),
-            (
-                load_role,
-                (
-                    True,
-                    1,
-                    v_desc,
-                    v_page_desc,
-                    smem.v,
-                    smem.tables.index(3),
-                    seqlens_k,
-                    page_table,
-                    sizes,
-                    cfg,
-                ),
-            ),
+            (load_role, (False, 0, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 0, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (False, 1, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (True, 1, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 1, 1, 1, 1],
         cfg.REGISTERS,

@@ -19,10 +19,7 @@ MAX_HEAD_DIM = 128
 MAX_BATCH = 256
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
 FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stages
-START_UNITS = (
-    4  # 8 sequences of 0 to 16k keys, 8 queries: 0: 85.1 us, 2: 73.9, 4: 72.9 (of equal lengths 68.3)
-)
-TABLE_ENTRIES = 512  # of 4 bytes, for each load warp
+START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
 FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
@@ -225,7 +222,6 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
-    holds_table = problem.batch == 1 and page_size > 0 and problem.seqlen_k <= TABLE_ENTRIES * page_size
     is_short = segments * problem.seqlen_k <= FEW_KEYS
     merge_pieces = min(64, _power_of_two(2 + USUAL_SMS // segments))
     merge_rows = max(1, min(4, 32 // merge_pieces))
@@ -248,8 +244,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         PAGE_SIZE=page_size,
         BOX_ROWS=box_rows,
         WHOLE_PAGES=whole_pages,
-        PAGE_LANES=32 if whole_pages and is_short else max(1, block_n // page_size if page_size else 1),
-        TABLE_ENTRIES=TABLE_ENTRIES if holds_table else 0,
+        PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
         BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
         HAS_LENGTHS=problem.is_cached,
         HAS_LEFT=visibility.left is not None,

@@ -2,13 +2,12 @@
 
 The load warps take turns at tiles: pages of 16 need 8 copies a tile. A full page of head size 128 takes one,
 with both halves of its columns, since tiles of small pages lie in shared memory 8 rows by 8 rows.
-Page numbers are read a tile ahead. Of an only sequence, all of them come together with its length.
+Page numbers are read a tile ahead.
 """
 
 from tilewise.hopper.compat import (
     as_boxes,
     as_boxes_by_rows,
-    as_numbers,
     as_pages,
     gl,
     gluon,
@@ -20,57 +19,38 @@ from tilewise.hopper.decode_plan import make_line, piece_at, worker_tiles
 
 
 @gluon.jit
-def read_table(page_table, sizes, cfg: gl.constexpr):
-    """The only sequence's page table [TABLE_ENTRIES], asked for together with its length."""
-    entry = gl.arange(0, cfg.TABLE_ENTRIES, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.load(page_table + entry, mask=entry < sizes.stride_page_table, other=0).to(gl.int32)
-
-
-@gluon.jit
 def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
-    """Numbers of PAGE_LANES pages from key tile `tile` on, 0 beyond the sequence's; or the first's entry."""
-    first = tile * cfg.BLOCK_N // cfg.PAGE_SIZE if cfg.PAGE_SIZE > 0 else 0
-    if cfg.TABLE_ENTRIES > 0:
-        pages = first
-    else:
-        pages = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
-        if cfg.PAGE_SIZE > 0:
-            pages += first
-            pages = gl.load(ptr_table + pages, mask=pages < pages_held, other=0).to(gl.int32)
-    return pages
-
-
-@gluon.jit
-def page_of(pages, n, table, cfg: gl.constexpr):
-    """pages[n]"""
-    if cfg.TABLE_ENTRIES > 0:
-        numbers = as_numbers(table, cfg.TABLE_ENTRIES)
-        page = gl.sum(numbers.index(pages + n).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
-    else:
-        index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
-        page = gl.sum(gl.where(index == n, pages, 0), 0)
+    """Numbers of PAGE_LANES pages from key tile `tile` on; 0 for those beyond the sequence's."""
+    page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+    if cfg.PAGE_SIZE > 0:
+        page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
+        page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
     return page
 
 
 @gluon.jit
-def load_whole_pages(ring, blocks, use, desc, pages, table, kv_head, rows_per_page, cfg: gl.constexpr):
+def page_of(pages, n, cfg: gl.constexpr):
+    """pages[n]: over 32 lanes that sum is one instruction."""
+    index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(index == n, pages, 0), 0)
+
+
+@gluon.jit
+def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
     PAGES: gl.constexpr = cfg.PAGES
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
-    first_groups = ()  # all of them before the first copy, so that they do not wait for one another
     for n in gl.static_range(PAGES):
-        first_groups = first_groups + (page_of(pages, n, table, cfg) * (rows_per_page // 8),)  # type: ignore[assignment] # noqa: RUF005
-    for n in gl.static_range(PAGES):
-        place = (first_groups[n], kv_head, 0, 0, 0)
+        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
         load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
 
 
 @gluon.jit
 def load_box(
-    boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS: gl.constexpr,
+    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
@@ -83,7 +63,7 @@ def load_box(
     if cfg.PAGE_SIZE == 0:
         entry = piece.batch
     else:
-        entry = page_of(pages, n * cfg.PAGES // BOXES, table, cfg)
+        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
         end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
         row = row % cfg.PAGE_SIZE
     end = gl.maximum(end, 0)
@@ -99,18 +79,7 @@ def load_box(
 
 @gluon.jit
 def load_keys(
-    ring,
-    boxes,
-    use,
-    desc,
-    pages,
-    table,
-    piece,
-    tile,
-    rows_per_entry,
-    PARTS: gl.constexpr,
-    sizes,
-    cfg: gl.constexpr,
+    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
 ):
     """Start TMA copies of one tile of keys or values, box by box."""
     BOXES: gl.constexpr = cfg.BOXES
@@ -122,15 +91,15 @@ def load_keys(
         # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
         # unrolled, its instructions cost 0.2 us at 1 x 8k.
         for n in range(gl.minimum(sizes.workers, 1) * BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
     else:
         for n in gl.static_range(BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, table, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
 
 
 @gluon.jit
 def load_role(
-    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, table, seqlens_k, page_table, sizes,
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Stream every LOADERS-th tile of the worker's: keys, or values."""
@@ -142,11 +111,7 @@ def load_role(
     else:
         boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
     wait_for_previous_kernel()
-    if cfg.TABLE_ENTRIES > 0:
-        entries = read_table(page_table, sizes, cfg)
     line = make_line(seqlens_k, sizes, cfg, 1)
-    if cfg.TABLE_ENTRIES > 0:
-        table.store(entries)
     unit, end = worker_tiles(line, sizes)
     use = 0  # of the ring
     while unit < end:
@@ -162,13 +127,9 @@ def load_role(
             tile = piece.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
             if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
-                load_whole_pages(
-                    ring, blocks, use + n, page_desc, pages, table, piece.kv_head, rows_per_entry, cfg
-                )
+                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
             else:
-                load_keys(
-                    ring, boxes, use + n, desc, pages, table, piece, tile, rows_per_entry, PARTS, sizes, cfg
-                )
+                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
             pages = next_pages
         use += piece.count
         unit += piece.units

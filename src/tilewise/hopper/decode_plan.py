@@ -43,7 +43,7 @@ class Piece:
     segment: gl.tensor  # within its sequence
     tile: gl.tensor
     count: gl.tensor
-    units: gl.tensor
+    units: gl.tensor  # count, and the start's
     is_whole: gl.tensor  # all of the segment
     row: gl.tensor  # first query
     kv_head: gl.tensor
@@ -95,12 +95,12 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
         seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)
-    start = 0 * sizes.batch
+    start, units = 0 * sizes.batch, tiles
     if cfg.START_UNITS > 0:
         most = gl.max(tiles, 0)
         is_ragged = gl.max((exists & (tiles < most)).to(gl.int32), 0)
         start = is_ragged * cfg.START_UNITS
-    units = gl.where(tiles > 0, tiles + start, 0)
+        units = gl.where(tiles > 0, tiles + start, 0)
     return Line(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
 
 
@@ -145,8 +145,10 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
     segment = place // all_units
     first = place % all_units
     units = gl.minimum(all_units - first, end - unit)
-    tile = gl.maximum(first - line.start, 0)
-    count = gl.maximum(first + units - line.start, 0) - tile
+    tile, count = first, units
+    if cfg.START_UNITS > 0:
+        tile = gl.maximum(first - line.start, 0)
+        count = gl.maximum(first + units - line.start, 0) - tile
     return Piece(
         b,
         segment,
