@@ -18,7 +18,7 @@ import tilewise
 from tilewise import dispatch, reference
 from tilewise.cpu.llvm import backward, backward_plan, configs, decode, entry, forward, launch, plans
 from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm.arguments import Config, NoConfig
+from tilewise.cpu.llvm.arguments import GIVEN_BACKWARD, Config, EntryConfig
 from tilewise.dropout import keep_mask
 from tilewise.problem import Inputs, Options, describe
 
@@ -179,7 +179,7 @@ def test_neon_code_compiles(builder, kind):
 
 
 def test_neon_entry_compiles():
-    check_neon(entry, NoConfig())
+    check_neon(entry, EntryConfig(GIVEN_BACKWARD))
 
 
 def check_neon(builder, config):
