@@ -52,7 +52,7 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
     monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1)))
     monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
-    monkeypatch.setattr(launch, "_is_decoding", lambda problem: False)
+    monkeypatch.setattr(configs, "is_decoding", lambda problem: False)
     cut, load = set(), kernels.load
     for module in (plans, backward_plan):
         monkeypatch.setattr(
@@ -229,7 +229,7 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     )
     inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
     problem = describe(inputs, Options())
-    assert launch._is_decoding(problem)
+    assert configs.is_decoding(problem)
     out, _ = launch.forward(problem, inputs)
     exact, _ = reference.attention(*inputs[:3], dtype=torch.float64)
     baseline, _ = reference.attention(*inputs[:3], dtype=dtype)

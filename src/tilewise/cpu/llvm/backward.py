@@ -37,6 +37,7 @@ from tilewise.cpu.llvm.tiles import (
     Head,
     Scratch,
     Shape,
+    decoded_sums,
     fitting,
     lane_chunks,
     load_rows,
@@ -222,7 +223,10 @@ class BackwardKernel:
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
         for r0 in loop(begin, end, shape.rows):
             k = self.k.at(j + r0, 0)
-            s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
+            if self.config.rows:
+                s = decoded_sums(shape, shape.rows, shape.vectors, shape.pad, k, self.q_t)
+            else:
+                s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
             scores.apply(s, r0, self.cap_slope)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):

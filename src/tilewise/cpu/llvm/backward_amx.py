@@ -34,9 +34,9 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
-from tilewise.cpu.llvm.forward_amx import DEGREES, LOG2_E, finish_scores
+from tilewise.cpu.llvm.forward_amx import DEGREES, finish_scores
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
 from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
 from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
@@ -142,23 +142,18 @@ class AmxBackwardKernel(BackwardKernel):
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        scale = self.scale
         lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            finish_scores(part, scores, s_t, r, scale, self.cap_slope)
+            finish_scores(part, scores, s_t, r, self.scale, self.cap_slope)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
                 ds_pieces = []
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
-                    if self.scores.has_options:
-                        exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
-                    else:
-                        exponents = [self.exponent(x, scale, y) for x, y in zip(s, lse)]
-                    p = [exp2_avx512(x, DEGREES[self.config.kind]) for x in exponents]
+                    p = [self.weight(x, y) for x, y in zip(s, lse)]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
@@ -174,8 +169,10 @@ class AmxBackwardKernel(BackwardKernel):
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
 
-    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
-        return fma(s, scale * LOG2_E, lse * -LOG2_E)
+    def weight(self, s: Value, lse: Value) -> Value:
+        """exp(s - lse), s without its scale if there are no options."""
+        x = fma(s, self.scale * LOG2_E, lse * -LOG2_E)
+        return exp2_avx512((s - lse) * LOG2_E if self.scores.has_options else x, DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds before the softcap's derivative, which ds gets here."""
@@ -236,8 +233,8 @@ class CutBackwardKernel(AmxBackwardKernel):
     ) -> None:  # fmt: skip
         self.cutter.take(parts, source, n, count, dim, factor)
 
-    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
-        return (s - lse) * LOG2_E
+    def weight(self, s: Value, lse: Value) -> Value:
+        return exp_avx512(s - lse, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
         return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale

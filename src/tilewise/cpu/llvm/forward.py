@@ -211,11 +211,13 @@ class ForwardKernel:
         """
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
-        for j in loop(first, n):
+        for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
             for v, c in enumerate(shape.columns()):
-                p = exp(self.p_t[j, c].load(shape.lanes) - m[v], shape.exp_degree)
-                self.p_t[j, c].store(p)
-                l[v].set(l[v] + p)
+                cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
+                p = [exp(cell.load(shape.lanes) - m[v], shape.exp_degree) for cell in cells]
+                for cell, p_r in zip(cells, p):
+                    cell.store(p_r)
+                l[v].set(l[v] + ((p[0] + p[1]) + (p[2] + p[3])))
         if dropout is not None:
             for j in loop(first, n, GROUP):
                 for r, masks in enumerate(dropout.kept(j, GROUP)):

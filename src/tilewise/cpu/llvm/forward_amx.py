@@ -13,7 +13,6 @@ float32 and float16 each of these is several matrices, the numbers' pieces (`Cut
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import (
@@ -31,7 +30,7 @@ from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
 from tilewise.cpu.llvm.vector import (
@@ -47,7 +46,6 @@ from tilewise.cpu.llvm.vector import (
     select,
 )
 
-LOG2_E = 1 / math.log(2)
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
@@ -218,7 +216,7 @@ class CutForwardKernel(AmxForwardKernel):
         self.cutter.take(parts, source, n, count, dim, factor)
 
     def power(self, x: Operand) -> Value:
-        return super().power(x * LOG2_E)
+        return exp_avx512(x, DEGREES[self.shape.config.kind])
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         l = [Var(self.shape.constant(0.0)) for _ in m]

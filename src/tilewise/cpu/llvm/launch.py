@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.cpu.llvm import configs
 from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
-from tilewise.cpu.llvm.configs import has_amx
 from tilewise.cpu.llvm.plans import DecodePlan, ForwardPlan, local, rows_dense
 from tilewise.cpu.llvm.repeated import RepeatedBackward, RepeatedForward
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
 UNCUT = False  # `may_cut` of plans for calls with numbers that cannot be cut
-DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,19 +46,9 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _forward_plan(
     problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True
 ) -> ForwardPlan | DecodePlan:
-    if _is_decoding(problem):
+    if configs.is_decoding(problem):
         return DecodePlan(problem, inputs, threads)
     return ForwardPlan(problem, inputs, threads, may_cut)
-
-
-def _is_decoding(problem: AttentionProblem) -> bool:
-    """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
-        return False
-    most = 16 if problem.seqlen_k >= 512 else 12
-    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
-        most = 8 if problem.seqlen_k >= 64 else 4
-    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def repeatable(
