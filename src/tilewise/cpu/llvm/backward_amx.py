@@ -34,12 +34,24 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
-from tilewise.cpu.llvm.forward_amx import DEGREES, finish_scores
+from tilewise.cpu.llvm.forward_amx import DEGREES, finish_scores, score_unit
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
-from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
+from tilewise.cpu.llvm.tiles import INF, Head, Scratch, Shape, load_rows, transpose_rows
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    fma,
+    fold_sums,
+    like,
+    maximum,
+    minimum,
+    select,
+)
 
 
 class AmxBackwardKernel(BackwardKernel):
@@ -213,7 +225,7 @@ class CutBackwardKernel(AmxBackwardKernel):
     """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`.
 
     q is scaled before it is cut here too, so that scores are the forward's to the last bit, however large;
-    dk = ds (scale q) then wants no scale, with a softcap the softcap.
+    dk = ds (scale q) then wants no scale but their unit, with a softcap the softcap.
     """
 
     def key_bytes(self) -> int:
@@ -225,7 +237,8 @@ class CutBackwardKernel(AmxBackwardKernel):
         super().reserve(scratch)
         self.cutter = RowCutter(self.shape, scratch, self.args.not_cut)
         self.sums = scratch.rows(TILE, TILE)
-        self.q_factor, self.scale = self.scale, self.shape.constant(1.0)
+        self.unit = score_unit(self.config)
+        self.q_factor, self.scale = self.scale * (1 / self.unit), self.shape.constant(1.0)
 
     def take_rows(
         self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
@@ -234,10 +247,15 @@ class CutBackwardKernel(AmxBackwardKernel):
         self.cutter.take(parts, source, n, count, dim, factor)
 
     def weight(self, s: Value, lse: Value) -> Value:
-        return exp_avx512(s - lse, DEGREES[self.config.kind])
+        """exp(s - lse); in units of log 2, lse is a sum of two."""
+        if self.unit == 1.0:
+            return exp_avx512(s - lse, DEGREES[self.config.kind])
+        high = lse * LOG2_E
+        low = select(absolute(high) < INF, fma(lse, like(LOG2_E, lse), -high), 0.0)
+        return exp2_avx512((s - high) - low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
-        return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale
+        return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         """Sums of a block start from 0: float32 rounds less in two levels of sums."""

@@ -44,7 +44,18 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    fma,
+    function,
+    like,
+    maximum,
+    minimum,
+    select,
+)
 
 # With tile registers. Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
 AMX_BLOCK_K = {1: (128, 256), 2: (64, 128), 3: (64, 256)}
@@ -92,6 +103,7 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     most_tiles = 16  # tiles that share one converted K/V block
+    unit = 1.0  # of scores and their maximum
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
     p_t: Any
@@ -173,7 +185,7 @@ class ForwardKernel:
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
-            correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
+            correction = [exp((old - new) * self.unit, shape.exp_degree) for old, new in zip(m, m_finite)]
             dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
             l = self.weigh(m_finite, dropout, first, n)
             for v, c in enumerate(shape.columns()):
@@ -243,7 +255,7 @@ class ForwardKernel:
         n = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
-            tile.m[0, c].store(select(l.equals(0.0), m, m + log(l)))
+            tile.m[0, c].store(select(l.equals(0.0), m, fma(m, like(self.unit, m), log(l))))
         for i in loop(0, n):
             head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
         for c in shape.columns():

@@ -26,11 +26,12 @@ from tilewise.cpu.llvm.amx import (
     tile_sums,
     words,
 )
+from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
 from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
+from tilewise.cpu.llvm.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
 from tilewise.cpu.llvm.vector import (
@@ -207,7 +208,8 @@ class CutForwardKernel(AmxForwardKernel):
         shape = self.shape
         self.cutter = RowCutter(shape, scratch, self.args.not_cut)
         self.pv = scratch.rows(TILE, shape.block_q)
-        self.q_factor, self.scale = self.scale, shape.constant(1.0)
+        self.unit = score_unit(shape.config)
+        self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def take_rows(
         self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
@@ -216,7 +218,8 @@ class CutForwardKernel(AmxForwardKernel):
         self.cutter.take(parts, source, n, count, dim, factor)
 
     def power(self, x: Operand) -> Value:
-        return exp_avx512(x, DEGREES[self.shape.config.kind])
+        exp = exp_avx512 if self.unit == 1.0 else exp2_avx512
+        return exp(x, DEGREES[self.shape.config.kind])
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         l = [Var(self.shape.constant(0.0)) for _ in m]
@@ -234,6 +237,12 @@ class CutForwardKernel(AmxForwardKernel):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t.at(d, 0)[r, c]
                     acc.store(fma(acc.load(shape.lanes), correction[v], self.pv[r, c].load(shape.lanes)))
+
+
+def score_unit(config: Config) -> float:
+    """Of scores that are made of pieces: log 2 where they need nothing else, as 2^x is cheaper than e^x."""
+    has_options = config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind
+    return 1.0 if has_options or config.has_sinks else LN_2
 
 
 def finish_scores(

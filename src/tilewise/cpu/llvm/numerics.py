@@ -41,6 +41,7 @@ class FloatFormat:
 
 
 LOG2_E = 1 / math.log(2)
+LN_2 = math.log(2)
 FLOOR = 9  # of `vreduceps` and `vrndscaleps`: towards -inf, silently
 SMALL = 0.625  # tanh of less is a polynomial
 FLOAT32_DEGREE = 6  # of exp in full float32
@@ -81,8 +82,8 @@ def exp2_avx512(x: Operand, degree: int) -> Value:
 
 
 def exp_avx512(x: Operand, degree: int) -> Value:
-    """e^x in `degree` + 5: not 2^(x / ln 2), as x / ln 2 would be rounded as coarsely as it is large."""
-    x = maximum(like(-104.0, x), x)  # e^-104 is 0, and -inf would be NaN
+    """e^x likewise, in `degree` + 5: 2^(x / ln 2) would be as wrong as x / ln 2 is rounded."""
+    x = maximum(like(-1e4, x), x)  # -inf would be NaN; e^-104 would be 0, but slowly
     y = x * LOG2_E
     f = fma(x, like(LOG2_E, x), -_avx512("rndscale", y, y, FLOOR))
     return _scaled_power(f, y, degree)
