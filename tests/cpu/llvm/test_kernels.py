@@ -16,7 +16,19 @@ import torch
 
 import tilewise
 from tilewise import dispatch, reference
-from tilewise.cpu.llvm import backward, backward_plan, configs, decode, entry, forward, launch, plans
+from tilewise.cpu.llvm import (
+    backward,
+    backward_amx,
+    backward_plan,
+    configs,
+    decode,
+    decode_amx,
+    entry,
+    forward,
+    forward_amx,
+    launch,
+    plans,
+)
 from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import GIVEN_BACKWARD, Config, EntryConfig
 from tilewise.dropout import keep_mask
@@ -113,7 +125,9 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
-@pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 4)])
+@pytest.mark.parametrize(
+    ("builder", "vectors"), [(forward_amx, 1), (forward_amx, 2), (backward_amx, 2), (backward_amx, 4)]
+)
 def test_amx_code_compiles(builder, vectors, kind, pieces):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=pieces)
@@ -127,7 +141,7 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
 def test_amx_decoding_compiles(rows, is_paged):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     config = Config("bf16", 40, 64, 1, has_softcap=True, is_paged=is_paged, rows=rows, pieces=1)
-    ir_text, _ = decode.build(config, xeon)
+    ir_text, _ = decode_amx.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62
 

@@ -14,39 +14,37 @@ and float16 each factor is several matrices, the numbers' pieces (`CutBackwardKe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from tilewise.cpu.llvm.amx import (
     LANES,
     ROWS,
     TILE,
-    RowCutter,
-    copy_rows,
     cut,
     pair_rows,
     paired,
     rounded,
+    row_taker,
     tile_registers,
     tile_sums,
     words,
 )
-from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
 from tilewise.cpu.llvm.forward_amx import DEGREES, finish_scores, score_unit
-from tilewise.cpu.llvm.memory import Ptr, Rows
+from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
-from tilewise.cpu.llvm.tiles import INF, Head, Scratch, Shape, load_rows, transpose_rows
+from tilewise.cpu.llvm.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 from tilewise.cpu.llvm.vector import (
     Operand,
     Scalar,
     Value,
-    Var,
     absolute,
     fma,
-    fold_sums,
     like,
     maximum,
     minimum,
@@ -57,12 +55,13 @@ from tilewise.cpu.llvm.vector import (
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
+    amx_block_k = (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
     q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, AMX_BLOCK_K)
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.amx_block_k)
 
         def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
             return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]
@@ -81,6 +80,7 @@ class AmxBackwardKernel(BackwardKernel):
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
         self.scores = Scores(part, scratch)
         self.scale = self.args.vector("q_factor", part)
+        self.take_rows = row_taker(shape, scratch, self.args.not_cut)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -99,7 +99,7 @@ class AmxBackwardKernel(BackwardKernel):
             fill_zero(shape, area, count)
 
     def load_queries(self, head: Head, q0: Value) -> Scalar:
-        shape, config, lanes = self.shape, self.config, self.shape.lanes
+        shape, config = self.shape, self.config
         n = head.seqlen_q - q0
         count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
         for parts, name, dim, factor, turned, pairs in (
@@ -113,12 +113,7 @@ class AmxBackwardKernel(BackwardKernel):
         for i in loop(0, count, ROWS):
             for rows, name in ((self.out, "out"), (self.do_rows, "do")):
                 load_rows(shape, rows, head.query_rows(name, q0 + i), n - i, ROWS, config.head_dim_v)
-            sums = [Var(shape.constant(0.0)) for _ in range(ROWS)]
-            for c in loop(0, shape.pad_v, lanes):
-                for r, total in enumerate(sums):
-                    out, do = (rows.at(0, c)[r, 0].load(lanes) for rows in (self.out, self.do_rows))
-                    total.set(fma(out, do, total))
-            self.delta[0, i].store(fold_sums(sums))
+            self.store_delta(i, self.out, self.do_rows)
         return count
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
@@ -214,12 +209,6 @@ class AmxBackwardKernel(BackwardKernel):
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         tile_sums(target, a, b, k, 2, True)
 
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        copy_rows(parts[0], source, n, count, dim)
-
 
 class CutBackwardKernel(AmxBackwardKernel):
     """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`.
@@ -235,16 +224,9 @@ class CutBackwardKernel(AmxBackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
-        self.cutter = RowCutter(self.shape, scratch, self.args.not_cut)
         self.sums = scratch.rows(TILE, TILE)
         self.unit = score_unit(self.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), self.shape.constant(1.0)
-
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        self.cutter.take(parts, source, n, count, dim, factor)
 
     def weight(self, s: Value, lse: Value) -> Value:
         """exp(s - lse); in units of log 2, lse is a sum of two."""
@@ -269,3 +251,8 @@ class CutBackwardKernel(AmxBackwardKernel):
 def at(parts: list[Rows], row: Scalar, column: Scalar) -> list[Rows]:
     """All pieces of a matrix, seen from another corner."""
     return [part.at(row, column) for part in parts]
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel, config, target)

@@ -25,11 +25,13 @@ from tilewise.cpu.llvm.amx import (
     tile_registers,
     words,
 )
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
-from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, transpose_rows
+from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, transpose_rows
 from tilewise.cpu.llvm.vector import Value, Var, deinterleaved, fma, minimum
 
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
@@ -169,3 +171,8 @@ class AmxDecodeKernel(DecodeKernel):
             for i in (0, lanes):
                 acc = self.acc.at(first, c)[r, i]
                 acc.store(fma(acc.load(lanes), correction, self.pv[r, i].load(lanes)))
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxDecodeKernel, config, target)

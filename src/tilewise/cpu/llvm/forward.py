@@ -31,10 +31,12 @@ from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    AmxBlockK,
     Arguments,
     Head,
     Scratch,
     Shape,
+    build_kernel,
     fitting,
     load_rows,
     narrowed,
@@ -50,39 +52,11 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     fma,
-    function,
     like,
     maximum,
     minimum,
     select,
 )
-
-# With tile registers. Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
-AMX_BLOCK_K = {1: (128, 256), 2: (64, 128), 3: (64, 256)}
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target, AMX_BLOCK_K)
-    with function("forward") as emitter:
-        kernel = _kernel_class(config)(shape, Arguments(emitter))
-        kernel.run()
-        facts = {
-            "block_q": shape.block_q,
-            "cuts": int(config.pieces > 1),
-            "scratch_bytes": kernel.scratch.bytes,
-            "tile_bytes": kernel.tile_bytes,
-            "most_tiles": kernel.most_tiles,
-        }
-        return emitter.finish(), facts
-
-
-def _kernel_class(config: Config) -> type[ForwardKernel]:
-    if not config.has_amx:
-        return ForwardKernel
-    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel, CutForwardKernel  # made of this file's parts
-
-    return AmxForwardKernel if config.pieces == 1 else CutForwardKernel
 
 
 class Tile:
@@ -102,6 +76,8 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    name = "forward"
+    amx_block_k: AmxBlockK = ()
     most_tiles = 16  # tiles that share one converted K/V block
     unit = 1.0  # of scores and their maximum
     k: Any  # Rows; with tile registers, lists of their pieces
@@ -119,6 +95,9 @@ class ForwardKernel:
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
+
+    def facts(self) -> dict[str, int]:
+        return {"tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles}
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for one block of keys."""
@@ -268,3 +247,8 @@ class ForwardKernel:
                 acc.store(quotient(acc.load(shape.lanes), l, inverse))
         transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
         store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(ForwardKernel, config, target)

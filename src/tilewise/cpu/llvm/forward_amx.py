@@ -17,26 +17,25 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import (
     TILE,
-    RowCutter,
-    copy_rows,
     cut,
     pair_rows,
     paired,
+    row_taker,
     tile_registers,
     tile_sums,
     words,
 )
 from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
-from tilewise.cpu.llvm.memory import Ptr, Rows
+from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
-from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
+from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, build_kernel, transpose_rows
 from tilewise.cpu.llvm.vector import (
     Operand,
-    Scalar,
     Value,
     Var,
     absolute,
@@ -54,6 +53,8 @@ FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s
 class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
+    # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
+    amx_block_k = (128, 256), (64, 128), (64, 256)
     most_tiles = 32  # turning V around costs as much as 60 queries
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
@@ -75,6 +76,7 @@ class AmxForwardKernel(ForwardKernel):
         self.p_t = [self.s_t, *(scratch.rows(shape.block_k // 2, shape.block_q) for _ in each[1:])]
         self.q = [scratch.rows(shape.block_q, shape.pad, "i16") for _ in each]
         self.scale = self.args.vector("q_factor", shape)
+        self.take_rows = row_taker(shape, scratch, self.args.not_cut)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -90,13 +92,6 @@ class AmxForwardKernel(ForwardKernel):
     def query_pieces(self, tile: Tile) -> list[Rows]:
         shape = self.shape
         return [tile.q_t.at(n * shape.pad // 2, 0) for n in range(shape.config.pieces)]
-
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        """Rows of q, k or v as they are stored."""
-        copy_rows(parts[0], source, n, count, dim)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
@@ -206,16 +201,9 @@ class CutForwardKernel(AmxForwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
         shape = self.shape
-        self.cutter = RowCutter(shape, scratch, self.args.not_cut)
         self.pv = scratch.rows(TILE, shape.block_q)
         self.unit = score_unit(shape.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
-
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        self.cutter.take(parts, source, n, count, dim, factor)
 
     def power(self, x: Operand) -> Value:
         exp = exp_avx512 if self.unit == 1.0 else exp2_avx512
@@ -277,3 +265,8 @@ def _store(rows: Rows, grid: Grid) -> None:
     for r, row in enumerate(grid):
         for v, x in enumerate(row):
             rows[r, v * x.type.count].store(x)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxForwardKernel if config.pieces == 1 else CutForwardKernel, config, target)

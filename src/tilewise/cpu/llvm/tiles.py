@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
@@ -25,6 +25,7 @@ from tilewise.cpu.llvm.vector import (
     Var,
     as_kind,
     fma,
+    function,
     maximum,
     minimum,
     number,
@@ -35,16 +36,14 @@ from tilewise.cpu.llvm.vector import (
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
 LONG_SUM = 96  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
+AmxBlockK = tuple[tuple[int, int], ...]  # by pieces: keys of a block with head sizes below 128, and above
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
 class Shape:
     """The sizes of one kernel, all known while it is built."""
 
-    def __init__(
-        self, config: Config, target: Target, amx_block_k: Mapping[int, tuple[int, int]] | None = None
-    ) -> None:
-        """`amx_block_k`: by pieces, keys of a block with head sizes below 128, and above."""
+    def __init__(self, config: Config, target: Target, amx_block_k: AmxBlockK = ()) -> None:
         self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
@@ -54,9 +53,8 @@ class Shape:
         self.block_q = self.lanes * config.vectors  # queries of a tile
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
-        self.block_k = (
-            amx_block_k[config.pieces][self.pad_v >= 128] if amx_block_k and config.has_amx else BLOCK_K
-        )
+        sizes = amx_block_k[config.pieces - 1] if amx_block_k and config.has_amx else (BLOCK_K, BLOCK_K)
+        self.block_k = sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
         self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
         self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
@@ -72,6 +70,20 @@ class Shape:
     def columns(self) -> list[int]:
         """Where each vector of a tile's queries starts."""
         return [v * self.lanes for v in range(self.vectors)]
+
+
+def build_kernel(make: Any, config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """LLVM IR of the kernel that the class `make` writes, and the sizes its caller needs."""
+    shape = Shape(config, target, make.amx_block_k)
+    with function(make.name) as emitter:
+        kernel = make(shape, Arguments(emitter))
+        kernel.run()
+        facts = {
+            "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
+            "scratch_bytes": kernel.scratch.bytes,
+        }
+        return emitter.finish(), facts | kernel.facts()
 
 
 def round_up(x: int, step: int) -> int:
