@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import library
@@ -12,6 +14,7 @@ from tilewise.problem import Inputs, Options
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -327,12 +330,46 @@ def test_nothing_compiles_after_a_warmup():
     assert variants() == before
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_another_device(backend):
     expected = forward_and_backward("cuda", backend)
     for _ in range(3):  # through Triton, then by the plan
         found = forward_and_backward("cuda:1", backend)
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+@needs_two_gpus
+def test_two_devices_at_once(backend):
+    expected = forward_and_backward("cuda", backend)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(forward_and_backward, f"cuda:{i % 2}", backend) for i in range(40)]
+        for result in results:
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(result.result(), expected, strict=True))
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("is_paged", [False, True], ids=["contiguous", "paged"])
+def test_a_cache_on_another_device(backend, is_paged):
+    expected = append_and_decode("cuda", backend, is_paged)
+    for _ in range(3):
+        found = append_and_decode("cuda:1", backend, is_paged)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+def append_and_decode(device, backend, is_paged):
+    """Four steps of one token after 300."""
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(2, 304, 2, 64, generator=generator).bfloat16().to(device)
+    options = {"dtype": torch.bfloat16, "device": device}
+    if is_paged:
+        cache = tilewise.PagedKVCache(64, 16, 2, 64, **options)
+        placed = {"batch": [cache.allocate(), cache.allocate()]}
+    else:
+        cache, placed = tilewise.KVCache(2, 512, 2, 64, **options), {}
+    return [
+        tilewise.attention_with_cache(x, cache, x, x, **placed, backend=backend)
+        for x in given.split([300, 1, 1, 1, 1], 1)
+    ]
 
 
 def forward_and_backward(device, backend):
