@@ -71,7 +71,7 @@ def paged(
 
 def ragged(dim: int, backend: str) -> None:
     """So many sequences that a worker has several pieces, whole ones and parts."""
-    paged(dim, backend, lengths=[5 + 97 * n % 911 for n in range(40)], queries=8)
+    paged(dim, backend, lengths=[5 + 97 * n % 411 for n in range(24)], queries=8)
 
 
 def eight_bit(dim: int, backend: str) -> None:

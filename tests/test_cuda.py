@@ -9,7 +9,7 @@ import torch
 from torch import library
 
 import tilewise
-from tilewise import reference
+from tilewise import flash_attn_3, reference
 from tilewise.problem import Inputs, Options
 from tilewise.testing import check_attention, compare
 
@@ -143,6 +143,33 @@ def test_packed_queries_with_pages(dtype, options, page_size):
         base, _ = reference.attention(q[None], k[None], v[None], causal=True, dtype=dtype, **options)
         report = compare("out", torch.cat(own)[None], exact, base)
         assert report.is_within, report
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_eight_bit_caches_of_flash_attention_3(kind):
+    """The same on a GPU as on the CPU, and the caches equal bit for bit."""
+    fp8, shape = torch.float8_e4m3fn, (80, 16, 2, 64) if kind == "paged" else (2, 640, 2, 64)
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    caches = [rand(*shape).to(fp8) for _ in range(2)]
+    q, k, v = (rand(2, 3, heads, 64).to(fp8) for heads in (8, 2, 2))
+    options = {f"{name}_descale": rand(2, 2).abs() for name in "qkv"}
+    options["cache_seqlens"] = torch.tensor([500, 37], dtype=torch.int32)
+    if kind == "paged":
+        options["page_table"] = torch.randperm(80, generator=generator).int().view(2, 40)
+    runs = []
+    for device in ("cpu", "cuda"):
+        k_cache, v_cache = (t.clone().to(device) for t in caches)
+        own = {name: t.to(device) for name, t in options.items()}
+        out = flash_attn_3.flash_attn_with_kvcache(
+            q.to(device), k_cache, v_cache, k.to(device), v.to(device), causal=True, **own
+        )
+        runs.append([t.float().cpu() for t in (out, k_cache, v_cache)])
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=2e-2, atol=2e-2)
+    assert torch.equal(runs[1][1], runs[0][1]) and torch.equal(runs[1][2], runs[0][2])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
