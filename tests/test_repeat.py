@@ -263,6 +263,68 @@ def test_repeated_gradients_of_tensors_that_were_saved_elsewhere():
             assert torch.equal(a, b)
 
 
+@pytest.fixture
+def quick_gradients():
+    """Leaves and dout of calls whose backward goes the quick way too, and their gradients."""
+    plans = pytest.importorskip("tilewise.cpu.llvm.plans")
+    plans.local.quick_backwards.clear()
+    leaves, dout = [t.requires_grad_() for t in qkv()], torch.randn(2, 5, 4, 16)
+    for _ in range(4):
+        expected = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout)
+    if not plans.local.quick_backwards:
+        pytest.skip("no quick way here")
+    return leaves, dout, expected
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seqlen", [1, 7, 150])
+def test_quick_gradients_equal_a_first(layout, threads, dtype, seqlen):
+    axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    sets = [[t.permute(axes).contiguous() for t in qkv(seqlen, seqlen, dtype=dtype)] for _ in range(5)]
+    dout, before = torch.randn_like(sets[0][0]), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = [gradients(tensors, layout, dout, {"causal": True}) for tensors in sets]
+        for tensors, grads in zip(sets, found, strict=True):
+            repeat.clear()
+            for a, b in zip(grads, gradients(tensors, layout, dout, {"causal": True}), strict=True):
+                assert torch.equal(a, b) and a.stride() == b.stride()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_quick_gradients_of_tensors_unlike_the_last(quick_gradients):
+    leaves, dout, expected = quick_gradients
+    wide, turned = (
+        torch.empty(2, 5, 4, 32)[..., :16].copy_(dout),
+        dout.transpose(1, 2).clone().transpose(1, 2),
+    )
+    for other in (wide, dout, turned, dout.half().float(), dout):
+        grads = torch.autograd.grad(tilewise.attention(*leaves), leaves, other)
+        if torch.equal(other, dout):
+            assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+        else:
+            assert not torch.equal(grads[0], expected[0])
+    out = tilewise.attention(*leaves)
+    with torch.no_grad():
+        leaves[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        torch.autograd.grad(out, leaves, dout)
+
+
+def test_quick_gradients_can_be_differentiated(quick_gradients):
+    leaves, dout, expected = quick_gradients
+    grads = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout, create_graph=True)
+    torch.testing.assert_close(grads, expected)
+    second = torch.autograd.grad(grads[0].square().sum(), leaves)
+    repeat.clear()
+    grads = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout, create_graph=True)
+    for a, b in zip(second, torch.autograd.grad(grads[0].square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_repeated_gradients_in_another_thread():
     leaves = [t.requires_grad_() for t in qkv()]
     first = torch.autograd.grad(tilewise.attention(*leaves).sum(), leaves)

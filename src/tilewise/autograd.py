@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class RepeatedCall:
     `forward` and `backward` take and give tensors as the caller has them.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
     problem: AttentionProblem
     options: Options
     backend: str | None
@@ -156,7 +156,13 @@ class RepeatedCall:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         query, key, value = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
-        return _apply_repeated(query, key, value, self)
+        return _apply_repeated(self, query, key, value)
+
+    @functools.cached_property
+    def quick(self) -> Callable[..., Any] | None:
+        """The same by the forward's own `quick`: None for tensors unlike those of the call."""
+        forward = getattr(self.forward, "quick", None)
+        return None if forward is None else functools.partial(_apply_repeated, replace(self, forward=forward))
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Tensor, ...]]:
@@ -178,9 +184,12 @@ class RepeatedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RepeatedCall
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        out, lse = call.forward(query, key, value)
+        ctx: Any, call: RepeatedCall, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        found = call.forward(query, key, value)
+        if found is None:
+            return None
+        out, lse = found
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -194,13 +203,15 @@ class RepeatedAttention(torch.autograd.Function):
             return None, None, None, None
         call, tensors = ctx.call, ctx.saved_tensors
         if dout is not None and dlse is None and not _is_watched(dout, dlse):
-            return (*call.backward(*tensors, dout), None)
+            return (None, *call.backward(*tensors, dout))
         dout = torch.zeros_like(tensors[3]) if dout is None else dout
-        return (*call.watched_backward(dlse, *tensors, dout), None)
+        return (None, *call.watched_backward(dlse, *tensors, dout))
 
 
 # What `apply` ends in. It takes 2 us more to look for transforms, which repeated calls are free of.
 _apply_repeated = super(torch.autograd.Function, RepeatedAttention).apply
+# The node's own `apply` looks for `backward` each time, 1 us.
+RepeatedAttention._backward_cls.apply = RepeatedAttention.backward  # type: ignore[attr-defined]
 
 
 class AttentionBackward(torch.autograd.Function):

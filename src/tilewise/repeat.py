@@ -29,7 +29,8 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.runs: dict[Hashable, Run | None] = {}  # None: such calls take the whole path
-        # By scalars alone: what served the last call by its signature; what may serve the next without one.
+        # By scalars, and whether there are gradients: what served the last call by its signature; what may
+        # serve the next without one.
         self.last: dict[Hashable, Run] = {}
         self.quick: dict[Hashable, Run] = {}
 
@@ -45,42 +46,43 @@ def attempt(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[H
     if not is_plain_eager(query) or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None, None
     needs_grad = _needs_grad(query, key, value)
+    options = needs_grad, scalars
     try:
-        quick = _local.quick.get(scalars)
+        quick = _local.quick.get(options)
     except TypeError:  # an argument of a wrong type, for the whole path
         return None, None
-    if quick is not None and not needs_grad:
+    if quick is not None:
         result = quick(query, key, value)
         if result is not None:
             return None, result
-        del _local.quick[scalars]
+        del _local.quick[options]
     place = _place(query, key, value)
     if place is None:
         return None, None
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, place, needs_grad, scalars,
+        query.dtype, key.dtype, value.dtype, place, options,
     )  # fmt: skip
     run = _local.runs.get(signature, _new)
     if run is _new:
         return signature, None
     if run is None:
         return None, None
-    _remember(run, scalars)
+    _remember(run, options)
     return signature, run(query, key, value)
 
 
-def _remember(run: Any, scalars: Hashable) -> None:
+def _remember(run: Any, options: Hashable) -> None:
     """Twice in a row the same run: later calls may try its quick way, which looks at the tensors itself."""
-    is_same = _local.last.get(scalars) is run
+    is_same = _local.last.get(options) is run
     if is_same:
         if hasattr(type(run), "quick") and run.quick is not None:
-            _local.quick[scalars] = run.quick
+            _local.quick[options] = run.quick
         return
     if len(_local.last) >= KEPT:
         _local.last.clear()
         _local.quick.clear()
-    _local.last[scalars] = run
+    _local.last[options] = run
 
 
 def _new(*_: Tensor) -> None:

@@ -16,9 +16,21 @@ import torch
 
 import tilewise
 from tilewise import dispatch, reference
-from tilewise.cpu.llvm import backward, backward_plan, configs, decode, entry, forward, launch, plans
+from tilewise.cpu.llvm import (
+    backward,
+    backward_amx,
+    backward_plan,
+    configs,
+    decode,
+    decode_amx,
+    entry,
+    forward,
+    forward_amx,
+    launch,
+    plans,
+)
 from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm.arguments import Config, NoConfig
+from tilewise.cpu.llvm.arguments import GIVEN_BACKWARD, Config, EntryConfig
 from tilewise.dropout import keep_mask
 from tilewise.problem import Inputs, Options, describe
 
@@ -52,7 +64,7 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
     monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1)))
     monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
-    monkeypatch.setattr(launch, "_is_decoding", lambda problem: False)
+    monkeypatch.setattr(configs, "is_decoding", lambda problem: False)
     cut, load = set(), kernels.load
     for module in (plans, backward_plan):
         monkeypatch.setattr(
@@ -113,7 +125,9 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
-@pytest.mark.parametrize(("builder", "vectors"), [(forward, 1), (forward, 2), (backward, 2), (backward, 4)])
+@pytest.mark.parametrize(
+    ("builder", "vectors"), [(forward_amx, 1), (forward_amx, 2), (backward_amx, 2), (backward_amx, 4)]
+)
 def test_amx_code_compiles(builder, vectors, kind, pieces):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=pieces)
@@ -127,7 +141,7 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
 def test_amx_decoding_compiles(rows, is_paged):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     config = Config("bf16", 40, 64, 1, has_softcap=True, is_paged=is_paged, rows=rows, pieces=1)
-    ir_text, _ = decode.build(config, xeon)
+    ir_text, _ = decode_amx.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62
 
@@ -179,7 +193,7 @@ def test_neon_code_compiles(builder, kind):
 
 
 def test_neon_entry_compiles():
-    check_neon(entry, NoConfig())
+    check_neon(entry, EntryConfig(GIVEN_BACKWARD))
 
 
 def check_neon(builder, config):
@@ -229,7 +243,7 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     )
     inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
     problem = describe(inputs, Options())
-    assert launch._is_decoding(problem)
+    assert configs.is_decoding(problem)
     out, _ = launch.forward(problem, inputs)
     exact, _ = reference.attention(*inputs[:3], dtype=torch.float64)
     baseline, _ = reference.attention(*inputs[:3], dtype=dtype)

@@ -187,22 +187,21 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
     yield rest
 
 
-class RowCutter:
-    """Rows of float32 and float16 in pieces, through 32 rows of scratch.
-
-    `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
-    """
-
-    def __init__(self, shape: Shape, scratch: Scratch, not_cut: Ptr) -> None:
-        self.shape, self.not_cut = shape, not_cut
-        self.rows = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
+def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., None]:
+    """A function that brings rows in as many pieces as the products want, with the arguments of `take`."""
+    if shape.config.pieces == 1:
+        return lambda parts, source, n, count, dim, factor=None: copy_rows(parts[0], source, n, count, dim)
+    wide = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
 
     def take(
-        self, parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
         factor: Operand | None = None,
     ) -> None:  # fmt: skip
-        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`."""
-        shape, rows = self.shape, Rows(self.rows, parts[0].stride)
+        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`, through 32 rows of float32.
+
+        `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
+        """
+        rows = Rows(wide, parts[0].stride)
         for r0 in loop(0, count, TILE):
             largest = Var(shape.constant(0.0))
             height = minimum(TILE, count - r0)
@@ -217,7 +216,9 @@ class RowCutter:
                         part[r0 + r, c].store(rounded(*piece))
             is_small = any_lane(largest > 0.0) ^ any_lane(largest >= SMALLEST)
             with when(is_small | any_lane(largest >= LARGEST)):
-                self.not_cut.store(as_int(1))
+                not_cut.store(as_int(1))
+
+    return take
 
 
 def rounded(low: Operand, high: Operand) -> Value:

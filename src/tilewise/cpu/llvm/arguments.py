@@ -22,18 +22,19 @@ INTEGERS = (
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
-    "seed", "threshold", "exchange", "kernel",
+    "seed", "threshold", "exchange", "kernel", "zeroed",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
 NOT_CUT = SLOTS + 1  # not 0: numbers too large or too small to be cut
-ENTERED = SLOTS + 2  # not 0: query, key and value are what `entry.py` expects
+ENTERED = SLOTS + 2  # not 0: the tensors are what `entry.py` expects
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
-# What `entry.py` expects of query, key and value: device, type and dimensions, 4 sizes, 4 strides.
+# What `entry.py` expects of each tensor: device, type and dimensions, up to 4 sizes, up to 4 strides.
+GIVEN, GIVEN_BACKWARD = ("q", "k", "v"), ("q", "k", "v", "out", "lse", "do")
 EXPECTED, EXPECTED_WORDS = FIRST + len(FIELDS), 10
-DLTENSOR = EXPECTED + 3 * EXPECTED_WORDS  # room for the struct, 6 words
+DLTENSOR = EXPECTED + len(GIVEN_BACKWARD) * EXPECTED_WORDS  # room for the struct, 6 words
 WORDS = DLTENSOR + 6
 UNBOUNDED = 1 << 30
 
@@ -54,7 +55,9 @@ class Config:
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     is_paged: bool = False
-    rows: int = 1  # decode: queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...
+    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of the decoding kernel
+    # and, up to 4, of a backward of what it computed.
+    rows: int = 0
     pieces: int = (
         0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
     )
@@ -65,8 +68,10 @@ class Config:
 
 
 @dataclass(frozen=True)
-class NoConfig:
-    """Of a kernel that there is only one of."""
+class EntryConfig:
+    """Of the function that looks at tensors: their names."""
+
+    names: tuple[str, ...]
 
 
 class Block:

@@ -33,10 +33,13 @@ from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    AmxBlockK,
     Arguments,
     Head,
     Scratch,
     Shape,
+    build_kernel,
+    decoded_sums,
     fitting,
     lane_chunks,
     load_rows,
@@ -53,45 +56,17 @@ from tilewise.cpu.llvm.vector import (
     Var,
     fma,
     fold_sums,
-    function,
     maximum,
     minimum,
     select,
 )
 
-AMX_BLOCK_K = {1: (128, 256), 2: (128, 128), 3: (32, 64)}  # P and dS, in so many pieces, stay near
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target, AMX_BLOCK_K)
-    with function("backward") as emitter:
-        kernel = _kernel_class(config)(shape, Arguments(emitter))
-        kernel.run()
-        facts = {
-            "block_q": shape.block_q,
-            "cuts": int(config.pieces > 1),
-            "key_block": kernel.key_block,
-            "scratch_bytes": kernel.scratch.bytes,
-            "tile_bytes": shape.pad * shape.block_q * shape.item,
-        }
-        return emitter.finish(), facts
-
-
-def _kernel_class(config: Config) -> type[BackwardKernel]:
-    if not config.has_amx:
-        return BackwardKernel
-    from tilewise.cpu.llvm.backward_amx import (
-        AmxBackwardKernel,
-        CutBackwardKernel,
-    )  # made of this file's parts
-
-    return AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel
-
 
 class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    name = "backward"
+    amx_block_k: AmxBlockK = ()
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
@@ -112,6 +87,10 @@ class BackwardKernel:
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
+
+    def facts(self) -> dict[str, int]:
+        shape = self.shape
+        return {"key_block": self.key_block, "tile_bytes": shape.pad * shape.block_q * shape.item}
 
     def key_bytes(self) -> int:
         """Of K, V, dK and dV, for each key of a block."""
@@ -193,13 +172,18 @@ class BackwardKernel:
         transpose_rows(shape, self.q_t, self.q, block_q, shape.pad, args.vector("q_factor", shape))
         transpose_rows(shape, self.do_t, self.do, block_q, shape.pad_v)
         for i in loop(0, block_q, shape.lanes):
-            sums = [Var(shape.constant(0.0)) for _ in range(shape.lanes)]
-            for c in loop(0, shape.pad_v, shape.lanes):
-                for r, total in enumerate(sums):
-                    out, do = (area.at(i, c)[r, 0].load(shape.lanes) for area in (self.out, self.do))
-                    total.set(fma(out, do, total))
-            self.delta[0, i].store(fold_sums(sums))
+            self.store_delta(i, self.out.at(i, 0), self.do.at(i, 0))
         return block_q
+
+    def store_delta(self, i: Value, out: Rows, do: Rows) -> None:
+        """delta = rowsum(do * out) of as many queries as there are lanes, from i on."""
+        shape = self.shape
+        sums = [Var(shape.constant(0.0)) for _ in range(shape.lanes)]
+        for c in loop(0, shape.pad_v, shape.lanes):
+            for r, total in enumerate(sums):
+                x, y = (rows.at(0, c)[r, 0].load(shape.lanes) for rows in (out, do))
+                total.set(fma(x, y, total))
+        self.delta[0, i].store(fold_sums(sums))
 
     def load_statistics(self, head: Head, q0: Value, count: Scalar) -> None:
         """lse and delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
@@ -222,7 +206,10 @@ class BackwardKernel:
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
         for r0 in loop(begin, end, shape.rows):
             k = self.k.at(j + r0, 0)
-            s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
+            if self.config.rows:
+                s = decoded_sums(shape, shape.rows, shape.vectors, shape.pad, k, self.q_t)
+            else:
+                s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
             scores.apply(s, r0, self.cap_slope)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
@@ -329,3 +316,8 @@ def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
         for v, x in enumerate(row):
             cell = target[r, v * shape.lanes]
             cell.store(cell.load(shape.lanes) + x)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(BackwardKernel, config, target)

@@ -14,43 +14,54 @@ and float16 each factor is several matrices, the numbers' pieces (`CutBackwardKe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from tilewise.cpu.llvm.amx import (
     LANES,
     ROWS,
     TILE,
-    RowCutter,
-    copy_rows,
     cut,
     pair_rows,
     paired,
     rounded,
+    row_taker,
     tile_registers,
     tile_sums,
     words,
 )
-from tilewise.cpu.llvm.backward import AMX_BLOCK_K, BackwardKernel, fill_zero
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.backward import BackwardKernel, fill_zero
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import loop, when
 from tilewise.cpu.llvm.dropout import TileDropout
-from tilewise.cpu.llvm.forward_amx import DEGREES, LOG2_E, finish_scores
-from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.forward_amx import DEGREES, finish_scores, score_unit
+from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import Scores, TileScores
-from tilewise.cpu.llvm.tiles import Head, Scratch, Shape, load_rows, transpose_rows
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, fold_sums, maximum, minimum, select
+from tilewise.cpu.llvm.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    absolute,
+    fma,
+    like,
+    maximum,
+    minimum,
+    select,
+)
 
 
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
+    amx_block_k = (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
     q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, AMX_BLOCK_K)
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.amx_block_k)
 
         def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
             return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]
@@ -69,6 +80,7 @@ class AmxBackwardKernel(BackwardKernel):
         self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
         self.scores = Scores(part, scratch)
         self.scale = self.args.vector("q_factor", part)
+        self.take_rows = row_taker(shape, scratch, self.args.not_cut)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -87,7 +99,7 @@ class AmxBackwardKernel(BackwardKernel):
             fill_zero(shape, area, count)
 
     def load_queries(self, head: Head, q0: Value) -> Scalar:
-        shape, config, lanes = self.shape, self.config, self.shape.lanes
+        shape, config = self.shape, self.config
         n = head.seqlen_q - q0
         count = (minimum(n, shape.block_q) + (TILE - 1)) & -TILE
         for parts, name, dim, factor, turned, pairs in (
@@ -101,12 +113,7 @@ class AmxBackwardKernel(BackwardKernel):
         for i in loop(0, count, ROWS):
             for rows, name in ((self.out, "out"), (self.do_rows, "do")):
                 load_rows(shape, rows, head.query_rows(name, q0 + i), n - i, ROWS, config.head_dim_v)
-            sums = [Var(shape.constant(0.0)) for _ in range(ROWS)]
-            for c in loop(0, shape.pad_v, lanes):
-                for r, total in enumerate(sums):
-                    out, do = (rows.at(0, c)[r, 0].load(lanes) for rows in (self.out, self.do_rows))
-                    total.set(fma(out, do, total))
-            self.delta[0, i].store(fold_sums(sums))
+            self.store_delta(i, self.out, self.do_rows)
         return count
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
@@ -142,23 +149,18 @@ class AmxBackwardKernel(BackwardKernel):
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        scale = self.scale
         lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
         delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            finish_scores(part, scores, s_t, r, scale, self.cap_slope)
+            finish_scores(part, scores, s_t, r, self.scale, self.cap_slope)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
                 ds_pieces = []
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
-                    if self.scores.has_options:
-                        exponents = [(x - y) * LOG2_E for x, y in zip(s, lse)]
-                    else:
-                        exponents = [self.exponent(x, scale, y) for x, y in zip(s, lse)]
-                    p = [exp2_avx512(x, DEGREES[self.config.kind]) for x in exponents]
+                    p = [self.weight(x, y) for x, y in zip(s, lse)]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
@@ -174,8 +176,10 @@ class AmxBackwardKernel(BackwardKernel):
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
 
-    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
-        return fma(s, scale * LOG2_E, lse * -LOG2_E)
+    def weight(self, s: Value, lse: Value) -> Value:
+        """exp(s - lse), s without its scale if there are no options."""
+        x = fma(s, self.scale * LOG2_E, lse * -LOG2_E)
+        return exp2_avx512((s - lse) * LOG2_E if self.scores.has_options else x, DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds before the softcap's derivative, which ds gets here."""
@@ -205,18 +209,12 @@ class AmxBackwardKernel(BackwardKernel):
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         tile_sums(target, a, b, k, 2, True)
 
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        copy_rows(parts[0], source, n, count, dim)
-
 
 class CutBackwardKernel(AmxBackwardKernel):
     """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`.
 
     q is scaled before it is cut here too, so that scores are the forward's to the last bit, however large;
-    dk = ds (scale q) then wants no scale, with a softcap the softcap.
+    dk = ds (scale q) then wants no scale but their unit, with a softcap the softcap.
     """
 
     def key_bytes(self) -> int:
@@ -226,21 +224,20 @@ class CutBackwardKernel(AmxBackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
-        self.cutter = RowCutter(self.shape, scratch, self.args.not_cut)
         self.sums = scratch.rows(TILE, TILE)
-        self.q_factor, self.scale = self.scale, self.shape.constant(1.0)
+        self.unit = score_unit(self.config)
+        self.q_factor, self.scale = self.scale * (1 / self.unit), self.shape.constant(1.0)
 
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        self.cutter.take(parts, source, n, count, dim, factor)
-
-    def exponent(self, s: Value, scale: Value, lse: Value) -> Value:
-        return (s - lse) * LOG2_E
+    def weight(self, s: Value, lse: Value) -> Value:
+        """exp(s - lse); in units of log 2, lse is a sum of two."""
+        if self.unit == 1.0:
+            return exp_avx512(s - lse, DEGREES[self.config.kind])
+        high = lse * LOG2_E
+        low = select(absolute(high) < INF, fma(lse, like(LOG2_E, lse), -high), 0.0)
+        return exp2_avx512((s - high) - low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
-        return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale
+        return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         """Sums of a block start from 0: float32 rounds less in two levels of sums."""
@@ -254,3 +251,8 @@ class CutBackwardKernel(AmxBackwardKernel):
 def at(parts: list[Rows], row: Scalar, column: Scalar) -> list[Rows]:
     """All pieces of a matrix, seen from another corner."""
     return [part.at(row, column) for part in parts]
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel, config, target)

@@ -30,7 +30,7 @@ from tilewise.problem import AttentionProblem, Gradients, Inputs
 WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
 
 # The counters' cache lines and, right behind them, what changes from call to call.
-_put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
+put_addresses_backward = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
 class BackwardPlan(Plan):
@@ -141,7 +141,7 @@ class BackwardPlan(Plan):
         scratch = local.scratch.reserve(self.scratch_bytes)
         zeros = scratch + self.turn_offset
         ctypes.memset(zeros, 0, self.sum_offset - self.turn_offset)
-        _put_addresses(
+        put_addresses_backward(
             self.block.words, 0, 0, 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             lse.data_ptr(), scratch, 0, dout.data_ptr(),
             scratch + self.dlse_offset if dlse is None else dlse.data_ptr(),

@@ -152,7 +152,8 @@ def _load(name: str, config: Any, machine: Target) -> Kernel:
     path = cache_dir() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.kernel"
     stored = _read(path, text)
     if stored is None:
-        builder = importlib.import_module(f"tilewise.cpu.llvm.{name}")
+        products = "_amx" if getattr(config, "has_amx", False) else ""
+        builder = importlib.import_module(f"tilewise.cpu.llvm.{name}{products}")
         ir_text, facts = builder.build(config, machine)
         stored = facts, generate(ir_text, machine)
         _write(path, text, *stored)

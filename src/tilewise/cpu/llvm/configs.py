@@ -22,7 +22,18 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 # weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
 AMX_FEWEST_SCORES = 512  # of a key head that is decoded; with fewer than 4 rows vectors wait for memory alone
+DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
+
+
+def is_decoding(problem: AttentionProblem) -> bool:
+    """Few queries that share each key: the head dimension then fills the lanes better than they do."""
+    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
+        return False
+    most = 16 if problem.seqlen_k >= 512 else 12
+    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
+        most = 8 if problem.seqlen_k >= 64 else 4
+    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
@@ -39,7 +50,10 @@ def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tr
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    return _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
+    config = _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
+    if config.has_amx or not is_decoding(problem) or (decoded := decode_config(problem, inputs)).has_amx:
+        return config
+    return replace(config, rows=min(decoded.rows, 4))  # scores are added up in the same order
 
 
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:

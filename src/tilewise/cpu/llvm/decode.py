@@ -36,10 +36,12 @@ from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    AmxBlockK,
     Arguments,
     Head,
     Scratch,
     Shape,
+    build_kernel,
     lane_chunks,
     load_rows,
     round_up,
@@ -56,7 +58,6 @@ from tilewise.cpu.llvm.vector import (
     as_int,
     fma,
     fold_sums,
-    function,
     int32,
     iota,
     lanes_of,
@@ -72,28 +73,6 @@ ITEM_HEADS = 8  # key heads of a work item at most
 BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
 
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target)
-    with function("decode") as emitter:
-        kernel = _kernel_class(config)(shape, Arguments(emitter))
-        kernel.run()
-        facts = {
-            "scratch_bytes": kernel.scratch.bytes,
-            "partial_bytes": kernel.partial_width * shape.item,
-            "item_heads": ITEM_HEADS,
-        }
-        return emitter.finish(), facts
-
-
-def _kernel_class(config: Config) -> type[DecodeKernel]:
-    if not config.has_amx:
-        return DecodeKernel
-    from tilewise.cpu.llvm.decode_amx import AmxDecodeKernel  # made of this file's parts
-
-    return AmxDecodeKernel
-
-
 @dataclass(frozen=True)
 class Block:
     """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
@@ -107,6 +86,8 @@ class Block:
 class DecodeKernel:
     """The kernel's steps, in the order in which they run."""
 
+    name = "decode"
+    amx_block_k: AmxBlockK = ()
     weight_step = 1  # vectors of weights that are stored together
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
@@ -121,12 +102,15 @@ class DecodeKernel:
         self.select_head(0)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
 
+    def facts(self) -> dict[str, int]:
+        return {"partial_bytes": self.partial_width * self.shape.item, "item_heads": ITEM_HEADS}
+
     def reserve(self, scratch: Scratch) -> tuple[int, int]:
         """Room for keys, values and queries coming in; how many rows of what width a head's q takes."""
         shape, lanes = self.shape, self.shape.lanes
         # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
-        self.depth = max(min(4, lanes), lanes // self.rows)
+        self.depth = shape.depth
         self.group = lanes // self.depth
         self.row_groups = -(-self.rows // self.group)
         self.groups = min(self.row_groups, sums // self.depth)
@@ -395,3 +379,8 @@ class DecodeKernel:
         self.p[0, 0].store(select(is_empty, m, m + log(l)))
         head.statistic("lse", i).store(self.p[0, 0].load())
         store_rows(shape, head.query_rows("out", i), self.acc, 1, self.config.head_dim_v)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(DecodeKernel, config, target)

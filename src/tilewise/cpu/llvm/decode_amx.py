@@ -9,7 +9,6 @@ Keys are read where they lie; only values are turned into pairs on their way. Pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from tilewise.cpu.llvm.amx import (
@@ -26,14 +25,15 @@ from tilewise.cpu.llvm.amx import (
     tile_registers,
     words,
 )
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
-from tilewise.cpu.llvm.numerics import exp2_avx512
-from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, transpose_rows
+from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
+from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, transpose_rows
 from tilewise.cpu.llvm.vector import Value, Var, deinterleaved, fma, minimum
 
-LOG2_E = 1 / math.log(2)
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
 S, K, Q, W, V, PV = 0, 2, 3, 4, 5, 6  # tile registers: two of s, of w v, and one of each factor
 
@@ -171,3 +171,8 @@ class AmxDecodeKernel(DecodeKernel):
             for i in (0, lanes):
                 acc = self.acc.at(first, c)[r, i]
                 acc.store(fma(acc.load(lanes), correction, self.pv[r, i].load(lanes)))
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxDecodeKernel, config, target)

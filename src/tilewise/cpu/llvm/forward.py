@@ -31,10 +31,12 @@ from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    AmxBlockK,
     Arguments,
     Head,
     Scratch,
     Shape,
+    build_kernel,
     fitting,
     load_rows,
     narrowed,
@@ -44,34 +46,17 @@ from tilewise.cpu.llvm.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, fma, function, maximum, minimum, select
-
-# With tile registers. Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
-AMX_BLOCK_K = {1: (128, 256), 2: (64, 128), 3: (64, 256)}
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel, and the sizes its caller needs."""
-    shape = Shape(config, target, AMX_BLOCK_K)
-    with function("forward") as emitter:
-        kernel = _kernel_class(config)(shape, Arguments(emitter))
-        kernel.run()
-        facts = {
-            "block_q": shape.block_q,
-            "cuts": int(config.pieces > 1),
-            "scratch_bytes": kernel.scratch.bytes,
-            "tile_bytes": kernel.tile_bytes,
-            "most_tiles": kernel.most_tiles,
-        }
-        return emitter.finish(), facts
-
-
-def _kernel_class(config: Config) -> type[ForwardKernel]:
-    if not config.has_amx:
-        return ForwardKernel
-    from tilewise.cpu.llvm.forward_amx import AmxForwardKernel, CutForwardKernel  # made of this file's parts
-
-    return AmxForwardKernel if config.pieces == 1 else CutForwardKernel
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    fma,
+    like,
+    maximum,
+    minimum,
+    select,
+)
 
 
 class Tile:
@@ -91,7 +76,10 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
+    name = "forward"
+    amx_block_k: AmxBlockK = ()
     most_tiles = 16  # tiles that share one converted K/V block
+    unit = 1.0  # of scores and their maximum
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
     p_t: Any
@@ -107,6 +95,9 @@ class ForwardKernel:
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
+
+    def facts(self) -> dict[str, int]:
+        return {"tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles}
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for one block of keys."""
@@ -173,7 +164,7 @@ class ForwardKernel:
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             m_new = self.score_keys(head, tile, j0, first, n)
             m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
-            correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
+            correction = [exp((old - new) * self.unit, shape.exp_degree) for old, new in zip(m, m_finite)]
             dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
             l = self.weigh(m_finite, dropout, first, n)
             for v, c in enumerate(shape.columns()):
@@ -211,11 +202,13 @@ class ForwardKernel:
         """
         shape = self.shape
         l = [Var(shape.constant(0.0)) for _ in m]
-        for j in loop(first, n):
+        for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
             for v, c in enumerate(shape.columns()):
-                p = exp(self.p_t[j, c].load(shape.lanes) - m[v], shape.exp_degree)
-                self.p_t[j, c].store(p)
-                l[v].set(l[v] + p)
+                cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
+                p = [exp(cell.load(shape.lanes) - m[v], shape.exp_degree) for cell in cells]
+                for cell, p_r in zip(cells, p):
+                    cell.store(p_r)
+                l[v].set(l[v] + ((p[0] + p[1]) + (p[2] + p[3])))
         if dropout is not None:
             for j in loop(first, n, GROUP):
                 for r, masks in enumerate(dropout.kept(j, GROUP)):
@@ -241,7 +234,7 @@ class ForwardKernel:
         n = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
-            tile.m[0, c].store(select(l.equals(0.0), m, m + log(l)))
+            tile.m[0, c].store(select(l.equals(0.0), m, fma(m, like(self.unit, m), log(l))))
         for i in loop(0, n):
             head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
         for c in shape.columns():
@@ -254,3 +247,8 @@ class ForwardKernel:
                 acc.store(quotient(acc.load(shape.lanes), l, inverse))
         transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
         store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(ForwardKernel, config, target)

@@ -13,30 +13,29 @@ float32 and float16 each of these is several matrices, the numbers' pieces (`Cut
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import (
     TILE,
-    RowCutter,
-    copy_rows,
     cut,
     pair_rows,
     paired,
+    row_taker,
     tile_registers,
     tile_sums,
     words,
 )
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
-from tilewise.cpu.llvm.memory import Ptr, Rows
-from tilewise.cpu.llvm.numerics import exp2_avx512
+from tilewise.cpu.llvm.memory import Rows
+from tilewise.cpu.llvm.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
-from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, transpose_rows
+from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, build_kernel, transpose_rows
 from tilewise.cpu.llvm.vector import (
     Operand,
-    Scalar,
     Value,
     Var,
     absolute,
@@ -47,7 +46,6 @@ from tilewise.cpu.llvm.vector import (
     select,
 )
 
-LOG2_E = 1 / math.log(2)
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
@@ -55,6 +53,8 @@ FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s
 class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
+    # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
+    amx_block_k = (128, 256), (64, 128), (64, 256)
     most_tiles = 32  # turning V around costs as much as 60 queries
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
@@ -76,6 +76,7 @@ class AmxForwardKernel(ForwardKernel):
         self.p_t = [self.s_t, *(scratch.rows(shape.block_k // 2, shape.block_q) for _ in each[1:])]
         self.q = [scratch.rows(shape.block_q, shape.pad, "i16") for _ in each]
         self.scale = self.args.vector("q_factor", shape)
+        self.take_rows = row_taker(shape, scratch, self.args.not_cut)
 
     def run(self) -> None:
         with tile_registers(self.scratch):
@@ -91,13 +92,6 @@ class AmxForwardKernel(ForwardKernel):
     def query_pieces(self, tile: Tile) -> list[Rows]:
         shape = self.shape
         return [tile.q_t.at(n * shape.pad // 2, 0) for n in range(shape.config.pieces)]
-
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        """Rows of q, k or v as they are stored."""
-        copy_rows(parts[0], source, n, count, dim)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
@@ -207,18 +201,13 @@ class CutForwardKernel(AmxForwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
         shape = self.shape
-        self.cutter = RowCutter(shape, scratch, self.args.not_cut)
         self.pv = scratch.rows(TILE, shape.block_q)
-        self.q_factor, self.scale = self.scale, shape.constant(1.0)
-
-    def take_rows(
-        self, parts: list[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        self.cutter.take(parts, source, n, count, dim, factor)
+        self.unit = score_unit(shape.config)
+        self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def power(self, x: Operand) -> Value:
-        return super().power(x * LOG2_E)
+        exp = exp_avx512 if self.unit == 1.0 else exp2_avx512
+        return exp(x, DEGREES[self.shape.config.kind])
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         l = [Var(self.shape.constant(0.0)) for _ in m]
@@ -236,6 +225,12 @@ class CutForwardKernel(AmxForwardKernel):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t.at(d, 0)[r, c]
                     acc.store(fma(acc.load(shape.lanes), correction[v], self.pv[r, c].load(shape.lanes)))
+
+
+def score_unit(config: Config) -> float:
+    """Of scores that are made of pieces: log 2 where they need nothing else, as 2^x is cheaper than e^x."""
+    has_options = config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind
+    return 1.0 if has_options or config.has_sinks else LN_2
 
 
 def finish_scores(
@@ -270,3 +265,8 @@ def _store(rows: Rows, grid: Grid) -> None:
     for r, row in enumerate(grid):
         for v, x in enumerate(row):
             rows[r, v * x.type.count].store(x)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(AmxForwardKernel if config.pieces == 1 else CutForwardKernel, config, target)

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.cpu.llvm import configs
 from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
-from tilewise.cpu.llvm.configs import has_amx
 from tilewise.cpu.llvm.plans import DecodePlan, ForwardPlan, local, rows_dense
-from tilewise.cpu.llvm.repeated import RepeatedForward, allocator
+from tilewise.cpu.llvm.repeated import RepeatedBackward, RepeatedForward
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 KEPT_PLANS = 256
 UNCUT = False  # `may_cut` of plans for calls with numbers that cannot be cut
-DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,19 +46,9 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _forward_plan(
     problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True
 ) -> ForwardPlan | DecodePlan:
-    if _is_decoding(problem):
+    if configs.is_decoding(problem):
         return DecodePlan(problem, inputs, threads)
     return ForwardPlan(problem, inputs, threads, may_cut)
-
-
-def _is_decoding(problem: AttentionProblem) -> bool:
-    """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
-        return False
-    most = 16 if problem.seqlen_k >= 512 else 12
-    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
-        most = 8 if problem.seqlen_k >= 64 else 4
-    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def repeatable(
@@ -98,24 +87,11 @@ def repeatable_backward(
     problem: AttentionProblem, layout: str, whole: Callable[..., tuple[Tensor, ...]]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """See `tilewise.ops.repeatable_backward`."""
-    rows_q = (problem.batch, problem.seqlen_q, problem.num_heads)
-    rows_k = (problem.batch, problem.seqlen_k, problem.num_kv_heads)
-    new_dq = allocator((*rows_q, problem.head_dim), problem.dtype, layout)
-    new_dk = allocator((*rows_k, problem.head_dim), problem.dtype, layout)
-    new_dv = allocator((*rows_k, problem.head_dim_v), problem.dtype, layout)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Any:
-        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-            return whole(query, key, value, out, lse, dout)
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
-        plan = _plan(BackwardPlan, problem, (query, key, value), layout)
-        plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
-        if plan.failed_to_cut:
-            plan = _plan(BackwardPlan, problem, (query, key, value), layout, UNCUT)
-            plan.differentiate(query, key, value, out, lse, dout, dq, dk, dv)
-        return dq, dk, dv
+    def plan_for(*tensors: Tensor, may_cut: bool = True) -> BackwardPlan:
+        return _plan(BackwardPlan, problem, tensors, layout, may_cut)
 
-    return run
+    return RepeatedBackward(problem, layout, plan_for, whole)
 
 
 def _with_dense_rows(inputs: Inputs) -> Inputs:

@@ -56,6 +56,7 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.plans: dict[tuple, Any] = {}
+        self.quick_backwards: dict[Any, Any] = {}  # see `repeated.py`
         self.scratch = Scratch()
 
 

@@ -1,4 +1,4 @@
-"""Forward calls that differ from an earlier one in the values of query, key and value only."""
+"""Calls that differ from an earlier one in the values of their tensors only, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ import torch
 from torch import Tensor
 
 from tilewise.cpu.llvm import parallel
-from tilewise.cpu.llvm.arguments import DLTENSOR, ENTERED, EXPECTED, WORDS, Block, NoConfig
+from tilewise.cpu.llvm.arguments import (
+    ENTERED,
+    EXPECTED,
+    EXPECTED_WORDS,
+    GIVEN,
+    GIVEN_BACKWARD,
+    WORDS,
+    Block,
+    EntryConfig,
+)
+from tilewise.cpu.llvm.backward_plan import BackwardPlan, put_addresses_backward
 from tilewise.cpu.llvm.compile import load
-from tilewise.cpu.llvm.plans import CPU, OutputPlan, local, put_addresses
+from tilewise.cpu.llvm.plans import CPU, OutputPlan, Plan, local, put_addresses
+from tilewise.problem import AttentionProblem
 
 MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 SHORT = 1 << 18  # multiply-adds, at most some 10 us: so long other threads may wait for Python's lock
 FLOAT, BFLOAT = 2, 4  # DLPack's codes of types
 ON_CPU = 1  # its code of this device
-Run = Callable[[Tensor, Tensor, Tensor], Any]
+Gradients = tuple[Tensor, ...]
+KEPT_ENTRIES = 256  # of backwards
 
 
 class RepeatedForward:
@@ -33,10 +45,9 @@ class RepeatedForward:
         self, plan: OutputPlan, plan_uncut: Callable[[], OutputPlan], given: Sequence[Tensor], layout: str,
         return_lse: bool,
     ) -> None:  # fmt: skip
-        self._plan, self._plan_uncut = plan, plan_uncut
+        self._plan, self._plan_uncut, self._given = plan, plan_uncut, given
         self._new_out = allocator(plan.out_shape, plan.problem.dtype, layout)
         self._new_lse = allocator(plan.lse_shape, plan.problem.compute_dtype) if return_lse else None
-        self._words = [word for t in given for word in _expected_words(t)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         out, lse = self._new_out(), None if self._new_lse is None else self._new_lse()
@@ -46,52 +57,130 @@ class RepeatedForward:
         return out if lse is None else (out, lse)
 
     @functools.cached_property
-    def quick(self) -> Run | None:
+    def quick(self) -> Callable[..., Any] | None:
         """The same for any tensors of type `Tensor`: None if they are unlike those it was made for.
 
         In the thread that made the plan only. Where DLPack's exchange is missing there is no such way.
         """
-        plan, fill = self._plan, _fill_tensor()
-        if not fill or not plan.items or plan.cuts:
+        plan, new_out, new_lse = self._plan, self._new_out, self._new_lse
+        entry = _entry(plan, GIVEN, self._given)
+        if entry is None:
             return None
-        block = Block()
-        ctypes.memmove(block.address, plan.block.address, 8 * WORDS)
-        block.words[EXPECTED:DLTENSOR] = self._words  # type: ignore[assignment]
-        is_short = plan.threads == 1 and plan.work <= SHORT
-        block.update(exchange=fill, kernel=plan.kernel.address if is_short else 0)
-        enter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(load("entry", NoConfig()).address)
-        return _quick(plan, block, enter, is_short, self._new_out, self._new_lse)
+        words, enter = entry
+        scratch, size = local.scratch, plan.scratch_bytes
+        partial_offset, lse_offset = plan.partial_offset, plan.lse_offset
+
+        def quick(query: Tensor, key: Tensor, value: Tensor) -> Any:
+            out, lse = new_out(), None if new_lse is None else new_lse()
+            base = scratch.address if size <= scratch.size else scratch.reserve(size)
+            put_addresses(
+                words, 0, 0, 0, id(query), id(key), id(value), out.data_ptr(),
+                base + lse_offset if lse is None else lse.data_ptr(), base, base + partial_offset,
+            )  # fmt: skip
+            if not enter():
+                return None
+            return out if lse is None else (out, lse)
+
+        return quick
 
 
-def _quick(
-    plan: OutputPlan, block: Block, enter: Callable[[int], None], is_short: bool,
-    new_out: Callable[[], Tensor], new_lse: Callable[[], Tensor] | None,
-) -> Run:  # fmt: skip
-    words, address, scratch, size = block.words, block.address, local.scratch, plan.scratch_bytes
-    partial_offset, lse_offset = plan.partial_offset, plan.lse_offset
+class RepeatedBackward:
+    """Called with query, key, value, out, lse and dout of a call, it gives the gradients of the first three.
+
+    `plan_for` finds the plan of a thread for tensors; `whole` serves where rows have to be copied.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, layout: str, plan_for: Callable[..., BackwardPlan],
+        whole: Callable[..., Gradients],
+    ) -> None:  # fmt: skip
+        rows_q = (problem.batch, problem.seqlen_q, problem.num_heads)
+        rows_k = (problem.batch, problem.seqlen_k, problem.num_kv_heads)
+        shapes = (*rows_q, problem.head_dim), (*rows_k, problem.head_dim), (*rows_k, problem.head_dim_v)
+        self._new = [allocator(shape, problem.dtype, layout) for shape in shapes]
+        self._plan_for, self._whole = plan_for, whole
+
+    def __call__(self, *tensors: Tensor) -> Gradients:
+        quick = local.quick_backwards.get(self)
+        if quick is not None:
+            gradients = quick(*tensors)
+            if gradients is not None:
+                return gradients
+        query, key, value, out, _, dout = tensors
+        if any(t.stride(-1) != 1 for t in (query, key, value)):
+            return self._whole(*tensors)
+        gradients = tuple(new() for new in self._new)
+        plan = self._plan_for(query, key, value)
+        plan.differentiate(*tensors, *gradients)
+        if plan.failed_to_cut:
+            self._plan_for(query, key, value, may_cut=False).differentiate(*tensors, *gradients)
+        elif out.stride(-1) == dout.stride(-1) == 1:
+            self._keep(plan, tensors)
+        return gradients
+
+    def _keep(self, plan: BackwardPlan, tensors: Sequence[Tensor]) -> None:
+        """Let the next call of this thread try the quick way, which looks at the tensors itself."""
+        zeros, dlse, dq_sum = plan.turn_offset, plan.dlse_offset, plan.sum_offset
+        counted = (dq_sum - zeros) // 8
+        entry = None if plan.has_unreached else _entry(plan, GIVEN_BACKWARD, tensors, counted)
+        if entry is None:
+            return
+        words, enter = entry
+        scratch, size, new_dq, new_dk, new_dv = local.scratch, plan.scratch_bytes, *self._new
+
+        def quick(
+            query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+        ) -> Gradients | None:
+            dq, dk, dv = new_dq(), new_dk(), new_dv()
+            base = scratch.address if size <= scratch.size else scratch.reserve(size)
+            put_addresses_backward(
+                words, 0, 0, 0, id(query), id(key), id(value), id(out), id(lse), base, 0, id(dout),
+                base + dlse, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, 0, base + dq_sum, base + zeros,
+            )  # fmt: skip
+            return (dq, dk, dv) if enter() else None
+
+        if len(local.quick_backwards) >= KEPT_ENTRIES:
+            local.quick_backwards.clear()
+        local.quick_backwards[self] = quick
+
+
+def _entry(
+    plan: Plan, names: tuple[str, ...], given: Sequence[Tensor], zeros: int = 0
+) -> tuple[Any, Callable[[], bool]] | None:
+    """The words of a plan's call, into which the addresses of tensor objects of these names are put, and
+    the function that then looks at them: whether they are like those given, and so the kernel has run.
+
+    `zeros`: words at the address "turn" that it sets to 0 before.
+    """
+    fill = _fill_tensor()
+    if not fill or not plan.items or plan.cuts:
+        return None
+    block = Block()
+    words, address, scratch = block.words, block.address, local.scratch
+    ctypes.memmove(address, plan.block.address, 8 * WORDS)
+    for n, t in enumerate(given):
+        for place, word in enumerate(_expected_words(t), EXPECTED + n * EXPECTED_WORDS):
+            words[place] = word
     threads, get_num_threads = torch.get_num_threads(), torch.get_num_threads
+    is_short = plan.threads == 1 and plan.work <= SHORT
+    block.update(exchange=fill, kernel=plan.kernel.address if is_short else 0, zeroed=zeros)
+    enter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(load("entry", EntryConfig(names)).address)
 
-    def quick(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def run() -> bool:
         if get_num_threads() != threads:
-            return None
-        out, lse = new_out(), None if new_lse is None else new_lse()
-        base = scratch.address if size <= scratch.size else scratch.reserve(size)
-        put_addresses(
-            words, 0, 0, 0, id(query), id(key), id(value), out.data_ptr(),
-            base + lse_offset if lse is None else lse.data_ptr(), base, base + partial_offset,
-        )  # fmt: skip
+            return False
         try:
             enter(address)
         except Exception:  # PyTorch's: a tensor that has no memory
-            return None
+            return False
         if not words[ENTERED]:
-            return None
+            return False
         if not is_short:
             parallel.run(plan.kernel, address, plan.threads)
             scratch.trim()
-        return out if lse is None else (out, lse)
+        return True
 
-    return quick
+    return words, run
 
 
 @functools.cache

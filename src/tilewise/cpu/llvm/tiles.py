@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
@@ -25,6 +25,7 @@ from tilewise.cpu.llvm.vector import (
     Var,
     as_kind,
     fma,
+    function,
     maximum,
     minimum,
     number,
@@ -35,16 +36,14 @@ from tilewise.cpu.llvm.vector import (
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
 LONG_SUM = 96  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
+AmxBlockK = tuple[tuple[int, int], ...]  # by pieces: keys of a block with head sizes below 128, and above
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
 class Shape:
     """The sizes of one kernel, all known while it is built."""
 
-    def __init__(
-        self, config: Config, target: Target, amx_block_k: Mapping[int, tuple[int, int]] | None = None
-    ) -> None:
-        """`amx_block_k`: by pieces, keys of a block with head sizes below 128, and above."""
+    def __init__(self, config: Config, target: Target, amx_block_k: AmxBlockK = ()) -> None:
         self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
@@ -54,10 +53,11 @@ class Shape:
         self.block_q = self.lanes * config.vectors  # queries of a tile
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
-        self.block_k = (
-            amx_block_k[config.pieces][self.pad_v >= 128] if amx_block_k and config.has_amx else BLOCK_K
-        )
-        self.exp_degree = {"f64": 13, "f32": 6}.get(config.kind, 5)
+        sizes = amx_block_k[config.pieces - 1] if amx_block_k and config.has_amx else (BLOCK_K, BLOCK_K)
+        self.block_k = sizes[self.pad_v >= 128]
+        # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
+        self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
+        self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
 
     def constant(self, x: float) -> Value:
         return number(x, self.kind, self.lanes)
@@ -70,6 +70,20 @@ class Shape:
     def columns(self) -> list[int]:
         """Where each vector of a tile's queries starts."""
         return [v * self.lanes for v in range(self.vectors)]
+
+
+def build_kernel(make: Any, config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """LLVM IR of the kernel that the class `make` writes, and the sizes its caller needs."""
+    shape = Shape(config, target, make.amx_block_k)
+    with function(make.name) as emitter:
+        kernel = make(shape, Arguments(emitter))
+        kernel.run()
+        facts = {
+            "block_q": shape.block_q,
+            "cuts": int(config.pieces > 1),
+            "scratch_bytes": kernel.scratch.bytes,
+        }
+        return emitter.finish(), facts | kernel.facts()
 
 
 def round_up(x: int, step: int) -> int:
@@ -184,11 +198,29 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     if isinstance(n, int) and n > LONG_SUM and shape.config.kind == "f32":
         half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
         first = outer_sums(shape, rows, vectors, half, a, b)
-        second = outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0))
-        for r, row in enumerate(first):
-            for v, x in enumerate(row):
-                second[r][v].set(second[r][v] + x)
-        return second
+        return _total(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
+    return _chained_sums(shape, rows, vectors, n, a, b)
+
+
+def decoded_sums(shape: Shape, rows: int, vectors: int, n: int, a: Rows, b: Rows) -> Grid:
+    """The same in the order of the decoding kernel: `depth` sums of every so-manieth product."""
+    sums = []
+    for d in range(shape.depth):
+        a_d, b_d = Rows(a[0, d], a.stride, shape.depth), Rows(b[d, 0], b.stride * shape.depth)
+        sums.append(_chained_sums(shape, rows, vectors, n // shape.depth, a_d, b_d))
+    while len(sums) > 1:
+        sums = [_total(x, y) for x, y in zip(sums[::2], sums[1::2])]
+    return sums[0]
+
+
+def _total(x: Grid, y: Grid) -> Grid:
+    for x_row, y_row in zip(x, y):
+        for total, term in zip(x_row, y_row):
+            total.set(total + term)
+    return x
+
+
+def _chained_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Rows) -> Grid:
     acc = [[Var(shape.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
     unroll = 2 if isinstance(n, int) and n % 2 == 0 else 1
     for k0 in loop(0, n, unroll):
