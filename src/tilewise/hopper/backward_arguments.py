@@ -90,9 +90,14 @@ class WideBackwardConfig:
     LOAD_REGISTERS: int = 24
 
     @property
-    def STORE_WIDTH(self) -> int:
-        """Columns of dK that are stored at a time, through V's tile, which may be narrower than dK."""
-        return min(self.PART_WIDTH, 128)
+    def IS_SLIM(self) -> bool:
+        """Whether dK and dV of 128 keys fit the registers of two warpgroups."""
+        return self.PARTS * self.PART_WIDTH <= 192 and self.BLOCK_DV == 128
+
+    @property
+    def STORE_WIDTHS(self) -> tuple[int, int]:
+        """Columns of dK and of dV that are stored at a time; dK of 256 goes through V's tile, which may be narrower."""
+        return (self.PART_WIDTH, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
 
     @property
     def maxnreg(self) -> int:

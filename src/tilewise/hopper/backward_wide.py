@@ -105,9 +105,9 @@ def accumulate_parts(a, ring, use, parts, cfg: gl.constexpr):
 
 
 @gluon.jit
-def await_parts(parts, cfg: gl.constexpr):
-    """Wait for all products, whose sums are `parts`."""
-    sums = warpgroup_mma_wait(0, deps=parts)
+def await_parts(parts, REST: gl.constexpr, cfg: gl.constexpr):
+    """Wait for all but the last REST products; those before have the sums `parts`."""
+    sums = warpgroup_mma_wait(REST, deps=parts)
     if cfg.PARTS == 1:
         sums = (sums,)
     return sums
@@ -263,14 +263,14 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
             dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS^T Q may still run
             ch.do.release(use + 1)
             if cfg.STAGES == 2:  # the Q after the next waits for this slot
-                dk = await_parts(dk, cfg)
+                dk = await_parts(dk, 0, cfg)
                 ch.q.release(use)
             ds = take_weight(dp, use + 1, ch, cfg)
             if cfg.STAGES > 2:
-                dk = await_parts(dk, cfg)
+                dk = await_parts(dk, 0, cfg)
                 ch.q.release(use)
             use += 1
-        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), cfg)
+        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), 0, cfg)
         ch.q.release(use)
         use += 1
         store_keys(scaled(dk, factors.scale), dk_desc, ch.v.part(turn, 0), work, cfg)
@@ -301,7 +301,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 @gluon.jit
 def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
     """Store dK or dV of 64 keys, STORE_WIDTH columns at a time, through one tile that is no longer needed."""
-    WIDTH: gl.constexpr = cfg.STORE_WIDTH
+    WIDTH: gl.constexpr = desc.block_shape[-1]
     pieces = parts
     if parts[0].shape[1] > WIDTH:
         pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()

@@ -142,11 +142,11 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
             dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS K may still run
             ch.v.release(use + 1)
             ds_next = pinned((p * slope * (dp - delta[:, None])).to(dtype))
-            dq = await_parts(dq, cfg)
+            dq = await_parts(dq, 0, cfg)
             ch.k.release(use)
             ds = ds_next
             use += 1
-        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), cfg), factors.scale)
+        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
