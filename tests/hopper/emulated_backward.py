@@ -122,7 +122,7 @@ def emulate(problem, inputs, dout):
         Pointer(torch.zeros(2, dtype=torch.int32)),
         batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
-        num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), tiles_q=tiles_q,
+        num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), section=2, tiles_q=tiles_q,
         window_left=visibility.left if visibility.left is not None else 1 << 29,
         window_right=visibility.right if visibility.right is not None else 1 << 29,
         scale=problem.scale, scale_log2e=problem.scale * launch.LOG2_E,

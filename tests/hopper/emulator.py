@@ -217,6 +217,11 @@ def _wait(bar: Shared, phase: Any) -> None:
             raise RuntimeError("another role failed")
 
 
+def _take_turn(W: int) -> None:
+    if not _local.turns[W].acquire(timeout=TIMEOUT):
+        raise TimeoutError("a turn was not passed")
+
+
 class Pointer:
     """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
@@ -272,9 +277,11 @@ _failures: list[BaseException] = []
 
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     meeting = threading.Barrier(2)
+    turns = [threading.Semaphore(0), threading.Semaphore(0)]
 
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
         _local.products, _local.stores, _local.program, _local.meeting = [], [], program, meeting
+        _local.turns = turns
         try:
             function(*arguments)
             assert not _local.products, "products that nobody waited for"
@@ -424,6 +431,7 @@ def install() -> None:
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores, wait_for_writes=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT),
+        take_turn=_take_turn, pass_turn=lambda W: _local.turns[1 - W].release(),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait

@@ -53,6 +53,7 @@ class BackwardSizes(NamedTuple):
     group_size: Any  # query heads that share one key head
     num_slots: Any  # (batch, key head) pairs, or key heads if packed
     num_tiles: Any  # key tiles of a slot; packed: not used
+    section: Any  # slots whose tiles are drawn together, those with most to do first
     tiles_q: Any  # query tiles of a query head in the scratch tensors
     window_left: Any
     window_right: Any

@@ -33,7 +33,9 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
+    pass_turn,
     store_tile,
+    take_turn,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -147,7 +149,9 @@ def outputs(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finish_step(W: gl.constexpr, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg: gl.constexpr):
+def finish_step(
+    W: gl.constexpr, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg: gl.constexpr
+):
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
@@ -155,8 +159,10 @@ def finish_step(W: gl.constexpr, s, dv, zero, tile, key, own, work, use, ch, siz
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
+    take_turn(W)
     dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
     dv = warpgroup_mma(p, do, dv, is_async=True)
+    pass_turn(W)
     dp = warpgroup_mma_wait(1, deps=(dp,))  # P^T dO may still run
     ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -168,6 +174,8 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws."""
     turn = 0
     use = 0  # query tiles so far
+    if W == 1:
+        pass_turn(W)  # 0 begins
     work = receive(ch.work, turn)
     while work.row >= 0:
         key = work.row + W * 64
@@ -184,8 +192,10 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
             zero = opaque_zero(step)
             ds, dv = finish_step(W, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg)
             ch.q.wait(use + 1)  # not while dK runs: a loop would make ptxas run all products one by one
+            take_turn(W)
             dk = accumulate_parts(ds, ch.q, use, dk, cfg)
             s = start_s(W, zero, use + 1, ch, cfg)
+            pass_turn(W)
             dk = await_parts(dk, cfg.PARTS, cfg)  # S^T of the next may still run
             ch.q.release(use)
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -224,13 +234,14 @@ def store_parts(parts, desc, tiles, first, place):
 def attn_bwd_slim_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
-    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 128 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        window_left, window_right,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(

@@ -258,17 +258,13 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
         ch.do.release(use)
         ds = take_weight(dp, use, ch, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
+            dk = accumulate_parts(ds, ch.q, use, dk, cfg)  # first: the Q after the next waits for this slot
             dp = start_dp(v, use + 1, ch, cfg)
-            dk = accumulate_parts(ds, ch.q, use, dk, cfg)
-            dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS^T Q may still run
+            dk = await_parts(dk, 1, cfg)
+            ch.q.release(use)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
             ch.do.release(use + 1)
-            if cfg.STAGES == 2:  # the Q after the next waits for this slot
-                dk = await_parts(dk, 0, cfg)
-                ch.q.release(use)
             ds = take_weight(dp, use + 1, ch, cfg)
-            if cfg.STAGES > 2:
-                dk = await_parts(dk, 0, cfg)
-                ch.q.release(use)
             use += 1
         dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), 0, cfg)
         ch.q.release(use)
@@ -318,13 +314,14 @@ def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
-    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        window_left, window_right,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     dtype: gl.constexpr = q_desc.dtype

@@ -106,7 +106,10 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     arguments = (
         *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
-        *(descriptor(t, (64, 1, width), is_packed) for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)),
+        *(
+            descriptor(t, (64, 1, width), is_packed)
+            for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
+        ),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(cu_q, cu_k, *others),
         *sizes,

@@ -97,6 +97,32 @@ def meet():
 
 
 @gluon.jit
+def take_turn(W: gl.constexpr):
+    """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr):
+    """Warpgroup W lets the other one go on, and does not wait."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
     gl.inline_asm_elementwise(
@@ -127,8 +153,10 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "meet",
+    "pass_turn",
     "start_next_kernel",
     "store_tile",
+    "take_turn",
     "wait_for_previous_kernel",
     "wait_for_stores",
     "wait_for_writes",
