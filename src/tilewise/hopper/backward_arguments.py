@@ -97,7 +97,7 @@ class WideBackwardConfig:
 
     @property
     def STORE_WIDTHS(self) -> tuple[int, int]:
-        """Columns of dK and of dV that are stored at a time; dK of 256 goes through V's tile, which may be narrower."""
+        """Columns of dK and of dV that are stored at a time, each through a tile that is no longer needed."""
         return (self.PART_WIDTH, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
 
     @property

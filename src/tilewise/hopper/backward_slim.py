@@ -1,10 +1,11 @@
-"""dK and dV for head sizes up to 192 of QK and 128 of V: 128 keys stay, queries stream by; see `backward_wide`.
+"""dK and dV for head sizes up to 192/128: 128 keys stay, queries stream by; see `backward_wide`.
 
-Two warpgroups of 64 keys each, whose dK and dV are 96 + 64 registers of every thread. Nothing is passed from
-one to the other: while one works out P and dS, the products of the other run. A query tile, a step:
+Each of two warpgroups has 64 keys, whose dK and dV take 96 + 64 registers of a thread. A query tile, a step:
 
-    wgmma       |               | dP  dV     | dK, next S
-    arithmetic  | P = exp(S)    |     dS     |
+    wgmma       |             | dP  dV  | dK  next S |
+    arithmetic  | P = exp(S)  |     dS  |            |
+
+The warpgroups start products in turn, so that those of one run under the arithmetic of the other.
 
 role           warps   does
 load_role      1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
@@ -34,6 +35,7 @@ from tilewise.hopper.compat import (
     load_tile,
     mbarrier,
     pass_turn,
+    start_next_kernel,
     store_tile,
     take_turn,
     wait_for_stores,
@@ -75,6 +77,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
         num_work = sizes.num_tiles * sizes.num_slots
+    start_next_kernel()
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -160,12 +163,11 @@ def finish_step(
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
     take_turn(W)
+    dv = warpgroup_mma(p, do, dv, is_async=True)  # first: dP would take registers before P is complete
     dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
-    dv = warpgroup_mma(p, do, dv, is_async=True)
     pass_turn(W)
-    dp = warpgroup_mma_wait(1, deps=(dp,))  # P^T dO may still run
+    dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
     ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
-    dv = warpgroup_mma_wait(0, deps=(dv,))
     return gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)), dv
 
 
@@ -194,9 +196,9 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
             ch.q.wait(use + 1)  # not while dK runs: a loop would make ptxas run all products one by one
             take_turn(W)
             dk = accumulate_parts(ds, ch.q, use, dk, cfg)
+            dk = await_parts(dk, 0, cfg)  # S^T would take the registers of dS
             s = start_s(W, zero, use + 1, ch, cfg)
             pass_turn(W)
-            dk = await_parts(dk, cfg.PARTS, cfg)  # S^T of the next may still run
             ch.q.release(use)
             s = warpgroup_mma_wait(0, deps=(s,))
             tile += 1

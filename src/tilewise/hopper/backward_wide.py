@@ -28,6 +28,7 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
+    start_next_kernel,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -133,6 +134,7 @@ def keys_load_role(
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
         num_work = sizes.num_tiles * sizes.num_slots
+    start_next_kernel()
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far

@@ -89,7 +89,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
 
 
 def keys_config(cfg: WideBackwardConfig) -> WideBackwardConfig:
-    """The choices of the keys kernel: tiles of 128 keys where dK and dV fit the registers of two warpgroups."""
+    """The same for the keys kernel: 128 keys a tile where their dK and dV fit the registers."""
     return dataclasses.replace(cfg, BLOCK_N=128) if cfg.IS_SLIM else cfg
 
 
@@ -134,4 +134,6 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
-    return Launch(attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(
+        attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
+    )

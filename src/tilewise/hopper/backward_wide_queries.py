@@ -28,6 +28,7 @@ from tilewise.hopper.compat import (
     pass_turn,
     store_tile,
     take_turn,
+    wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma_wait,
 )
@@ -83,7 +84,11 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 
 @gluon.jit
 def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
-    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
+    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn.
+
+    The keys kernel, which was started before, may still run: its last tiles leave SMs idle.
+    """
+    counter += 2  # the first two integers are the keys kernel's
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots * sizes.group_size
     else:
@@ -109,6 +114,7 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
             use += 1
         index = drawn(draw(counter))
         turn += 1
+    wait_for_previous_kernel()  # of dK and dV: who waits for this kernel relies on both
     finish_work(ch, turn, index, counter)
 
 
