@@ -166,7 +166,7 @@ def emulate_wide(problem, inputs, dout):
             inputs.cu_seqlens_k,
             *order_sequences(inputs, problem.batch, side, width),
         ]
-        pointers = [None if t is None else Pointer(t) for t in (*packing, torch.zeros(4, dtype=torch.int32))]
+        pointers = [None if t is None else Pointer(t) for t in (*packing, torch.zeros(2, dtype=torch.int32))]
         run_grid(kernel, 3, *streams, *tensors, *pointers, *sizes, *score_factors(problem), cfg=own_cfg)
     return gradients
 

@@ -18,6 +18,7 @@ from tilewise.hopper.backward_arguments import (
 )
 from tilewise.hopper.launch import (
     LOG2_E,
+    SECTION_BYTES,
     UNBOUNDED,
     descriptor,
     num_sms,
@@ -29,7 +30,6 @@ from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
-SECTION_BYTES = 32 << 20  # of queries and dO, or keys and values, that are worked on at a time
 NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers of two warpgroups
 
 Config = BackwardConfig | WideBackwardConfig

@@ -27,6 +27,7 @@ from tilewise.hopper.backward_wide import (
 )
 from tilewise.hopper.channel import Ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
+    HOLDS_NEXT_S,
     aggregate,
     as_block,
     fence_async_shared,
@@ -35,7 +36,6 @@ from tilewise.hopper.compat import (
     load_tile,
     mbarrier,
     pass_turn,
-    start_next_kernel,
     store_tile,
     take_turn,
     wait_for_stores,
@@ -77,7 +77,6 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
         num_work = sizes.num_tiles * sizes.num_slots
-    start_next_kernel()
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -163,11 +162,18 @@ def finish_step(
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
     take_turn(W)
-    dv = warpgroup_mma(p, do, dv, is_async=True)  # first: dP would take registers before P is complete
-    dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
-    pass_turn(W)
-    dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
+    if HOLDS_NEXT_S:
+        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        dv = warpgroup_mma(p, do, dv, is_async=True)
+        pass_turn(W)
+        dp = warpgroup_mma_wait(1, deps=(dp,))  # P^T dO may still run
+    else:  # dP takes registers only when P is complete
+        dv = warpgroup_mma(p, do, dv, is_async=True)
+        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        pass_turn(W)
+        dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
     ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
+    dv = warpgroup_mma_wait(0, deps=(dv,))
     return gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)), dv
 
 
@@ -196,9 +202,11 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
             ch.q.wait(use + 1)  # not while dK runs: a loop would make ptxas run all products one by one
             take_turn(W)
             dk = accumulate_parts(ds, ch.q, use, dk, cfg)
-            dk = await_parts(dk, 0, cfg)  # S^T would take the registers of dS
+            if not HOLDS_NEXT_S:
+                dk = await_parts(dk, 0, cfg)
             s = start_s(W, zero, use + 1, ch, cfg)
             pass_turn(W)
+            dk = await_parts(dk, cfg.PARTS, cfg)  # S^T of the next may still run
             ch.q.release(use)
             s = warpgroup_mma_wait(0, deps=(s,))
             tile += 1

@@ -2,6 +2,7 @@
 
     P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
     dV += P^T dO,  dK += dS^T Q                attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
+                                               (up to 192/128 `backward_slim`: 128 keys)
     dQ += dS K                                 attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
 
 Seven products instead of five, and in return no additions in global memory: the same bits every time.
@@ -11,8 +12,9 @@ The first kernel is a pipeline of two warpgroups, each with one accumulator of [
     load_role --K, Q, dO--> weight_role: S^T, P^T, dV += P^T dO
               --V, Q, dO--> ........................P^T.......> gradient_role: dP^T, dS^T, dK += dS^T Q
 
-The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ.
-In both, one product of the last tile runs under the arithmetic of the next.
+In it, one product of the last tile runs under the arithmetic of the next.
+The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ. They start
+products in turn, so that those of one run under the arithmetic of the other.
 """
 
 from tilewise.hopper.arguments import Packing
@@ -28,7 +30,6 @@ from tilewise.hopper.compat import (
     gluon,
     load_tile,
     mbarrier,
-    start_next_kernel,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -134,7 +135,6 @@ def keys_load_role(
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
     else:
         num_work = sizes.num_tiles * sizes.num_slots
-    start_next_kernel()
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far

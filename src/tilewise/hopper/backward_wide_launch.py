@@ -134,6 +134,4 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
-    return Launch(
-        attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
-    )
+    return Launch(attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)

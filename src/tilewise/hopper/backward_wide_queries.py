@@ -28,7 +28,6 @@ from tilewise.hopper.compat import (
     pass_turn,
     store_tile,
     take_turn,
-    wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma_wait,
 )
@@ -84,11 +83,7 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 
 @gluon.jit
 def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
-    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn.
-
-    The keys kernel, which was started before, may still run: its last tiles leave SMs idle.
-    """
-    counter += 2  # the first two integers are the keys kernel's
+    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
     if cfg.IS_PACKED:
         num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots * sizes.group_size
     else:
@@ -114,7 +109,6 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
             use += 1
         index = drawn(draw(counter))
         turn += 1
-    wait_for_previous_kernel()  # of dK and dV: who waits for this kernel relies on both
     finish_work(ch, turn, index, counter)
 
 
@@ -122,6 +116,7 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
 def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
     dtype: gl.constexpr = dq_desc.dtype
+    IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
     turn = 0
     use = 0
     if W == 1:
@@ -146,36 +141,26 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
         for j in range(tiles.begin + 1, tiles.end):
             ch.k.wait(use + 1)
+            if not IS_V_LATE:
+                ch.v.wait(use + 1)
             take_turn(W)
-            if cfg.V_STAGES == 1:  # K's slot is given back early, and V's is needed late
-                dq = start_dq(ds, dq, use, ch, cfg)
-                s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
-                pass_turn(W)
-                dq = await_parts(dq, cfg.PARTS, cfg)
-                ch.k.release(use)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            dq = start_dq(ds, dq, use, ch, cfg)  # first: the K after the next waits for this slot
+            s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
+            if not IS_V_LATE:
+                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+            pass_turn(W)
+            dq = await_parts(dq, cfg.PARTS + (0 if IS_V_LATE else 1), cfg)
+            ch.k.release(use)
+            s = warpgroup_mma_wait(0 if IS_V_LATE else 1, deps=(s,))
+            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            if IS_V_LATE:
                 ch.v.wait(use + 1)
                 take_turn(W)
                 dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
                 pass_turn(W)
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-                ch.v.release(use + 1)
-                ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
-            else:
-                s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
-                ch.v.wait(use + 1)
-                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
-                dq = start_dq(ds, dq, use, ch, cfg)
-                pass_turn(W)
-                s = warpgroup_mma_wait(1 + cfg.PARTS, deps=(s,))
-                p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
-                dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS K may still run
-                ch.v.release(use + 1)
-                ds_next = pinned((p * slope * (dp - delta[:, None])).to(dtype))
-                dq = await_parts(dq, 0, cfg)
-                ch.k.release(use)
-                ds = ds_next
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ch.v.release(use + 1)
+            ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
             use += 1
         dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
         ch.k.release(use)

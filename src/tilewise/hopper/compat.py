@@ -18,6 +18,11 @@ aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+
+# Whether a warpgroup with dK and dV in 160 registers can start the next S beside them. What newer releases
+# make of it needs more registers than there are, and ptxas would run all products one by one.
+HOLDS_NEXT_S = gl.constexpr(not hasattr(tma, "async_load"))
+
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
@@ -139,6 +144,7 @@ def wait_for_previous_kernel():
 
 
 __all__ = [
+    "HOLDS_NEXT_S",
     "TensorDescriptor",
     "add_tile",
     "aggregate",

@@ -313,13 +313,13 @@ _COUNTERS: dict[tuple[int, int], Tensor] = {}
 
 
 def scheduler_counter(device: torch.device) -> Tensor:
-    """Two zeros for a launch's scheduler, which leaves them zero again, and two for one that overlaps it.
+    """Two zeros for a launch's scheduler, which leaves them zero again.
 
-    Launches of one stream follow each other, so they share these; a captured graph owns its own.
+    Launches of one stream follow each other, so they share a pair; a captured graph owns its own.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))  # the Stream object takes 3 us
     if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(4, dtype=torch.int32, device=device)
+        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _COUNTERS[key]
