@@ -13,10 +13,16 @@ emulator.install()
 from emulator import Descriptor, Pointer, run_grid  # noqa: E402
 
 from tilewise import reference  # noqa: E402
-from tilewise.hopper import backward, backward_wide, backward_wide_queries, launch  # noqa: E402
+from tilewise.hopper import (  # noqa: E402
+    backward,
+    backward_slim,
+    backward_wide,
+    backward_wide_queries,
+    launch,
+)
 from tilewise.hopper.backward_arguments import CHUNK  # noqa: E402
 from tilewise.hopper.backward_launch import NARROW, backward_config, kernel_sizes, score_factors  # noqa: E402
-from tilewise.hopper.backward_wide_launch import wide_config  # noqa: E402
+from tilewise.hopper.backward_wide_launch import keys_config, wide_config  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
@@ -44,6 +50,8 @@ CASES = {
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
     "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
     "wide_window": (200, 150, 2, 2, 192, 128, {"window_left": 40, "window_right": 10}),
+    "slim_packed": ([100, 0, 170, 1], [130, 20, 0, 7], 2, 1, 192, 128, {"causal": True}),
+    "slim_softcap": (100, 270, 2, 2, 160, 100, {"softcap": 3.0, "causal": True}),
     "wide_softcap": (100, 140, 1, 1, 160, 160, {"softcap": 3.0}),
     "wide_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 256, 256, {"causal": True}),
     "packed_deterministic": (
@@ -115,7 +123,7 @@ def emulate(problem, inputs, dout):
         Pointer(torch.zeros(2, dtype=torch.int32)),
         batch=problem.batch, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
-        num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), tiles_q=tiles_q,
+        num_slots=num_slots, num_tiles=-(-problem.seqlen_k // 128), section=2, tiles_q=tiles_q,
         window_left=visibility.left if visibility.left is not None else 1 << 29,
         window_right=visibility.right if visibility.right is not None else 1 << 29,
         scale=problem.scale, scale_log2e=problem.scale * launch.LOG2_E,
@@ -139,12 +147,16 @@ def emulate_wide(problem, inputs, dout):
         tile(value, cfg.BLOCK_DV),
         tile(dout, cfg.BLOCK_DV),
     ]
-    keys = [tile(t, cfg.STORE_WIDTH) for t in gradients[1:3]]
+    keys = [tile(t, width) for t, width in zip(gradients[1:3], cfg.STORE_WIDTHS, strict=True)]
+    keys_kernel = (
+        backward_slim.attn_bwd_slim_keys_kernel if cfg.IS_SLIM else backward_wide.attn_bwd_wide_keys_kernel
+    )
     rows = Descriptor(stats, list(stats.shape), [stats.shape[1], 1], [1, 128])
-    for kernel, tensors, length, side, width in (
-        (backward_wide.attn_bwd_wide_keys_kernel, [*keys, rows], problem.seqlen_k, "k", 64),
+    for kernel, own_cfg, tensors, length, side, width in (
+        (keys_kernel, keys_config(cfg), [*keys, rows], problem.seqlen_k, "k", keys_config(cfg).BLOCK_N),
         (
             backward_wide_queries.attn_bwd_wide_queries_kernel,
+            cfg,
             [tile(gradients[0], cfg.PART_WIDTH), Pointer(stats)],
             problem.seqlen_q,
             "q",
@@ -158,7 +170,7 @@ def emulate_wide(problem, inputs, dout):
             *order_sequences(inputs, problem.batch, side, width),
         ]
         pointers = [None if t is None else Pointer(t) for t in (*packing, torch.zeros(2, dtype=torch.int32))]
-        run_grid(kernel, 3, *streams, *tensors, *pointers, *sizes, *score_factors(problem), cfg=cfg)
+        run_grid(kernel, 3, *streams, *tensors, *pointers, *sizes, *score_factors(problem), cfg=own_cfg)
     return gradients
 
 

@@ -217,6 +217,11 @@ def _wait(bar: Shared, phase: Any) -> None:
             raise RuntimeError("another role failed")
 
 
+def _take_turn(W: int) -> None:
+    if not _local.turns[W].acquire(timeout=TIMEOUT):
+        raise TimeoutError("a turn was not passed")
+
+
 class Pointer:
     """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
@@ -288,11 +293,12 @@ def _await_signal(number: int, when: Any = 1) -> None:
 
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     meeting = threading.Barrier(2)
+    turns = [threading.Semaphore(0), threading.Semaphore(0)]
     signals: set[int] = set()
 
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
         _local.products, _local.stores, _local.program = [], [], program
-        _local.meeting, _local.signals = meeting, signals
+        _local.meeting, _local.signals, _local.turns = meeting, signals, turns
         try:
             function(*arguments)
             assert not _local.products, "products that nobody waited for"
@@ -433,7 +439,7 @@ def install() -> None:
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
-        TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
+        HOLDS_NEXT_S=True, TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
@@ -444,6 +450,7 @@ def install() -> None:
         wait_for_stores=wait_for_stores,
         wait_for_writes=lambda: wait_for_stores(0), wait_for_own_stores=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT), signal=_signal, await_signal=_await_signal,
+        take_turn=_take_turn, pass_turn=lambda W: _local.turns[1 - W].release(),
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait

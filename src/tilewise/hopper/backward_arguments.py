@@ -53,6 +53,7 @@ class BackwardSizes(NamedTuple):
     group_size: Any  # query heads that share one key head
     num_slots: Any  # (batch, key head) pairs, or key heads if packed
     num_tiles: Any  # key tiles of a slot; packed: not used
+    section: Any  # slots whose tiles are drawn together, those with most to do first
     tiles_q: Any  # query tiles of a query head in the scratch tensors
     window_left: Any
     window_right: Any
@@ -90,9 +91,14 @@ class WideBackwardConfig:
     LOAD_REGISTERS: int = 24
 
     @property
-    def STORE_WIDTH(self) -> int:
-        """Columns of dK that are stored at a time, through V's tile, which may be narrower than dK."""
-        return min(self.PART_WIDTH, 128)
+    def IS_SLIM(self) -> bool:
+        """Whether dK and dV of 128 keys fit the registers of two warpgroups."""
+        return self.PARTS * self.PART_WIDTH <= 192 and self.BLOCK_DV == 128
+
+    @property
+    def STORE_WIDTHS(self) -> tuple[int, int]:
+        """Columns of dK and of dV that are stored at a time, each through a tile that is no longer needed."""
+        return (self.PART_WIDTH, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
 
     @property
     def maxnreg(self) -> int:

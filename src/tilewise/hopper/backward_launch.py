@@ -18,10 +18,12 @@ from tilewise.hopper.backward_arguments import (
 )
 from tilewise.hopper.launch import (
     LOG2_E,
+    SECTION_BYTES,
     UNBOUNDED,
     descriptor,
     num_sms,
     scheduler_counter,
+    section_size,
     tma_ready,
 )
 from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
@@ -196,16 +198,32 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
 def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:
     """The integers of a kernel that works on num_tiles tiles of each slot; `rows` is the query tensor's."""
     visibility = problem.visibility()
+    num_slots = problem.num_kv_heads * (1 if problem.is_packed else problem.batch)
     return BackwardSizes(
         batch=problem.batch,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
-        num_slots=problem.num_kv_heads * (1 if problem.is_packed else problem.batch),
+        num_slots=num_slots,
         num_tiles=num_tiles,
+        section=section(problem, num_slots) if isinstance(cfg, WideBackwardConfig) else 1,
         tiles_q=query_tiles_of(problem, rows, cfg),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+    )
+
+
+def section(problem: AttentionProblem, num_slots: int) -> int:
+    """How many slots' tiles are drawn together: causal, as many as the L2 cache holds queries or keys of.
+
+    The tiles that have least to do then come last, and the SMs end at the same time.
+    """
+    visibility = problem.visibility()
+    if visibility.right is None or visibility.left is not None:
+        return 1
+    rows = max(problem.seqlen_q * problem.group_size, problem.seqlen_k)
+    return section_size(
+        num_slots, max(1, SECTION_BYTES // (2 * rows * (problem.head_dim + problem.head_dim_v)))
     )
 
 

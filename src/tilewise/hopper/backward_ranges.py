@@ -104,13 +104,12 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def place_keys(index, num_tiles, num_slots, cfg: gl.constexpr):
-    """(tile, slot) of an index: tiles of a slot follow each other, so that they share queries in L2.
+def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
+    """(tile, slot) of an index: slots section by section, so that their tiles share queries in L2.
 
     Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
     tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
     """
-    section = 0 * num_tiles + 1
     if cfg.IS_DETERMINISTIC:
         section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
     tile, slot = place(index, num_tiles, num_slots, section, True)
@@ -129,10 +128,12 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
             index // sizes.num_slots, sizes.batch, packing
         )
-        tile, slot = place_keys(index - first * sizes.num_slots, own_tiles, sizes.num_slots, cfg)
+        tile, slot = place_keys(
+            index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg
+        )
         work = Work(tile * cfg.BLOCK_N, slot, b, start_q, own_q, start_k, own_k)
     else:
-        tile, slot = place_keys(index, sizes.num_tiles, sizes.num_slots, cfg)
+        tile, slot = place_keys(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg)
         heads = sizes.num_slots // sizes.batch
         zero = 0 * slot
         work = Work(

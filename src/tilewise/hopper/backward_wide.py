@@ -2,6 +2,7 @@
 
     P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
     dV += P^T dO,  dK += dS^T Q                attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
+                                               (up to 192/128 `backward_slim`: 128 keys)
     dQ += dS K                                 attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
 
 Seven products instead of five, and in return no additions in global memory: the same bits every time.
@@ -11,8 +12,9 @@ The first kernel is a pipeline of two warpgroups, each with one accumulator of [
     load_role --K, Q, dO--> weight_role: S^T, P^T, dV += P^T dO
               --V, Q, dO--> ........................P^T.......> gradient_role: dP^T, dS^T, dK += dS^T Q
 
-The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ.
-In both, one product of the last tile runs under the arithmetic of the next.
+In it, one product of the last tile runs under the arithmetic of the next.
+The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ. They start
+products in turn, so that those of one run under the arithmetic of the other.
 """
 
 from tilewise.hopper.arguments import Packing
@@ -105,9 +107,9 @@ def accumulate_parts(a, ring, use, parts, cfg: gl.constexpr):
 
 
 @gluon.jit
-def await_parts(parts, cfg: gl.constexpr):
-    """Wait for all products, whose sums are `parts`."""
-    sums = warpgroup_mma_wait(0, deps=parts)
+def await_parts(parts, REST: gl.constexpr, cfg: gl.constexpr):
+    """Wait for all but the last REST products; those before have the sums `parts`."""
+    sums = warpgroup_mma_wait(REST, deps=parts)
     if cfg.PARTS == 1:
         sums = (sums,)
     return sums
@@ -258,19 +260,15 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
         ch.do.release(use)
         ds = take_weight(dp, use, ch, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
+            dk = accumulate_parts(ds, ch.q, use, dk, cfg)  # first: the Q after the next waits for this slot
             dp = start_dp(v, use + 1, ch, cfg)
-            dk = accumulate_parts(ds, ch.q, use, dk, cfg)
-            dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS^T Q may still run
+            dk = await_parts(dk, 1, cfg)
+            ch.q.release(use)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
             ch.do.release(use + 1)
-            if cfg.STAGES == 2:  # the Q after the next waits for this slot
-                dk = await_parts(dk, cfg)
-                ch.q.release(use)
             ds = take_weight(dp, use + 1, ch, cfg)
-            if cfg.STAGES > 2:
-                dk = await_parts(dk, cfg)
-                ch.q.release(use)
             use += 1
-        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), cfg)
+        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), 0, cfg)
         ch.q.release(use)
         use += 1
         store_keys(scaled(dk, factors.scale), dk_desc, ch.v.part(turn, 0), work, cfg)
@@ -301,7 +299,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 @gluon.jit
 def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
     """Store dK or dV of 64 keys, STORE_WIDTH columns at a time, through one tile that is no longer needed."""
-    WIDTH: gl.constexpr = cfg.STORE_WIDTH
+    WIDTH: gl.constexpr = desc.block_shape[-1]
     pieces = parts
     if parts[0].shape[1] > WIDTH:
         pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
@@ -318,13 +316,14 @@ def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
-    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        window_left, window_right,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     dtype: gl.constexpr = q_desc.dtype

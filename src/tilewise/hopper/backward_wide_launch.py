@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ def backward(
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
-    ordered_k = order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
     given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats)
     run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
@@ -56,7 +57,7 @@ def steps(
     counter, tensors = scheduler_counter(stats.device), (query, key, value, dout, cu_q, cu_k)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None, None)),
-        Step(keys_launch, tensors, (cfg,), (dk, dv, stats, order_k, first_k, counter)),
+        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
         Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter)),
     ]
 
@@ -87,8 +88,16 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
     )
 
 
+def keys_config(cfg: WideBackwardConfig) -> WideBackwardConfig:
+    """The same for the keys kernel: 128 keys a tile where their dK and dV fit the registers."""
+    return dataclasses.replace(cfg, BLOCK_N=128) if cfg.IS_SLIM else cfg
+
+
 def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
-    from tilewise.hopper.backward_wide import attn_bwd_wide_keys_kernel
+    if cfg.IS_SLIM:
+        from tilewise.hopper.backward_slim import attn_bwd_slim_keys_kernel as kernel
+    else:
+        from tilewise.hopper.backward_wide import attn_bwd_wide_keys_kernel as kernel
 
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
     assert query is not None and key is not None
@@ -97,7 +106,10 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     arguments = (
         *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
-        *(descriptor(t, (64, 1, cfg.STORE_WIDTH), is_packed) for t in (dk, dv)),
+        *(
+            descriptor(t, (64, 1, width), is_packed)
+            for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
+        ),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(cu_q, cu_k, *others),
         *sizes,
@@ -106,7 +118,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     )
     most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
-    return Launch(attn_bwd_wide_keys_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:

@@ -25,14 +25,16 @@ from tilewise.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
+    pass_turn,
     store_tile,
+    take_turn,
     wait_for_stores,
     warpgroup_mma_wait,
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
-from tilewise.hopper.schedule import Work, draw, drawn, make_work_ring, packed_sequence, receive, send
+from tilewise.hopper.schedule import Work, draw, drawn, make_work_ring, packed_sequence, place, receive, send
 from tilewise.hopper.softmax import exp2
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -61,20 +63,19 @@ class Channels:
 def locate_queries(index, sizes, packing, cfg: gl.constexpr):
     """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
     heads = sizes.num_slots * sizes.group_size
+    section = sizes.section * sizes.group_size
     if cfg.IS_PACKED:
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
             index // heads, sizes.batch, packing
         )
-        rest = index - first * heads
-        work = Work(
-            (own_tiles - 1 - rest % own_tiles) * 128, rest // own_tiles, b, start_q, own_q, start_k, own_k
-        )
+        tile, head = place(index - first * heads, own_tiles, heads, section, True)
+        work = Work(tile * 128, head, b, start_q, own_q, start_k, own_k)
     else:
-        slot = index // sizes.num_tiles
+        tile, slot = place(index, sizes.num_tiles, heads, section, True)
         heads = heads // sizes.batch
         zero = 0 * slot
         work = Work(
-            (sizes.num_tiles - 1 - index % sizes.num_tiles) * 128, slot % heads, slot // heads,
+            tile * 128, slot % heads, slot // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
@@ -115,8 +116,11 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
 def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
     dtype: gl.constexpr = dq_desc.dtype
+    IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
     turn = 0
     use = 0
+    if W == 1:
+        pass_turn(W)  # 0 begins
     work = receive(ch.work, turn)
     while work.row >= 0:
         row = work.row + W * 64
@@ -127,6 +131,8 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         ch.q.wait(own_use)
         ch.do.wait(own_use)
         dq = zero_parts(cfg)
+        ch.k.wait(use)
+        ch.v.wait(use)
         s = start_s(W, opaque_zero(turn), use, ch, cfg)
         dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
@@ -134,19 +140,29 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         p, slope = weights(s, lse, tiles.begin, row, own, work, sizes, factors, cfg)
         ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
         for j in range(tiles.begin + 1, tiles.end):
+            ch.k.wait(use + 1)
+            if not IS_V_LATE:
+                ch.v.wait(use + 1)
+            take_turn(W)
+            dq = start_dq(ds, dq, use, ch, cfg)  # first: the K after the next waits for this slot
             s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
-            dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
-            dq = start_dq(ds, dq, use, ch, cfg)
-            s = warpgroup_mma_wait(1 + cfg.PARTS, deps=(s,))
-            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
-            dp = warpgroup_mma_wait(cfg.PARTS, deps=(dp,))  # dS K may still run
-            ch.v.release(use + 1)
-            ds_next = pinned((p * slope * (dp - delta[:, None])).to(dtype))
-            dq = await_parts(dq, cfg)
+            if not IS_V_LATE:
+                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+            pass_turn(W)
+            dq = await_parts(dq, cfg.PARTS + (0 if IS_V_LATE else 1), cfg)
             ch.k.release(use)
-            ds = ds_next
+            s = warpgroup_mma_wait(0 if IS_V_LATE else 1, deps=(s,))
+            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            if IS_V_LATE:
+                ch.v.wait(use + 1)
+                take_turn(W)
+                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+                pass_turn(W)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ch.v.release(use + 1)
+            ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
             use += 1
-        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), cfg), factors.scale)
+        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
@@ -181,8 +197,7 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
-    """Start S = Q K^T [64, BLOCK_N] of a key tile, once it has arrived."""
-    ch.k.wait(use)
+    """Start S = Q K^T [64, BLOCK_N] of a key tile that has arrived."""
     return product_of_parts(ch.q, W + zero, ch.k, use, 64, cfg.BLOCK_N, cfg)
 
 
@@ -190,7 +205,6 @@ def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
 def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start dP = dO V^T [64, BLOCK_N]."""
     do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
-    ch.v.wait(use)
     v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     return product(do, v.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
 
@@ -214,13 +228,14 @@ def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
 def attn_bwd_wide_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right,
-    scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, tiles_q, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        window_left, window_right,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(

@@ -18,6 +18,11 @@ aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+
+# Whether a warpgroup with dK and dV in 160 registers can start the next S beside them. What newer releases
+# make of it needs more registers than there are, and ptxas would run all products one by one.
+HOLDS_NEXT_S = gl.constexpr(not hasattr(tma, "async_load"))
+
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
@@ -131,6 +136,32 @@ def await_signal(NUMBER: gl.constexpr, when=1):
 
 
 @gluon.jit
+def take_turn(W: gl.constexpr):
+    """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr):
+    """Warpgroup W lets the other one go on, and does not wait."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
     gl.inline_asm_elementwise(
@@ -147,6 +178,7 @@ def wait_for_previous_kernel():
 
 
 __all__ = [
+    "HOLDS_NEXT_S",
     "TensorDescriptor",
     "add_tile",
     "aggregate",
@@ -162,9 +194,11 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "meet",
+    "pass_turn",
     "signal",
     "start_next_kernel",
     "store_tile",
+    "take_turn",
     "wait_for_own_stores",
     "wait_for_previous_kernel",
     "wait_for_stores",

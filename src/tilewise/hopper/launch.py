@@ -168,7 +168,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=slots_a_key * _section(num_slots // slots_a_key, max(1, SECTION_BYTES // key_bytes)),
+        section=slots_a_key * section_size(num_slots // slots_a_key, max(1, SECTION_BYTES // key_bytes)),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
     )
@@ -194,7 +194,7 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float]:
     return problem.scale * LOG2_E, 0.0, 0.0
 
 
-def _section(num_keys: int, fitting: int) -> int:
+def section_size(num_keys: int, fitting: int) -> int:
     """Key heads of a section: as many as fit, but equal sections; a small last one would leave SMs idle."""
     largest_divisor = max(n for n in range(1, min(fitting, num_keys) + 1) if num_keys % n == 0)
     num_sections = -(-num_keys // fitting)
