@@ -10,6 +10,7 @@ compiles.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,17 +53,33 @@ def cached(dim: int, backend: str) -> None:
     tilewise.attention_with_cache(query, cache, key, value, **turned, backend=backend)
 
 
-def paged(dim: int, backend: str) -> None:
+def paged(
+    dim: int,
+    backend: str,
+    lengths: Sequence[int] = (333, 5, 261),
+    queries: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Several queries on pages of 16, of sequences that end anywhere in a page."""
-    cache = tilewise.PagedKVCache(80, 16, 2, dim, dtype=torch.bfloat16, device="cuda")
-    sequences = [cache.allocate() for _ in range(3)]
-    cache.append(*([draw(length, 2, dim) for length in (333, 5, 261)] for _ in range(2)))
-    query, key, value = (draw(3, 4, heads, dim) for heads in (4, 2, 2))
+    pages = sum(length // 16 + 2 for length in lengths)
+    cache = tilewise.PagedKVCache(pages, 16, 2, dim, dtype=dtype, device="cuda")
+    sequences = [cache.allocate() for _ in lengths]
+    cache.append(*([draw(length, 2, dim) for length in lengths] for _ in range(2)))
+    query, key, value = (draw(len(lengths), queries, heads, dim) for heads in (8, 2, 2))
     tilewise.attention_with_cache(query, cache, key, value, batch=sequences, backend=backend)
 
 
+def ragged(dim: int, backend: str) -> None:
+    """So many sequences that a worker has several pieces, whole ones and parts."""
+    paged(dim, backend, lengths=[5 + 97 * n % 411 for n in range(24)], queries=8)
+
+
+def eight_bit(dim: int, backend: str) -> None:
+    paged(dim, backend, dtype=torch.float8_e4m3fn)
+
+
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged"):
+    if name in ("packed", "cached", "paged", "ragged", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "bias":
         dense(64, backend, bias=draw(1, 1, 133, 150))
@@ -76,8 +93,28 @@ def run(name: str, backend: str) -> None:
 
 
 CASES = {
-    "triton": ("d64_causal", "d128_full", "d256_causal", "bias", "options", "packed", "cached", "paged"),
-    "hopper": ("d64_causal", "d128_full", "d128_causal", "d256_causal", "packed", "cached", "paged"),
+    "triton": (
+        "d64_causal",
+        "d128_full",
+        "d256_causal",
+        "bias",
+        "options",
+        "packed",
+        "cached",
+        "paged",
+        "ragged",
+        "eight_bit",
+    ),
+    "hopper": (
+        "d64_causal",
+        "d128_full",
+        "d128_causal",
+        "d256_causal",
+        "packed",
+        "cached",
+        "paged",
+        "ragged",
+    ),
 }
 
 

@@ -250,3 +250,9 @@ def test_gradients_are_equal_bit_for_bit():
         runs.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
+
+
+def test_the_longest_length_may_be_a_tensor():
+    x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    found = tilewise.attention_varlen(x, x, x, starts, starts, starts.diff().max(), starts.diff().max())
+    assert torch.equal(found, tilewise.attention_varlen(x, x, x, starts, starts, 4, 4))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import library
 
 import tilewise
-from tilewise import reference
+from tilewise import flash_attn_3, reference
 from tilewise.problem import Inputs, Options
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -140,6 +143,33 @@ def test_packed_queries_with_pages(dtype, options, page_size):
         base, _ = reference.attention(q[None], k[None], v[None], causal=True, dtype=dtype, **options)
         report = compare("out", torch.cat(own)[None], exact, base)
         assert report.is_within, report
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_eight_bit_caches_of_flash_attention_3(kind):
+    """The same on a GPU as on the CPU, and the caches equal bit for bit."""
+    fp8, shape = torch.float8_e4m3fn, (80, 16, 2, 64) if kind == "paged" else (2, 640, 2, 64)
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    caches = [rand(*shape).to(fp8) for _ in range(2)]
+    q, k, v = (rand(2, 3, heads, 64).to(fp8) for heads in (8, 2, 2))
+    options = {f"{name}_descale": rand(2, 2).abs() for name in "qkv"}
+    options["cache_seqlens"] = torch.tensor([500, 37], dtype=torch.int32)
+    if kind == "paged":
+        options["page_table"] = torch.randperm(80, generator=generator).int().view(2, 40)
+    runs = []
+    for device in ("cpu", "cuda"):
+        k_cache, v_cache = (t.clone().to(device) for t in caches)
+        own = {name: t.to(device) for name, t in options.items()}
+        out = flash_attn_3.flash_attn_with_kvcache(
+            q.to(device), k_cache, v_cache, k.to(device), v.to(device), causal=True, **own
+        )
+        runs.append([t.float().cpu() for t in (out, k_cache, v_cache)])
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=2e-2, atol=2e-2)
+    assert torch.equal(runs[1][1], runs[0][1]) and torch.equal(runs[1][2], runs[0][2])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -327,12 +357,46 @@ def test_nothing_compiles_after_a_warmup():
     assert variants() == before
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_another_device(backend):
     expected = forward_and_backward("cuda", backend)
     for _ in range(3):  # through Triton, then by the plan
         found = forward_and_backward("cuda:1", backend)
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+@needs_two_gpus
+def test_two_devices_at_once(backend):
+    expected = forward_and_backward("cuda", backend)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(forward_and_backward, f"cuda:{i % 2}", backend) for i in range(40)]
+        for result in results:
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(result.result(), expected, strict=True))
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("is_paged", [False, True], ids=["contiguous", "paged"])
+def test_a_cache_on_another_device(backend, is_paged):
+    expected = append_and_decode("cuda", backend, is_paged)
+    for _ in range(3):
+        found = append_and_decode("cuda:1", backend, is_paged)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+def append_and_decode(device, backend, is_paged):
+    """Four steps of one token after 300."""
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(2, 304, 2, 64, generator=generator).bfloat16().to(device)
+    options = {"dtype": torch.bfloat16, "device": device}
+    if is_paged:
+        cache = tilewise.PagedKVCache(64, 16, 2, 64, **options)
+        placed = {"batch": [cache.allocate(), cache.allocate()]}
+    else:
+        cache, placed = tilewise.KVCache(2, 512, 2, 64, **options), {}
+    return [
+        tilewise.attention_with_cache(x, cache, x, x, **placed, backend=backend)
+        for x in given.split([300, 1, 1, 1, 1], 1)
+    ]
 
 
 def forward_and_backward(device, backend):

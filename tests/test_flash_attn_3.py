@@ -149,41 +149,69 @@ def refused(error, message, function, *arguments, **options):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
-def test_fp8_is_refused(name):
-    q, scale = torch.ones(1, 3, 2, 8), torch.ones(1, 2)
-    starts = torch.tensor([0, 3])
-    message = f"{name} must be None: FP8"
-    refused(NotImplementedError, message, flash_attn_func, q, q, q, **{name: scale})
-    refused(
-        NotImplementedError, message, flash_attn_qkvpacked_func, torch.ones(1, 3, 3, 2, 8), **{name: scale}
-    )
-    refused(
-        NotImplementedError,
-        message,
-        flash_attn_varlen_func,
-        q[0],
-        q[0],
-        q[0],
-        starts,
-        starts,
-        3,
-        3,
-        **{name: scale},
-    )
+def eight_bit(*shape):
+    """float8_e4m3fn numbers, and the same in float64."""
+    t = torch.randn(*shape).to(torch.float8_e4m3fn)
+    return t, t.double()
 
 
-def test_the_way_around_qv_that_its_error_names():
-    q, k, v, qv = randn(1, 3, 2, 8), randn(1, 5, 2, 8), randn(1, 5, 2, 6), randn(1, 3, 2, 6)
-    refused(NotImplementedError, "q=cat([q, qv], -1), k=cat([k, v], -1)", flash_attn_func, q, k, v, qv=qv)
-    out = flash_attn_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) + torch.einsum("bihd,bjhd->bhij", qv, v)
-    weights = torch.softmax(scores / 14**0.5, -1)
-    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
+@pytest.mark.parametrize("given", ["none", "k", "all"])
+def test_eight_bits(given):
+    """Scores and values times each sequence's and key head's factors."""
+    (q, q64), (k, k64), (v, v64) = eight_bit(2, 3, 4, 8), eight_bit(2, 5, 2, 8), eight_bit(2, 5, 2, 6)
+    ones = torch.ones(2, 2)
+    q_scale, k_scale, v_scale = (
+        torch.rand(2, 2) + 0.5 if given == "all" or given == name else ones for name in "qkv"
+    )
+    wide = q_scale.double().repeat_interleave(2, 1)[:, None, :, None]
+    exact = reference.attention(
+        q64 * wide, k64 * k_scale[:, None, :, None], v64 * v_scale[:, None, :, None], causal=True
+    )
+    scales = {f"{name}_descale": t for name, t in zip("qkv", (q_scale, k_scale, v_scale)) if t is not ones}
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=2e-2, atol=2e-2)
+    starts = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10])
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    packed = flash_attn_varlen_func(*flat, *starts, 3, 5, causal=True, **scales)
+    torch.testing.assert_close(packed.double(), exact[0].flatten(0, 1), rtol=2e-2, atol=2e-2)
+
+
+def test_eight_bits_that_do_not_fit():
+    q, (f, _), scale = torch.ones(1, 3, 2, 8), eight_bit(1, 3, 2, 8), torch.ones(1, 2)
+    refused(
+        ValueError, "q_descale must be None: q is torch.float32", flash_attn_func, q, q, q, q_descale=scale
+    )
+    refused(ValueError, "k_descale.shape=(1, 3)", flash_attn_func, f, f, f, k_descale=torch.ones(1, 3))
+    refused(TypeError, "v_descale must be a float32", flash_attn_func, f, f, f, v_descale=scale.double())
+    refused(TypeError, "k is torch.float32", flash_attn_func, f, q, q)
+    refused(NotImplementedError, "qv must be None", flash_attn_func, f, f, f, qv=f)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_qv_adds_scores_with_the_values(scale):
+    q, k, v, qv = randn(1, 3, 4, 8), randn(1, 5, 2, 8), randn(1, 5, 2, 6), randn(1, 3, 4, 6)
+    tensors = [t.requires_grad_() for t in (q, k, v, qv)]
+    keys, values = (t.repeat_interleave(2, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) + torch.einsum("bihd,bjhd->bhij", qv, values)
+    weights = torch.softmax(scores * (14**-0.5 if scale is None else scale), -1)
+    expected = torch.einsum("bhij,bjhd->bihd", weights, values)
+    out = flash_attn_func(q, k, v, scale, qv=qv)
+    torch.testing.assert_close(out, expected)
+    grad = randn(*out.shape)
+    for ours, exact in zip(
+        torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, tensors, grad)
+    ):
+        torch.testing.assert_close(ours, exact)
+    starts = torch.tensor([0, 3]), torch.tensor([0, 5])
+    packed = flash_attn_varlen_func(q[0], k[0], v[0], *starts, 3, 5, softmax_scale=scale, qv=qv[0])
+    torch.testing.assert_close(packed, expected[0])
 
 
 def test_errors():
     q, starts = torch.ones(1, 3, 2, 8), torch.tensor([0, 3])
+    refused(ValueError, "qv of shape (1, 3, 2, 7)", flash_attn_func, q, q, q, qv=torch.ones(1, 3, 2, 7))
     refused(NotImplementedError, "attention_chunk=2", flash_attn_func, q, q, q, attention_chunk=2)
     refused(ValueError, "window_size=None", flash_attn_func, q, q, q, window_size=None)
     refused(ValueError, "qkv.shape=(1, 3, 2, 2, 8)", flash_attn_qkvpacked_func, torch.ones(1, 3, 2, 2, 8))

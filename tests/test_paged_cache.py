@@ -345,6 +345,8 @@ def test_used_bytes_count_shared_pages_once():
     [
         ((4, 17, 2, 8), {}, "page_size=17"),
         ((4, 16, 2, 0), {}, "head_dim=0"),
+        ((4, 16, 2, 577), {}, "head_dim=577"),
+        ((True, 16, 2, 8), {}, "num_pages=True"),
         ((-1, 16, 2, 8), {}, "num_pages=-1"),
         ((4, 16, 2, 8), {"head_dim_v": 9, "value_in_key": True}, "head_dim_v=9"),
     ],
@@ -376,3 +378,29 @@ def test_wrong_tokens_leave_the_cache_unchanged():
         for a, b in zip(before, [t for n in range(2) for t in cache.gather(n)]):
             assert torch.equal(a, b)
     assert cache.free_pages == 40 - 3
+
+
+def test_wrong_arguments_are_named_and_change_nothing():
+    cache, _, _ = filled([3, 5])
+    k, v = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 6)
+    lists = [torch.randn(n, 2, 8) for n in (3, 5)], [torch.randn(n, 2, 6) for n in (5, 3)]
+    wrong = [
+        (lambda: cache.append(*lists), ValueError, r"value has \[5, 3\]"),
+        (lambda: cache.append("k", v, [0]), TypeError, "key"),
+        (lambda: cache.append(k, 3, [0]), TypeError, "value"),
+        (lambda: cache.append(k[0, 0], v, [0]), ValueError, "key"),
+        (lambda: cache.append(k, v, 0), TypeError, "sequences=0"),
+        (lambda: cache.reserve([0], 1.5), TypeError, "new_tokens=1.5"),
+        (lambda: cache.reserve(["a"], 1), TypeError, "sequences"),
+        (lambda: cache.truncate(0, "2"), ValueError, "length='2'"),
+        (
+            lambda: tilewise.attention_with_cache(torch.randn(1, 1, 4, 8), cache, batch=5),
+            TypeError,
+            "batch=5",
+        ),
+        (lambda: PagedKVCache(4, 16, 2, 8, dtype=torch.float32, shares=cache.key), TypeError, "shares"),
+    ]
+    for call, error, match in wrong:
+        with pytest.raises(error, match=match):
+            call()
+        assert [cache.length(0), cache.length(1)] == [3, 5] and cache.free_pages == 38

@@ -23,6 +23,12 @@ def test_what_the_table_holds_is_among_the_candidates(kernel, head_dim, is_causa
     assert len(tiles) == len(set(tiles)) < 60 and all(tile.is_valid() for tile in tiles)
 
 
+def test_tiles_of_the_bias_gradient():
+    tiles = list(tune.candidates("dbias", 128, 2, H200_SHARED, has_tma=True))
+    held = kernel_tile("dbias", (9, 0), None, 128, "bias")
+    assert held in tiles and len(tiles) == len(set(tiles)) and all(tile.is_valid() for tile in tiles)
+
+
 def test_the_fastest_is_chosen_and_what_does_not_run_is_passed_over():
     seconds = {
         KernelTile(64, 64, 4, 2): 2.0,
@@ -46,7 +52,12 @@ def test_one_gradient_alone_may_take_larger_tiles(kernel):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--kernel", "du"], "--kernel du must be one of"), (["--dtype", "float64"], "--dtype float64 must be")],
+    [
+        (["--kernel", "du"], "--kernel du must be one of"),
+        (["--kernel", "dbias"], "--kernel dbias needs --scores bias"),
+        (["--scores", "steep"], "--scores steep must be one of"),
+        (["--dtype", "float64"], "--dtype float64 must be"),
+    ],
 )
 def test_bad_arguments_are_named(arguments, message):
     result = CliRunner().invoke(_app(), ["tune", *arguments])
@@ -59,7 +70,19 @@ def test_without_a_gpu():
     assert result.exit_code == 2 and "needs a GPU" in result.output
 
 
+@pytest.mark.parametrize("scores", tune.SCORES)
+def test_the_problem_has_the_rows_it_is_timed_for(scores):
+    problem, inputs = tune.drawn(64, True, 32, torch.bfloat16, scores, device="cpu")
+    found = (problem.softcap > 0, problem.mask_shape, problem.bias_shape, problem.dropout_p > 0)
+    assert [bool(f) for f in found] == [scores == name for name in tune.SCORES[1:]]
+    assert problem.causal and problem.bias_needs_grad == (scores == "bias")
+    assert not any(t is not None and t.requires_grad for t in inputs)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rows_on_this_gpu():
-    (row,) = tune.rows(64, True, ["dq"], 512, torch.bfloat16)
+@pytest.mark.parametrize("kernel,scores", [("dq", name) for name in tune.SCORES] + [("dbias", "bias")])
+def test_rows_on_this_gpu(kernel, scores, monkeypatch):
+    few = [KernelTile(64, 64, 4, 1), KernelTile(32, 32, 4, 2)]
+    monkeypatch.setattr(tune, "candidates", lambda *_: iter(few))
+    (row,) = tune.rows(64, True, [kernel], 512, torch.bfloat16, scores=scores)
     assert row.best.is_valid() and 0 < row.seconds <= row.current_seconds < 0.1

@@ -17,7 +17,7 @@ from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PagedBatch
-from tilewise.problem import Inputs, Options, describe
+from tilewise.problem import Inputs, Options, check_number, describe
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -141,7 +141,7 @@ def attention_varlen(
         key: (total_k, num_kv_heads, head_dim).
         value: (total_k, num_kv_heads, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64, from 0 to total, never decreasing.
-        max_seqlen_q, max_seqlen_k: the longest sequence, if known.
+        max_seqlen_q, max_seqlen_k: the longest sequence, if known. A tensor is read: this waits.
         mask, bias: broadcastable to (batch, num_heads, longest_q, longest_k), positions counted from each
             sequence's start.
 
@@ -163,7 +163,7 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    lengths = (max_seqlen_q, max_seqlen_k)
+    lengths = (_read(max_seqlen_q), _read(max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
@@ -276,6 +276,7 @@ def canonical_inputs(
     scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     _check_tensors(**{name: t for name, t in scores.items() if t is not None})
     seed = None
+    check_number("dropout_p", dropout_p)
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
     return Inputs(
@@ -307,6 +308,10 @@ def _check_tensors(**tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+
+
+def _read(length: int | Tensor | None) -> int | None:
+    return int(length) if isinstance(length, Tensor) else length
 
 
 def _four_dimensions(t: Tensor | None) -> Tensor | None:

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.problem import DTYPES
+from tilewise.problem import DTYPES, MAX_HEAD_DIM
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ValueError unless all are integers of at least 0, head sizes of at least 1."""
+    """Raise ValueError unless all are integers of at least 0, head sizes from 1 to MAX_HEAD_DIM."""
     for name, size in sizes.items():
-        least = 1 if name.startswith("head_dim") else 0
-        if not isinstance(size, int) or size < least:
-            raise ValueError(f"{name}={size!r} must be an integer of at least {least}")
+        is_integer = isinstance(size, int) and not isinstance(size, bool)
+        if name.startswith("head_dim"):
+            if not is_integer or not 1 <= size <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}={size!r} must be an integer from 1 to {MAX_HEAD_DIM}")
+        elif not is_integer or size < 0:
+            raise ValueError(f"{name}={size!r} must be an integer of at least 0")
 
 
 class KVCache:

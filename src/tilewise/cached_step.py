@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.cache import KVCache
 from tilewise.paged_cache import PagedKVCache
-from tilewise.pages import PADDING, PagedBatch
+from tilewise.pages import PADDING, PagedBatch, integers
 from tilewise.problem import Inputs
 from tilewise.rotary import apply_rotary
 
@@ -50,7 +50,7 @@ def cached_step(
         raise ValueError(
             f"batch must be what cache.reserve() returned for packed tokens: query.shape={tuple(query.shape)}"
         )
-    sequences = cache.sequences if batch is None else list(batch)
+    sequences = cache.sequences if batch is None else integers("batch", batch)
     if len(sequences) != len(query) or (key is not None and len(key) != len(query)):
         raise ValueError(
             f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's"

@@ -37,14 +37,20 @@ def refusals(problem: AttentionProblem, is_backward: bool = False) -> dict[str, 
     }
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(problem: AttentionProblem, backend: str | None = None, is_backward: bool = False) -> str:
     """The name of the backend that serves the problem: the first that can, or the one asked for.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError, TypeError: unknown backend.
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} must be None or a string")
+    return _choose(problem, backend, is_backward)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: AttentionProblem, backend: str | None, is_backward: bool) -> str:
     if backend is None:
         return next(name for name, reason in refusals(problem, is_backward).items() if reason is None)
     reason = _refusal(backend, problem, is_backward)

@@ -6,8 +6,12 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
 
 - softmax_scale: None is 1 / sqrt(head_dim).
 - causal: aligned bottom-right: the last query with the last key.
-- qv, attention_chunk: refused unless None and 0.
-- q_descale, k_descale, v_descale: refused unless None: there is no FP8 yet.
+- qv: (batch, seqlen_q, heads, head_dim_v), packed like q: scores are q k + qv v, as in absorbed latent
+  attention, and softmax_scale None counts both head sizes. k and v are copied side by side each time, which
+  `tilewise.PagedKVCache(..., value_in_key=True)` does not need.
+- attention_chunk: refused unless 0.
+- q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
+  None is 1. out is bfloat16 then, and there are no gradients.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
 - num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.
@@ -31,6 +35,7 @@ from torch import Tensor
 from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.integrations import flash_attn_call
+from tilewise.integrations.fp8 import Descale, as_bfloat16
 from tilewise.integrations.kv_cache_call import KVCacheCall, attention_with_kv_cache
 from tilewise.integrations.tokens import Tokens, counts_of
 from tilewise.problem import Inputs, Options
@@ -123,11 +128,18 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(attention_chunk)
+    descale = Descale(q_descale, k_descale, v_descale)
+    is_fp8 = descale.is_needed(q, k)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
     out, lse = autograd.attention(canonical_inputs(q, k, v), options, None)
+    out = descale.output(out) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
 
@@ -176,7 +188,13 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(attention_chunk)
+    descale = Descale(q_descale, k_descale, v_descale)
+    is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -186,6 +204,7 @@ def flash_attn_varlen_func(
         out, lse = autograd.attention(inputs, options, None)
     else:
         out, lse = _attend_used(inputs, options, seqused_q, seqused_k)
+    out = descale.output(out, cu_seqlens_q) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
 
@@ -263,30 +282,18 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(attention_chunk)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved,
+        qv=qv, descale=Descale(q_descale, k_descale, v_descale),
     )  # fmt: skip
     options = flash_attn_call.options(softmax_scale, causal, window_size, softcap, max_seqlen_q=max_seqlen_q)
     out, lse = attention_with_kv_cache(call, options)
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def _refuse(
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    attention_chunk: int,
-) -> None:
-    for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if scale is not None:
-            raise NotImplementedError(f"{name} must be None: FP8 is not there yet; pass bfloat16 or float16")
-    if qv is not None:
-        raise NotImplementedError(
-            "qv must be None: pass q=cat([q, qv], -1), k=cat([k, v], -1), whose scores are the same"
-        )
+def _refuse(attention_chunk: int) -> None:
     if attention_chunk != 0:
         raise NotImplementedError(f"attention_chunk={attention_chunk} must be 0; window_size is there")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key
-from tilewise.pages import PADDING, PagedBatch, PageTable
+from tilewise.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.problem import DTYPES
 
 PAGE_SIZES = (16, 64, 128, 256)
@@ -92,6 +92,8 @@ class PagedKVCache:
         self._table = PageTable(num_pages, page_size, max_seqlen)
         self._layers = [self]
         if shares is not None:
+            if not isinstance(shares, PagedKVCache):
+                raise TypeError(f"shares={type(shares).__name__} must be a tilewise.PagedKVCache")
             table = shares._table
             if (table.num_pages, table.page_size) != (num_pages, page_size):
                 raise ValueError(
@@ -173,8 +175,12 @@ class PagedKVCache:
         Raises:
             ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed.
         """
-        sequences = self.sequences if sequences is None else list(sequences)
-        counts = [new_tokens] * len(sequences) if isinstance(new_tokens, int) else list(new_tokens)
+        sequences = self.sequences if sequences is None else integers("sequences", sequences)
+        counts = (
+            [new_tokens] * len(sequences)
+            if isinstance(new_tokens, int)
+            else integers("new_tokens", new_tokens)
+        )
         if len(counts) != len(sequences):
             raise ValueError(
                 f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"
@@ -223,11 +229,9 @@ class PagedKVCache:
         Raises:
             ValueError, TypeError: as `reserve` and `write`. Nothing has changed then.
         """
-        counts = [len(k) if k.ndim == 3 else -1 for k in key]
-        if counts and min(counts) < 0:
-            raise ValueError(
-                "key must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)"
-            )
+        counts = _token_counts("key", key)
+        if value is not None and counts != (held := _token_counts("value", value)):
+            raise ValueError(f"value has {held} new tokens, must have as many as key: {counts}")
         packed = [t if t is None or isinstance(t, Tensor) else torch.cat(list(t)) for t in (key, value)]
         assert packed[0] is not None
         self.check_new(packed[0], packed[1])
@@ -320,6 +324,16 @@ class PagedKVCache:
         """Bytes of one token in this layer, without scales: heads * (head_dim + head_dim_v) * item size."""
         columns = self.key.shape[3] + (0 if self.value_in_key else self.value.shape[3])
         return self.key.shape[2] * columns * self.key.element_size()
+
+
+def _token_counts(name: str, new: Tensor | Sequence[Tensor]) -> list[int]:
+    """New tokens of each sequence."""
+    right = f"{name} must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)"
+    if not isinstance(new, Tensor | list | tuple) or not all(isinstance(t, Tensor) for t in new):
+        raise TypeError(f"{right}, not {type(new).__name__}")
+    if any(t.ndim != 3 for t in new):
+        raise ValueError(f"{right}, not of shapes {[tuple(t.shape) for t in new]}")
+    return [len(t) for t in new]
 
 
 def dequantized(pages: Tensor, scale: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ What a kernel needs of it travels to the device as one block of integers for eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,14 @@ class PagedBatch:
         return PADDING in self.sequences
 
 
+def integers(name: str, values: Iterable[int]) -> list[int]:
+    """The values as a list; TypeError unless they are integers."""
+    try:
+        return [operator.index(n) for n in values]
+    except TypeError:
+        raise TypeError(f"{name}={values!r} must be a list of integers") from None
+
+
 class PageTable:
     """Pages of sequences, with sharing: a page is copied when a sequence that shares it writes to it."""
 
@@ -72,9 +81,9 @@ class PageTable:
 
     def truncate(self, sequence: int, length: int) -> None:
         self.check(sequence)
-        if not 0 <= length <= self.lengths[sequence]:
+        if not isinstance(length, int) or not 0 <= length <= self.lengths[sequence]:
             raise ValueError(
-                f"length={length} must be between 0 and the {self.lengths[sequence]} tokens of {sequence=}"
+                f"length={length!r} must be between 0 and the {self.lengths[sequence]} tokens of {sequence=}"
             )
         pages, keep = self.pages[sequence], -(-length // self.page_size)
         for page in reversed(pages[keep:]):

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +165,11 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         TypeError: an argument has a wrong dtype.
         NotImplementedError: a gradient that does not exist is asked for.
     """
-    return _describe(_signatures(inputs), options)
+    try:
+        return _describe(_signatures(inputs), options)
+    except TypeError:
+        _check_types(options)  # names what cannot be hashed
+        raise
 
 
 def validate(inputs: Inputs, options: Options) -> None:
@@ -335,7 +341,25 @@ def _check_packed_shapes(s: Any) -> int:
     return s.cu_seqlens_q.shape[0] - 1
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at."""
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name}={value!r} must be a number")
+
+
+def _check_types(options: Options) -> None:
+    for name in ("softcap", "dropout_p", "scale", "max_seqlen_q", "max_seqlen_k"):
+        value = getattr(options, name)
+        if value is not None or name in ("softcap", "dropout_p"):
+            check_number(name, value)
+    for name in ("causal", "deterministic"):
+        value = getattr(options, name)
+        if isinstance(value, Sized):  # strings, lists, tensors
+            raise TypeError(f"{name}={value!r} must be True or False")
+
+
 def _check_scalars(options: Options, has_seed: bool) -> None:
+    _check_types(options)
     for name, bound in (("left", options.window_left), ("right", options.window_right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window {name}={bound} must be None (unbounded) or at least 0")

@@ -15,10 +15,12 @@ import torch
 import typer
 
 from tilewise.problem import AttentionProblem, Inputs, Options, describe
-from tilewise.tuning_table import KernelTile, kernel_tile
+from tilewise.tuning_table import KernelTile
 
 KERNELS = ("forward", "dkdv", "dq")
 APART = ("dk", "dv")  # when asked for: a launch for each gradient, where "dkdv" has to take small tiles
+NAMES = (*KERNELS, *APART, "dbias")  # the last with --scores bias
+SCORES = ("plain", "formula", "mask", "bias", "dropout")  # each has its rows in the table
 MAX_REGISTERS = 232  # a thread's, for accumulators and scores; beyond, tiles spill
 ROUNDS = 5
 
@@ -59,6 +61,8 @@ def candidates(
         kept, loaded = (n, m) if kernel in ("dkdv", *APART) else (m, n)
         kept_tensors = 1 if kernel == "forward" else 2
         accumulators = kept * head_dim * (2 if kernel == "dkdv" else 1)
+        if kernel == "dbias":  # nothing is kept but the gradient itself
+            kept, loaded, accumulators = 0, m + n, m * n
         scores = m * n * (1 if kernel in ("forward", "dv") else 2)
         shared = (kept_tensors * kept + 2 * stages * loaded) * head_dim * element_size
         registers = (accumulators + scores) // (32 * warps)
@@ -87,12 +91,15 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
     grads = (torch.empty_like(out) for _ in range(3))
     statistics_of_rows = launch.new_statistics(problem, lse)
     results = launch.Results(out, lse, torch.randn_like(out), None, *statistics_of_rows, *grads)
+    results = results._replace(dbias=launch._unshared_dbias(problem, inputs))
     launch.run(launch._prepare_launch, problem, (*inputs, *results))
     without = {"dk": results._replace(dv=None), "dv": results._replace(dk=None)}
 
     def once(kernel: str, tile: KernelTile) -> None:
         if kernel == "forward":
             launch.forward(problem, inputs, tile)
+        elif kernel == "dbias":
+            launch._shared_dbias(problem, inputs, results, tile)
         else:
             build = launch._dq_launch if kernel == "dq" else launch._dkdv_launch
             launch.run(build, problem, (*inputs, *without.get(kernel, results)), tile)
@@ -117,15 +124,20 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
 
 def tune(
     head_dim: Annotated[list[int] | None, typer.Option(help="Head sizes; default: 64, 128, 256.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KERNELS + APART)}.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(NAMES)}.")] = None,
+    scores: Annotated[str, typer.Option(help=f"What changes scores: of {', '.join(SCORES)}.")] = "plain",
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     seqlen: Annotated[int, typer.Option(help="Queries and keys of each of 4 sequences.", min=16)] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     tma: Annotated[bool, typer.Option("--tma", help="Tiles that the GPU's copy engine loads.")] = False,
 ) -> None:
     """Time tiles of the Triton kernels on this GPU; print the fastest as rows of tilewise.tuning_table."""
-    if unknown := set(kernel or ()) - {*KERNELS, *APART}:
-        raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(KERNELS + APART)}")
+    if unknown := set(kernel or ()) - set(NAMES):
+        raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(NAMES)}")
+    if scores not in SCORES:
+        raise typer.BadParameter(f"--scores {scores} must be one of {', '.join(SCORES)}")
+    if "dbias" in (kernel or ()) and scores != "bias":
+        raise typer.BadParameter(f"--kernel dbias needs --scores bias, not {scores}")
     if dtype not in ("bfloat16", "float16"):
         raise typer.BadParameter(f"--dtype {dtype} must be bfloat16 or float16")
     if not torch.cuda.is_available():
@@ -139,7 +151,7 @@ def tune(
     typer.echo(f"# {properties.name}, {date.today()}, {versions}, `{command}`")
     masks = (False, True) if causal is None else (causal,)
     for d, is_causal in itertools.product(head_dim or (64, 128, 256), masks):
-        for row in rows(d, is_causal, kernel or KERNELS, seqlen, getattr(torch, dtype), tma):
+        for row in rows(d, is_causal, kernel or KERNELS, seqlen, getattr(torch, dtype), tma, scores):
             typer.echo(str(row))
 
 
@@ -150,20 +162,39 @@ def rows(
     seqlen: int,
     dtype: torch.dtype,
     has_tma: bool = False,
+    scores: str = "plain",
 ) -> Iterator[Row]:
     """The fastest tile of each kernel for 4 sequences of 2048 / d heads."""
-    from tilewise.triton.call import padded_dim
+    from tilewise.triton.call import padded_dim, table_tile
 
-    shape = (4, seqlen, max(1, 2048 // d), d)
-    inputs = Inputs(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(3)))
-    problem = describe(inputs, Options(causal=is_causal))
+    problem, inputs = drawn(d, is_causal, seqlen, dtype, scores)
     properties = torch.cuda.get_device_properties(0)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
     seconds = measured(problem, inputs)
     padded = padded_dim(d)
     for kernel in kernels:
-        capability = torch.cuda.get_device_capability(0)
-        current = kernel_tile(kernel, capability, None, padded, is_causal=is_causal)
+        current = table_tile(kernel, problem, inputs.query.device)
         tiles = candidates(kernel, padded, dtype.itemsize, shared_bytes, has_tma)
         best, time, current_time = fastest(tiles, current, functools.partial(seconds, kernel))
         yield Row(kernel, padded, is_causal, best, time, current, current_time)
+
+
+def drawn(
+    d: int, is_causal: bool, seqlen: int, dtype: torch.dtype, scores: str, device: str = "cuda"
+) -> tuple[AttentionProblem, Inputs]:
+    """A random problem whose scores are of a kind: a mask of all heads, a bias that sequences share."""
+    heads = max(1, 2048 // d)
+    inputs = Inputs(*(torch.randn(4, seqlen, heads, d, device=device).to(dtype) for _ in range(3)))
+    options = Options(causal=is_causal)
+    if scores == "formula":
+        options = options._replace(softcap=30.0)
+    elif scores == "mask":
+        inputs = inputs._replace(mask=torch.rand(1, 1, seqlen, seqlen, device=device) > 0.1)
+    elif scores == "bias":
+        bias = torch.randn(1, heads, seqlen, seqlen, device=device).to(dtype)
+        inputs = inputs._replace(bias=bias.requires_grad_())
+    elif scores == "dropout":
+        inputs = inputs._replace(dropout_seed=torch.tensor(0, device=device))
+        options = options._replace(dropout_p=0.1)
+    problem = describe(inputs, options)
+    return problem, inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())

@@ -27,6 +27,7 @@ CASES = {
     "d128": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=1, heads=8),
     "d128_q8": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=8, heads=8, kv_heads=2),
     "one_sequence": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=1, heads=8, batch=1),
+    "one_sequence_paged": Case(128, 128, options=CAUSAL, extras=("paged",), seqlen_q=1, heads=8, batch=1),
     "many_sequences": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=1, batch=256),
     "d64_paged": Case(64, 64, torch.float16, CAUSAL, ("paged",), seqlen_q=1, kv_heads=2),
     "d128_paged": Case(128, 128, options=CAUSAL, extras=("paged",), seqlen_q=2, kv_heads=2),

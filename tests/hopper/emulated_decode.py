@@ -31,6 +31,9 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "two_row_tiles": (16, 12, 2, 64, 64, None, 5, {"causal": True}),
     "pages_of_16": (2, 4, 2, 128, 128, 16, 4, {"causal": True}),
     "pages_of_8": (1, 4, 2, 64, 64, 8, 4, {"causal": True}),
+    "one_sequence_in_pages": (2, 4, 2, 128, 128, 16, 5, {"causal": True, "lengths": [517]}),
+    "one_sequence_in_large_pages": (1, 4, 1, 64, 64, 64, 3, {"window_left": 200, "lengths": [700]}),
+    "equal_lengths": (2, 4, 2, 128, 128, 16, 7, {"causal": True, "lengths": [300, 300, 300]}),
     "pages_of_256": (2, 4, 2, 64, 64, 256, 4, {}),
     "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
     "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
@@ -63,7 +66,7 @@ def check(name: str) -> float:
     options = dict(options)
     is_dense = options.pop("dense", False)
     capacity = 1100 if is_dense else 768
-    all_lengths = [capacity] * 2 if is_dense else LENGTHS
+    all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16()
     k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))

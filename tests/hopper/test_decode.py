@@ -113,6 +113,16 @@ def test_options(case: str, page_size: int | None):
     check(inputs, k, v, **OPTIONS[case])
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("queries", [1, 8])
+def test_many_sequences_of_different_lengths(queries: int, page_size: int | None):
+    """So many that workers have several pieces, and a segment's start counts."""
+    lengths = [1 + 389 * n % 2500 for n in range(40)]
+    inputs, k, v = cached(queries, (8, 2), (128, 128), page_size, lengths=lengths)
+    check(inputs, k, v, causal=True)
+    check(inputs, k, v, {"START_UNITS": 0}, window=(300, 0))
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages(stages: int):
     check(*cached(3, (8, 2), (128, 128)), {"STAGES": stages}, causal=True)

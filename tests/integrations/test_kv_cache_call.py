@@ -297,9 +297,81 @@ def test_fa3_dense(options, expected):
     torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_fa3_qv(kind):
+    """Scores with the latent values of the cache, new tokens included."""
+    table = torch.randperm(6).view(2, 3) if kind == "paged" else None
+    k_cache, v_cache = (randn(6, 3, 1, d) if kind == "paged" else randn(2, 9, 1, d) for d in (8, 5))
+    rows = page_rows(torch.arange(2)[:, None] if table is None else table, 9 if table is None else 3)
+    q, qv, k, v = randn(2, 3, 4, 8), randn(2, 3, 4, 5), randn(2, 3, 1, 8), randn(2, 3, 1, 5)
+    both = torch.cat([k_cache, v_cache], -1)
+    results = cached_attention(
+        torch.cat([q, qv], -1),
+        rows,
+        both,
+        v_cache.clone(),
+        torch.cat([k, v], -1),
+        v,
+        held=[4, 6],
+        causal=True,
+    )
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, qv, cache_seqlens=int32(4, 6), page_table=table, causal=True
+    )
+    torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
+    torch.testing.assert_close(torch.cat([k_cache, v_cache], -1), both)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "batch_idx"])
+def test_fa3_eight_bits(kind, is_packed):
+    """8-bit caches that take 8-bit tokens, read where they lie, with factors for sequences and key heads."""
+    table = torch.randperm(6).view(2, 3) if kind == "paged" else None
+    index = torch.tensor([2, 0]) if kind == "batch_idx" else None
+    shape = (6, 3, 2) if kind == "paged" else (3, 9, 2)
+    k_cache, v_cache = (torch.randn(*shape, d).to(torch.float8_e4m3fn) for d in (8, 5))
+    rows = (
+        page_rows(table, 3)
+        if kind == "paged"
+        else page_rows((torch.arange(2) if index is None else index)[:, None], 9)
+    )
+    q, k, v = (torch.randn(2, 3, heads, d).to(torch.float8_e4m3fn) for heads, d in ((4, 8), (2, 8), (2, 5)))
+    scales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    held = [4, 6]
+    k64, v64 = k_cache.double(), v_cache.double()
+    wide = (scales[0] * scales[1]).double().repeat_interleave(2, 1)[:, None, :, None]
+    results = cached_attention(
+        q.double() * wide, rows, k64, v64, k.double(), v.double(), held=held, causal=True
+    )
+    expected = (
+        torch.stack([o for o, _ in results]) * scales[2].double().repeat_interleave(2, 1)[:, None, :, None]
+    )
+    packing = {"cu_seqlens_q": int32(0, 3, 6), "max_seqlen_q": 3} if is_packed else {}
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q.flatten(0, 1) if is_packed else q, k_cache, v_cache, k, v, cache_seqlens=int32(*held),
+        page_table=table, cache_batch_idx=index, causal=True, q_descale=scales[0], k_descale=scales[1],
+        v_descale=scales[2], **packing,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double().view_as(expected), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(k_cache.double(), k64) and torch.equal(v_cache.double(), v64)
+
+
+def test_fa3_qv_too_wide_writes_nothing():
+    k_cache, v_cache = randn(1, 8, 1, 200), randn(1, 8, 1, 400)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match="600"):
+        flash_attn_3.flash_attn_with_kvcache(
+            randn(1, 1, 1, 200), k_cache, v_cache, randn(1, 1, 1, 200), randn(1, 1, 1, 400),
+            randn(1, 1, 1, 400), cache_seqlens=2,
+        )  # fmt: skip
+    assert torch.equal(k_cache, before)
+
+
 FA3_BAD_CALLS = [
-    ({"qv": randn(5, 2, 8)}, NotImplementedError, "qv must be None"),
-    ({"k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale must be None: FP8"),
+    ({"qv": randn(5, 2, 7)}, ValueError, "qv of shape (5, 2, 7)"),
+    ({"qv": 3}, TypeError, "qv=int"),
+    ({"k_descale": torch.ones(2, 2)}, ValueError, "k_descale must be None: q is torch.float64"),
     ({"attention_chunk": 4}, NotImplementedError, "attention_chunk=4"),
     ({"cu_seqlens_q": int32(0, 2, 4)}, ValueError, "cu_seqlens_q=[0, 2, 4]"),
     ({"cu_seqlens_q": int32(0, 6, 5)}, ValueError, "cu_seqlens_q=[0, 6, 5]"),

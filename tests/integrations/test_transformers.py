@@ -173,6 +173,28 @@ def test_generate_gives_the_tokens_of_eager(kind, cache, side):
     assert_close(torch.stack(runs[0].logits), torch.stack(runs[1].logits), FLOAT32)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cache", ["dynamic", "static", "static, compiled"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_generate_on_a_gpu_gives_the_tokens_of_eager(kind, cache):
+    """With a static cache transformers compiles the decoding step itself, unless told not to."""
+    model, ids = decoder(kind).cuda(), tokens(3, 9).cuda()
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    options |= {"attention_mask": torch.ones_like(ids), "disable_compile": "compiled" not in cache}
+    options |= {} if cache == "dynamic" else {"cache_implementation": "static"}
+    runs = []
+    for implementation in ("tilewise", "eager"):
+        model.set_attn_implementation(implementation)
+        runs.append(model.generate(ids, **options))
+    assert runs[0].sequences.tolist() == runs[1].sequences.tolist()
+    assert_close(torch.stack(runs[0].logits), torch.stack(runs[1].logits), FLOAT32)
+
+
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_chunks_through_a_cache_equal_one_forward(kind, is_static):

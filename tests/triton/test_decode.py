@@ -222,26 +222,34 @@ def test_appending_turns_and_writes(form: str, interleaved: bool):
     assert append(q, k, v, *storages, tokens, None) is q
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("new_tokens", [1, 2])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_appending_counts(in_place: bool):
+def test_appending_counts(in_place: bool, new_tokens: int, rotary: bool):
     """The launch that writes tokens leaves the lengths with them, here of pages in any order."""
-    k, v = randn(3, 2, 18, 16), randn(3, 2, 18, 20)
+    q, k, v = (randn(3, new_tokens, heads, dim) for heads, dim in ((36, 16), (18, 16), (18, 20)))
     storages = [torch.zeros(12, 4, 18, d, device=DEVICE) for d in (16, 20)]
     table = torch.randperm(12, device=DEVICE).int().view(3, 4)
     held = [0, 3, 12]
     lengths = torch.tensor(held, dtype=torch.int32, device=DEVICE)
     new_lengths = lengths if in_place else torch.full_like(lengths, -9)
     arrivals = torch.zeros_like(lengths) if in_place else None
-    for step in range(2):
+    cos, sin = (t.to(DEVICE) for t in rotary_tables(torch.arange(20), 12))
+    for _ in range(2):
         if not in_place:
-            lengths = torch.tensor([n + 2 * step for n in held], dtype=torch.int32, device=DEVICE)
-        append(k, k, v, *storages, Tokens(None, None, lengths, table, new_lengths, arrivals), None)
-        assert new_lengths.tolist() == [n + 2 * step + 2 for n in held]
-        assert arrivals is None or not arrivals.any()
-        for storage, new in zip(storages, (k, v)):
+            lengths = torch.tensor(held, dtype=torch.int32, device=DEVICE)
+        tokens = Tokens(None, None, lengths, table, new_lengths, arrivals)
+        turned = append(q, k, v, *storages, tokens, (cos, sin, False) if rotary else None)
+        at = torch.tensor(held, device=DEVICE)[:, None] + torch.arange(new_tokens, device=DEVICE)
+        expected = [apply_rotary(t, cos[at], sin[at]) if rotary else t for t in (q, k)]
+        torch.testing.assert_close(turned, expected[0], rtol=1e-6, atol=1e-6)
+        for storage, new in zip(storages, (expected[1], v)):
             for b, n in enumerate(held):
                 rows = storage[table[b].long()].flatten(0, 1)
-                assert torch.equal(rows[n + 2 * step : n + 2 * step + 2], new[b])
+                torch.testing.assert_close(rows[n : n + new_tokens], new[b], rtol=1e-6, atol=1e-6)
+        held = [n + new_tokens for n in held]
+        assert new_lengths.tolist() == held
+        assert arrivals is None or not arrivals.any()
 
 
 def test_packed_queries_with_a_cache():

@@ -107,12 +107,14 @@ class DecodeConfig:
     BLOCK_D: int  # padded to 64 or 128
     BLOCK_DV: int
     BLOCK_B: int  # batch, padded to a power of two
+    START_UNITS: int  # key tiles that the start of a segment counts as, where lengths differ
     PACK: int  # query heads that share a key head: row = position * PACK + head
     ROWS: int  # rows of a tile in use, at most 64: a multiple of PACK
     PAGE_SIZE: int  # 0: keys are not paged
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
+    PAGE_LANES: int  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
     HAS_LENGTHS: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool

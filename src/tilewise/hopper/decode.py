@@ -11,11 +11,9 @@
 Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
 what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
 across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
-piece the first one adds the second one's to its own. The load warps take turns as well: pages of 16 need 8
-copies a tile. A full page of head size 128 takes one, with both halves of its columns, since tiles of small
-pages lie in shared memory 8 rows by 8 rows. A ring's slots are an even number, so that one warpgroup alone
-waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one round
-from the next but one.
+piece the first one adds the second one's to its own. A ring's slots are an even number, so that one warpgroup
+alone waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one
+round from the next but one.
 Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
@@ -26,24 +24,15 @@ from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
-    as_boxes,
-    as_boxes_by_rows,
-    as_pages,
     gl,
     gluon,
-    load_tile,
-    mbarrier,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.decode_plan import (
-    make_line,
-    piece_at,
-    piece_index,
-    worker_start,
-)
+from tilewise.hopper.decode_load import load_role
+from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_tiles
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.hopper.ranges import hide
@@ -85,134 +74,6 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
     return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
-
-
-# ---- the load role
-
-
-@gluon.jit
-def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
-    """Numbers of the pages [PAGES] of key tile `tile`; 0 for those beyond the sequence's."""
-    page = gl.arange(0, cfg.PAGES, gl.BlockedLayout([1], [32], [1], [0]))
-    if cfg.PAGE_SIZE > 0:
-        page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
-        page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
-    return page
-
-
-@gluon.jit
-def page_of(pages, n, cfg: gl.constexpr):
-    """pages[n]"""
-    index = gl.arange(0, cfg.PAGES, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.sum(gl.where(index == n, pages, 0), 0)
-
-
-@gluon.jit
-def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
-    """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
-    PAGES: gl.constexpr = cfg.PAGES
-    ring.acquire(use)
-    slot = use % ring.STAGES
-    bar_full = ring.full.index(slot)
-    mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
-    for n in gl.static_range(PAGES):
-        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
-        load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
-
-
-@gluon.jit
-def load_box(
-    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
-
-    The coordinates end a box where the sequence ends: see `hopper.forward.coords`.
-    """
-    BOXES: gl.constexpr = cfg.BOXES
-    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
-    if cfg.PAGE_SIZE == 0:
-        entry = piece.batch
-    else:
-        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
-        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
-        row = row % cfg.PAGE_SIZE
-    end = gl.maximum(end, 0)
-    end_row = entry * rows_per_entry + end
-    for part in gl.static_range(PARTS):
-        if cfg.WHOLE_PAGES:
-            box = (slot * BOXES + n) * PARTS + part
-        else:
-            box = (slot * PARTS + part) * BOXES + n
-        place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
-        load_tile(desc, place, bar_full, boxes.index(box))
-
-
-@gluon.jit
-def load_keys(
-    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
-):
-    """Start TMA copies of one tile of keys or values, box by box."""
-    BOXES: gl.constexpr = cfg.BOXES
-    ring.acquire(use)
-    slot = use % ring.STAGES
-    bar_full = ring.full.index(slot)
-    mbarrier.expect(bar_full, PARTS * BOXES * desc.block_type.nbytes)
-    if cfg.WHOLE_PAGES:
-        # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
-        # unrolled, its instructions cost 0.2 us at 1 x 8k.
-        for n in range(gl.minimum(sizes.workers, 1) * BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
-    else:
-        for n in gl.static_range(BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
-
-
-@gluon.jit
-def worker_tiles(line, sizes):
-    """The tiles [unit, end) of the line that this program works on."""
-    total = gl.max(line.ends, 0)
-    unit = worker_start(gl.program_id(0), total, sizes.workers)
-    return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
-
-
-@gluon.jit
-def load_role(
-    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Stream every LOADERS-th tile of the worker's: keys, or values."""
-    PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
-    rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
-    if cfg.WHOLE_PAGES:
-        boxes = as_boxes_by_rows(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
-        blocks = as_pages(ring.tiles, cfg.STAGES * cfg.PAGES, page_desc)
-    else:
-        boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
-    wait_for_previous_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_tiles(line, sizes)
-    use = 0  # of the ring
-    while unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 1)
-        ptr_table = page_table
-        held = 0
-        if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
-            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        first = (L - use) & (cfg.LOADERS - 1)
-        pages = load_pages(ptr_table, piece.tile + first, held, cfg)
-        for n in range(first, piece.count, cfg.LOADERS):
-            tile = piece.tile + n
-            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
-            if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
-                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
-            else:
-                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
-            pages = next_pages
-        use += piece.count
-        unit += piece.count
 
 
 # ---- the mma roles
@@ -296,7 +157,7 @@ def mma_role(
             hand_over(acc, m, l, pieces, smem, cfg)
         pieces += 1
         use += piece.count
-        unit += piece.count
+        unit += piece.units
 
 
 # ---- the kernels

@@ -39,12 +39,12 @@ def attn_decode_merge_kernel(
     segment = gl.program_id(0) // BLOCKS % segments
     line = make_line(seqlens_k, sizes, cfg, 4)
     total = gl.max(line.ends, 0)
-    tiles = number_of(line.tiles, b, cfg, 4)
-    first = number_of(line.ends, b, cfg, 4) - (segments - segment) * tiles
+    units = number_of(line.units, b, cfg, 4)
+    first = number_of(line.ends, b, cfg, 4) - (segments - segment) * units
     worker = worker_of(first, total, workers)
     piece = piece_index(b, segment, worker, sizes)
-    count = worker_of(first + tiles - 1, total, workers) - worker + 1
-    count = gl.where(tiles > 0, count, 0)
+    count = worker_of(first + units - 1, total, workers) - worker + 1
+    count = gl.where(units > 0, count, 0)
     if cfg.STORES_WHOLE and count == 1:
         count = -1  # the worker has stored it
 

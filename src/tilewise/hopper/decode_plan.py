@@ -4,11 +4,13 @@ The rows of a score tile are queries of all heads that share a key head, so that
 segment is one (sequence, key head, tile of rows); its key tiles stand on the line, segment after segment:
 
     segment      0               1          2
-    tiles    | . . . . . . . | . . . . | . . . . . . |
+    units    | s . . . . . . | s . . . | s . . . . . |      a tile each, but for the segment's start
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
-Each worker has total // workers tiles, the first total % workers of them one more. A piece that is all of
-its segment needs no merging.
+Each worker has total // workers units, the first total % workers of them one more. A piece that is all of
+its segment needs no merging. Where lengths differ, the start of a segment counts START_UNITS: keys
+are loaded ahead across it, but queries are not, so a worker of many short segments would be the last to end.
+Where all are as long, each worker has as many starts, and only tiles count.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
@@ -18,39 +20,43 @@ from tilewise.hopper.compat import aggregate, gl, gluon
 
 @aggregate
 class Line:
-    """Of every sequence its number of keys, tiles of one of its segments, and the end of its last segment."""
+    """Of every sequence its number of keys, units of one of its segments, and the end of its last segment."""
 
     lengths: gl.tensor  # [BLOCK_B]
-    tiles: gl.tensor
+    units: gl.tensor
     ends: gl.tensor
+    start: gl.tensor  # units of a segment's start
 
     @gluon.constexpr_function
-    def __init__(self, lengths, tiles, ends):
+    def __init__(self, lengths, units, ends, start):
         self.lengths = lengths
-        self.tiles = tiles
+        self.units = units
         self.ends = ends
+        self.start = start
 
 
 @aggregate
 class Piece:
-    """`count` key tiles from `tile` on, of one segment."""
+    """`count` key tiles from `tile` on, of one segment; none where its start alone is the worker's."""
 
     batch: gl.tensor
     segment: gl.tensor  # within its sequence
     tile: gl.tensor
     count: gl.tensor
-    is_whole: gl.tensor  # all tiles of the segment
+    units: gl.tensor  # count, and the start's
+    is_whole: gl.tensor  # all of the segment
     row: gl.tensor  # first query
     kv_head: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, segment, tile, count, is_whole, row, kv_head, seqlen_q, seqlen_k):
+    def __init__(self, batch, segment, tile, count, units, is_whole, row, kv_head, seqlen_q, seqlen_k):
         self.batch = batch
         self.segment = segment
         self.tile = tile
         self.count = count
+        self.units = units
         self.is_whole = is_whole
         self.row = row
         self.kv_head = kv_head
@@ -89,20 +95,34 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
         seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)
-    return Line(seqlen_k, tiles, gl.associative_scan(tiles * sizes.segments, 0, add))
+    start, units = 0 * sizes.batch, tiles
+    if cfg.START_UNITS > 0:
+        most = gl.max(tiles, 0)
+        is_ragged = gl.max((exists & (tiles < most)).to(gl.int32), 0)
+        start = is_ragged * cfg.START_UNITS
+        units = gl.where(tiles > 0, tiles + start, 0)
+    return Line(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
 
 
 @gluon.jit
 def worker_start(worker, total, workers):
-    """The first tile of a worker."""
+    """The first unit of a worker."""
     return worker * (total // workers) + gl.minimum(worker, total % workers)
 
 
 @gluon.jit
+def worker_tiles(line, sizes):
+    """The units [unit, end) of the line that this program works on."""
+    total = gl.max(line.ends, 0)
+    unit = worker_start(gl.program_id(0), total, sizes.workers)
+    return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
+
+
+@gluon.jit
 def worker_of(unit, total, workers):
-    """The worker that has tile `unit`."""
+    """The worker that has `unit`."""
     share = total // workers
-    longer = total % workers * (share + 1)  # tiles of workers that have one more
+    longer = total % workers * (share + 1)  # units of workers that have one more
     rest = total % workers + (unit - longer) // gl.maximum(share, 1)
     return gl.where(unit < longer, unit // (share + 1), rest)
 
@@ -116,21 +136,26 @@ def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The piece from tile `unit` of the line on, before tile `end`."""
+    """The piece from `unit` of the line on, before `end`."""
     is_before = line.ends <= unit
     b = gl.sum(is_before.to(gl.int32), 0)
     place = unit - gl.max(gl.where(is_before, line.ends, 0), 0)
     seqlen_k = number_of(line.lengths, b, cfg, NUM_WARPS)
-    tiles = number_of(line.tiles, b, cfg, NUM_WARPS)
-    segment = place // tiles
-    tile = place % tiles
-    count = gl.minimum(tiles - tile, end - unit)
+    all_units = number_of(line.units, b, cfg, NUM_WARPS)
+    segment = place // all_units
+    first = place % all_units
+    units = gl.minimum(all_units - first, end - unit)
+    tile, count = first, units
+    if cfg.START_UNITS > 0:
+        tile = gl.maximum(first - line.start, 0)
+        count = gl.maximum(first + units - line.start, 0) - tile
     return Piece(
         b,
         segment,
         first_tile(seqlen_k, sizes, cfg) + tile,
         count,
-        count == tiles,
+        units,
+        units == all_units,
         segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
         segment // sizes.row_tiles,
         sizes.seqlen_q + 0 * b,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
@@ -59,3 +60,25 @@ def varlen_inputs(
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
     inputs = canonical_inputs(q, k, v, **others)
     return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+
+
+def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of which q k is q k + qv v.
+
+    Raises:
+        ValueError, TypeError: qv does not fit.
+    """
+    if not isinstance(qv, Tensor):
+        raise TypeError(f"qv={type(qv).__name__} must be a torch.Tensor")
+    if q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
+    tensors = all(isinstance(t, Tensor) for t in (q, k, v))
+    if not tensors or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError("qv needs k and v of as many tokens and heads")
+    right = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != right or qv.dtype != q.dtype or qv.device != q.device:
+        raise ValueError(
+            f"qv of shape {tuple(qv.shape)}, {qv.dtype}, on {qv.device} must be {right}, {q.dtype}, "
+            f"on {q.device}"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)

@@ -15,6 +15,8 @@ from torch import Tensor
 from tilewise import autograd
 from tilewise.api import canonical_inputs
 from tilewise.cached_step import has_triton
+from tilewise.integrations.flash_attn_call import with_qv
+from tilewise.integrations.fp8 import FP8, NO_FACTORS, Descale
 from tilewise.integrations.tokens import check_integer_tensors, check_pages, counts_of
 from tilewise.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary
@@ -41,6 +43,8 @@ class KVCacheCall:
     rotary_seqlens: Tensor | None = None
     rotary_interleaved: bool = True
     alibi_slopes: Tensor | None = None
+    qv: Tensor | None = None  # (batch, seqlen_q, heads, head_dim_v), or packed: scores are q k + qv v
+    descale: Descale = NO_FACTORS
     table_name: str = "page_table"
 
 
@@ -89,15 +93,44 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         _check_values(call, queries, new, held, capacity, table)
     rotary = _rotary(call, options, held)
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
+    is_fp8 = call.descale.is_needed(call.q, call.k_cache, call.cu_seqlens_q)
     lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
     inputs = _inputs(call, table, lengths)
-    check_values(describe(inputs, options), inputs, options)  # the rest, also before the first write
+    if is_fp8:
+        if rotary is not None:
+            raise NotImplementedError("rotary_cos must be None for float8_e4m3fn q: turn q and k before")
+        inputs = _eight_bit(call, inputs)
+    whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
+    check_values(describe(whole, options), whole, options)  # the rest, also before the first write
 
     if new is not None and is_fused:
         inputs = inputs._replace(query=_append_at_once(call, held, lengths, table, rotary))
     elif new is not None:
-        inputs = inputs._replace(query=_append(call, options, queries, new, held, table, rotary))
-    return autograd.attention(inputs, options, None)
+        query = _append(call, options, queries, new, held, table, rotary)
+        inputs = inputs if is_fp8 else inputs._replace(query=query)
+    if call.qv is not None:
+        query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
+        inputs = inputs._replace(query=query, key=key)
+    out, lse = autograd.attention(inputs, options, None)
+    return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
+
+
+def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
+    """8-bit caches as the pages that they are stored in, of scale 1: all factors go to q and out."""
+    table, key = inputs.page_table, inputs.key
+    if table is None:
+        table = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
+    ones = torch.ones(key.shape[0], key.shape[2], device=key.device)
+    query = call.descale.query(call.q, call.cu_seqlens_q)
+    return inputs._replace(query=query, page_table=table, key_scale=ones, value_scale=ones)
+
+
+def _shaped_as_with_qv(call: KVCacheCall, inputs: Inputs) -> Inputs:
+    """What is attended to, up to the keys' values: nothing is copied but the queries."""
+    assert call.qv is not None
+    query, _ = with_qv(call.q, call.qv, inputs.key[:0], inputs.value[:0])
+    key = inputs.key[..., :1].expand(*inputs.key.shape[:-1], query.shape[-1])
+    return inputs._replace(query=query, key=key)
 
 
 def _append_at_once(
@@ -168,7 +201,9 @@ def _is_fusible(
     ):
         return False
     tensors = (call.q, call.k, call.v)
-    is_even = queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype != torch.float64
+    is_even = (
+        queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype not in (torch.float64, FP8)
+    )
     rows_dense = all(t.stride(-1) == 1 for t in tensors)
     whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous()
     return is_even and rows_dense and whole

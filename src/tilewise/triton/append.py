@@ -2,7 +2,8 @@
 
 A program handles one token and BLOCK_H heads of one of the three tensors. Pair (a, b) of a head becomes
 (a cos - b sin, a sin + b cos): each coordinate is x cos + partner sin, with a minus for the first of a pair.
-The launch also counts the tokens, which would take another one as long. On Hopper and newer it starts early,
+The launch also counts the tokens, which would take another one as long; where each sequence has one, that is
+easy if a program handles all of it. On Hopper and newer it starts early,
 as `hopper.decode` does, and so does the attention behind it.
 """
 
@@ -19,6 +20,7 @@ from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.triton.call import gpu_capability
 
 BLOCK_H = tl.constexpr(16)
+WHOLE_TOKEN = 1024  # columns, of all blocks of heads together, that one program may hold
 
 
 class Tokens(NamedTuple):
@@ -62,6 +64,9 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
+    columns = max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None))
+    counts = Tokens(*places).arrivals is not None
+    is_whole = counts and new_tokens == 1 and sum(blocks) * columns <= WHOLE_TOKEN
     arguments = (
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
@@ -73,12 +78,14 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
             0 if table is None else table.shape[1],
         ),
         *blocks,
-        max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None)),
+        columns,
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
         is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
+        is_whole,
     )
-    return Launch(append_kernel, key.shape[:-2].numel() * sum(blocks), arguments, 4, 1, launch_pdl=is_early)
+    programs = key.shape[:-2].numel() * (1 if is_whole else sum(blocks))
+    return Launch(append_kernel, programs, arguments, 4, 1, launch_pdl=is_early)
 
 
 class Heads(NamedTuple):
@@ -109,10 +116,10 @@ def append_kernel(
     q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, new_lengths, arrivals, cos, sin,
     new_tokens, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens * (Q_BLOCKS + K_BLOCKS + V_BLOCKS),). rows: of an entry of the storage."""
-    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + V_BLOCKS
+    """Grid: (tokens * BLOCKS,). rows: of an entry of the storage."""
+    BLOCKS: tl.constexpr = 1 if IS_WHOLE else Q_BLOCKS + K_BLOCKS + V_BLOCKS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     b = token // new_tokens
@@ -121,7 +128,15 @@ def append_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
     where = Where(slots, positions, lengths, page_table)
-    if block < K_BLOCKS:
+    held = 0
+    if lengths is not None and new_lengths is not None:
+        held = tl.load(lengths + b)
+    if IS_WHOLE:
+        move_token(
+            q, k, v, q_out, k_out, v_out, where, cos, sin, b, rows, table_rows, pages,
+            Q_BLOCKS, K_BLOCKS, V_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
+        )  # fmt: skip
+    elif block < K_BLOCKS:
         move(
             k, k_out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
             BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
@@ -140,10 +155,11 @@ def append_kernel(
             x = turn(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
             store_heads(q_out, b, n, block, x, BLOCK_D)
     if lengths is not None and new_lengths is not None:
-        held = tl.load(lengths + b)
         if arrivals is not None:
-            tl.debug_barrier()  # all threads have read the length that the last program is to change
-            if tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
+            tl.debug_barrier()  # all threads have read the length that is to change
+            if IS_WHOLE:
+                tl.store(new_lengths + b, held + 1)
+            elif tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
                 tl.store(arrivals + b, 0)
                 tl.store(new_lengths + b, held + new_tokens)
         else:
@@ -171,6 +187,48 @@ def move(
     tile = turn(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     if slot >= 0:
         store_heads(out, slot, 0, block, tile, BLOCK_D)
+
+
+@triton.jit
+def move_token(
+    q, k, v, q_out, k_out, v_out, where, cos, sin, b, rows, table_rows, pages,
+    Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """All heads of a sequence's only new token: `move`, with all loads under way before the first store."""
+    keys = load_blocks(k, b, K_BLOCKS, BLOCK_D)
+    values = load_blocks(v, b, V_BLOCKS, BLOCK_D)
+    queries = load_blocks(q, b, Q_BLOCKS, BLOCK_D)
+    slot, position = find(where, b, 0, 1, rows, table_rows, pages)
+    keys = turn_blocks(keys, k, b, cos, sin, position, K_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    queries = turn_blocks(queries, q, b, cos, sin, position, Q_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    for block in tl.static_range(K_BLOCKS):
+        store_heads(k_out, slot, 0, block, keys[block], BLOCK_D)
+    for block in tl.static_range(V_BLOCKS):
+        store_heads(v_out, slot, 0, block, values[block], BLOCK_D)
+    for block in tl.static_range(Q_BLOCKS):
+        store_heads(q_out, b, 0, block, queries[block], BLOCK_D)
+
+
+@triton.jit
+def load_blocks(x, b, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads of a sequence's only token, a tile for each block of them."""
+    tiles = ()
+    for block in tl.static_range(BLOCKS):
+        tiles = tiles + (load_heads(x, b, 0, block, BLOCK_D),)  # type: ignore[assignment] # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def turn_blocks(
+    tiles, x, b, cos, sin, position,
+    BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    turned = ()
+    for block in tl.static_range(BLOCKS):
+        x_turned = turn(tiles[block], x, b, 0, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+        turned = turned + (x_turned,)  # type: ignore[assignment] # noqa: RUF005
+    return turned
 
 
 @triton.jit

@@ -1,0 +1,135 @@
+"""The load role of the decoding kernel: key tiles of a worker's pieces into rings, by TMA.
+
+The load warps take turns at tiles: pages of 16 need 8 copies a tile. A full page of head size 128 takes one,
+with both halves of its columns, since tiles of small pages lie in shared memory 8 rows by 8 rows.
+Page numbers are read a tile ahead.
+"""
+
+from tilewise.hopper.compat import (
+    as_boxes,
+    as_boxes_by_rows,
+    as_pages,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    wait_for_previous_kernel,
+)
+from tilewise.hopper.decode_plan import make_line, piece_at, worker_tiles
+
+
+@gluon.jit
+def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
+    """Numbers of PAGE_LANES pages from key tile `tile` on; 0 for those beyond the sequence's."""
+    page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+    if cfg.PAGE_SIZE > 0:
+        page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
+        page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
+    return page
+
+
+@gluon.jit
+def page_of(pages, n, cfg: gl.constexpr):
+    """pages[n]: over 32 lanes that sum is one instruction."""
+    index = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(index == n, pages, 0), 0)
+
+
+@gluon.jit
+def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
+    """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
+    PAGES: gl.constexpr = cfg.PAGES
+    ring.acquire(use)
+    slot = use % ring.STAGES
+    bar_full = ring.full.index(slot)
+    mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
+    for n in gl.static_range(PAGES):
+        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
+        load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
+
+
+@gluon.jit
+def load_box(
+    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
+
+    The coordinates end a box where the sequence ends: see `hopper.forward.coords`.
+    """
+    BOXES: gl.constexpr = cfg.BOXES
+    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
+    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
+    if cfg.PAGE_SIZE == 0:
+        entry = piece.batch
+    else:
+        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
+        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
+        row = row % cfg.PAGE_SIZE
+    end = gl.maximum(end, 0)
+    end_row = entry * rows_per_entry + end
+    for part in gl.static_range(PARTS):
+        if cfg.WHOLE_PAGES:
+            box = (slot * BOXES + n) * PARTS + part
+        else:
+            box = (slot * PARTS + part) * BOXES + n
+        place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
+        load_tile(desc, place, bar_full, boxes.index(box))
+
+
+@gluon.jit
+def load_keys(
+    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
+):
+    """Start TMA copies of one tile of keys or values, box by box."""
+    BOXES: gl.constexpr = cfg.BOXES
+    ring.acquire(use)
+    slot = use % ring.STAGES
+    bar_full = ring.full.index(slot)
+    mbarrier.expect(bar_full, PARTS * BOXES * desc.block_type.nbytes)
+    if cfg.WHOLE_PAGES:
+        # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
+        # unrolled, its instructions cost 0.2 us at 1 x 8k.
+        for n in range(gl.minimum(sizes.workers, 1) * BOXES):
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+    else:
+        for n in gl.static_range(BOXES):
+            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+
+
+@gluon.jit
+def load_role(
+    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Stream every LOADERS-th tile of the worker's: keys, or values."""
+    PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
+    rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
+    if cfg.WHOLE_PAGES:
+        boxes = as_boxes_by_rows(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
+        blocks = as_pages(ring.tiles, cfg.STAGES * cfg.PAGES, page_desc)
+    else:
+        boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
+    wait_for_previous_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 1)
+    unit, end = worker_tiles(line, sizes)
+    use = 0  # of the ring
+    while unit < end:
+        piece = piece_at(unit, end, line, sizes, cfg, 1)
+        ptr_table = page_table
+        held = 0
+        if cfg.PAGE_SIZE > 0:
+            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
+            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+        first = (L - use) & (cfg.LOADERS - 1)
+        pages = load_pages(ptr_table, piece.tile + first, held, cfg)
+        for n in range(first, piece.count, cfg.LOADERS):
+            tile = piece.tile + n
+            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
+            if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
+                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
+            else:
+                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
+            pages = next_pages
+        use += piece.count
+        unit += piece.units

@@ -1,0 +1,82 @@
+"""FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and key head.
+
+A score is q k q_descale k_descale, so both factors go to q, in bfloat16; v_descale goes to out. What is in k
+and v is a bfloat16 number as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+
+
+class Descale(NamedTuple):
+    """What the numbers in q, k and v are to be multiplied by: float32 (batch, kv heads), None for 1."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+    def is_needed(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None = None) -> bool:
+        """Whether q is 8-bit. Whatever else is wrong with q and k is left to the checks of all calls.
+
+        Raises:
+            ValueError, TypeError: a factor does not fit.
+        """
+        is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
+        for name, t in zip(self._fields, self):
+            if t is None:
+                continue
+            if not is_fp8:
+                dtype = q.dtype if isinstance(q, Tensor) else type(q).__name__
+                raise ValueError(f"{name}_descale must be None: q is {dtype}, not float8_e4m3fn")
+            if not isinstance(t, Tensor) or t.dtype != torch.float32:
+                raise TypeError(f"{name}_descale must be a float32 tensor")
+            batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+            if tuple(t.shape) != (batch, k.shape[-2]) or t.device != q.device:
+                raise ValueError(
+                    f"{name}_descale.shape={tuple(t.shape)} must be (batch, kv heads)=({batch}, "
+                    f"{k.shape[-2]}), on {q.device}"
+                )
+        return is_fp8
+
+    def query(self, q: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """q in bfloat16, times its factor and k's."""
+        factor = self.q if self.k is None else self.k if self.q is None else self.q * self.k
+        return _times(q, factor, cu_seqlens)
+
+    def output(self, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """out times v's factor."""
+        return _times(out, self.v, cu_seqlens)
+
+
+NO_FACTORS = Descale(None, None, None)
+
+
+def _times(x: Tensor, factor: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """x (batch, seqlen, heads, dim), or packed (total, heads, dim), in bfloat16."""
+    if factor is None:
+        return x.to(torch.bfloat16)
+    factor = factor.repeat_interleave(x.shape[-2] // factor.shape[1], 1)  # (batch, heads)
+    if cu_seqlens is None:
+        factor = factor[:, None]
+    else:
+        token = torch.arange(len(x), device=x.device)
+        factor = factor[torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=len(factor) - 1)]
+    return (x.float() * factor[..., None]).to(torch.bfloat16)
+
+
+def as_bfloat16(name: str, t: Tensor) -> Tensor:
+    """The same numbers.
+
+    Raises:
+        TypeError: they are not 8-bit, as q is.
+    """
+    if not isinstance(t, Tensor) or t.dtype != FP8:
+        dtype = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{name} is {dtype}, must be float8_e4m3fn as q is")
+    return t.to(torch.bfloat16)
