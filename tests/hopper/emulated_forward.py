@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
     "steep": (500, 700, 2, 2, 64, 64, {"scale": 8.0}),  # sums grow too large: all is done again, exactly
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
-    # sums that are too large for float16, and then scaled down under a masked edge
+    # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
     # sums that are small enough, but not for values that large
     "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 1.0, "largest_value": 2.0**110}),
@@ -76,7 +76,8 @@ def check(name: str) -> float:
         for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v))
     )
     if ramp:  # scores grow by 8 * ramp from 64 keys to the next, in the order of visits
-        q[..., 0], k[..., 0] = 8, ramp * (torch.arange(lengths_k - 1, -1, -1) // 64)[:, None]
+        visits = torch.arange(lengths_k) // 64
+        q[..., 0], k[..., 0] = 8, ramp * (visits.flip(0) if "window_left" in options else visits)[:, None]
         q[..., 1:] *= 0.1
     if largest_value:
         v *= largest_value / v.abs().max()

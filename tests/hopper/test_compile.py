@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
-SPILL_BYTES = 24  # Triton 3.6 spills nothing, 3.9 that in one case
+SPILL_BYTES = 24  # Triton 3.6 spills 16 at head size 256, 3.9 that in one case
 
 
 def compiled_by(name: str) -> list[dict[str, Any]]:

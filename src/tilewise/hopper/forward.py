@@ -11,9 +11,9 @@
     V ring   --> V[j]   ----------------------->  O += P V[j]         ... so that this runs under ...
                                                   P' = softmax(S')    ... this
 
-Keys are visited from the last visible tile down to the first. The warpgroups run free of each other: while
-one computes exponentials the others have the tensor cores. Where two blocks share an SM, that is enough, and
-a warpgroup does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
+The order of key tiles is that of `ranges.visited`. The warpgroups run free of each other: while one computes
+exponentials the others have the tensor cores. Where two blocks share an SM, that is enough, and a warpgroup
+does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.hopper.arguments import Packing, Sizes
@@ -31,7 +31,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
-from tilewise.hopper.ranges import hide_left, hide_right, key_tiles
+from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
     Factors,
@@ -105,18 +105,18 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
         work = locate(current, sizes, packing, cfg)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
-        j = tiles.end - 1
-        k_coords = key_coords(work, j, head_k, cfg)
+        left = tiles.end - tiles.begin - 1
+        k_coords = key_coords(work, visited(tiles, left, cfg), head_k, cfg)
         rings.k.load(use, k_desc, k_coords, cfg.PARTS)
         send(rings.work, turn, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
             rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
-        while j > tiles.begin:
+        while left > 0:
             v_coords = k_coords
-            j -= 1
-            k_coords = key_coords(work, j, head_k, cfg)
+            left -= 1
+            k_coords = key_coords(work, visited(tiles, left, cfg), head_k, cfg)
             rings.k.load(use + 1, k_desc, k_coords, cfg.PARTS)
             rings.v.load(use, v_desc, v_coords, 1)
             use += 1
@@ -189,9 +189,10 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def weigh(s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
 
+    `left` tiles are yet to come.
     out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
     seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
     overflows, hence while l <= LARGEST_SUM and O is finite. Otherwise the tile of queries has failed, and is
@@ -199,18 +200,17 @@ def weigh(s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype: gl.cons
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
+    j = visited(tiles, left, cfg)
     if j >= tiles.plain_end:  # only edge tiles are masked
         s = hide_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.plain_begin:
         s = hide_left(s, j, row, work, sizes, cfg)
-    is_steady = (j < tiles.steady_end) & (is_exact == 0)
+    is_steady = (left < tiles.num_steady) & (is_exact == 0)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
         l = l + partial_sums(p)
     else:
-        is_fine = (l <= cfg.LARGEST_SUM) | (is_exact != 0)
-        l = gl.where(is_fine, l, float("inf"))  # so that alpha does not hide a failure
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
@@ -258,11 +258,12 @@ def mma_role(
         row = work.row + W * ROWS
         block = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
-        use = skip(rings.k, rings.v, use, block.end - tiles.end)
+        before, after = unvisited(tiles, block, cfg)
+        use = skip(rings.k, rings.v, use, before)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
 
-        j = tiles.end - 1
+        left = tiles.end - tiles.begin - 1  # tiles yet to visit
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and turn > 0:
@@ -271,9 +272,9 @@ def mma_role(
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
-        p, m, l, _, _ = weigh(s, m, l, j, row, tiles, 1, work, sizes, factors, dtype, cfg)
-        while j > tiles.begin:
-            j -= 1
+        p, m, l, _, _ = weigh(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
+        while left > 0:
+            left -= 1
             if cfg.IS_OVERLAPPED:
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
@@ -284,7 +285,7 @@ def mma_role(
                 s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady = weigh(
-                s, m, l, j, row, tiles, is_exact, work, sizes, factors, dtype, cfg
+                s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype, cfg
             )
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -295,7 +296,7 @@ def mma_role(
             use += 1
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
-        use = skip(rings.k, rings.v, use + 1, tiles.begin - block.begin)
+        use = skip(rings.k, rings.v, use + 1, after)
         flags = failures(l, acc, is_exact, dtype, cfg)
         rings.failures.index(turn % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:

@@ -7,22 +7,22 @@ from tilewise.hopper.compat import aggregate, gl, gluon
 class KeyTiles:
     """Key tiles [begin, end) of some query rows; those in [plain_begin, plain_end) need no mask.
 
-    When the tiles from steady_end on have been visited, each row has seen a key.
+    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key.
     """
 
     begin: gl.tensor
     end: gl.tensor
     plain_begin: gl.tensor
     plain_end: gl.tensor
-    steady_end: gl.tensor
+    num_steady: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, begin, end, plain_begin, plain_end, steady_end):
+    def __init__(self, begin, end, plain_begin, plain_end, num_steady):
         self.begin = begin
         self.end = end
         self.plain_begin = plain_begin
         self.plain_end = plain_end
-        self.steady_end = steady_end
+        self.num_steady = num_steady
 
 
 @gluon.jit
@@ -42,9 +42,33 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
     plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
-    # after plain_last's tile each row has seen that key; without a key that all see, never
-    steady_end = gl.where(plain_first <= plain_last, plain_last // cfg.BLOCK_N, 0)
-    return KeyTiles(begin, end, plain_begin, plain_end, steady_end)
+    # a key that all rows see: plain_last, or the first of all; once its tile has been visited, all are steady
+    num_steady = plain_last // cfg.BLOCK_N - begin if cfg.HAS_LEFT else end - 1
+    num_steady = gl.where(plain_first <= plain_last, num_steady, 0)
+    return KeyTiles(begin, end, plain_begin, plain_end, num_steady)
+
+
+@gluon.jit
+def visited(tiles, left, cfg: gl.constexpr):
+    """The key tile of a visit after which `left` others are to come.
+
+    Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
+    nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key.
+    """
+    if cfg.HAS_LEFT:
+        j = tiles.begin + left
+    else:
+        j = tiles.end - 1 - left
+    return j
+
+
+@gluon.jit
+def unvisited(tiles, block, cfg: gl.constexpr):
+    """How many of a block's tiles come (before, after) those of one warpgroup."""
+    low, high = tiles.begin - block.begin, block.end - tiles.end
+    if cfg.HAS_LEFT:
+        low, high = high, low
+    return low, high
 
 
 @gluon.jit
