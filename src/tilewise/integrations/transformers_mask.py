@@ -132,11 +132,12 @@ def visibility_mask(
         None where causal or full attention over all keys says everything and the caller allows it; otherwise
         a bool mask (batch_size, 1, q_length, kv_length), True = attend, which is a `PatternMask` if possible.
     """
-    from transformers import masking_utils as hf
+    # each by name: Dynamo of torch 2.11 refuses the lazy module that `from transformers import` starts from
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
     build = functools.partial(
-        hf.sdpa_mask,
+        sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -152,10 +153,10 @@ def visibility_mask(
     is_offset_known = not isinstance(q_offset, Tensor)
     if is_tracing(attention_mask):  # values cannot be read, and compiled graphs take plain masks
         may_skip = attention_mask is None and is_offset_known
-        if mask_function is hf.causal_mask_function:
+        if mask_function is causal_mask_function:
             may_skip &= allow_is_causal_skip and bool(q_offset + q_length == kv_offset + kv_length)
         else:
-            may_skip &= allow_is_bidirectional_skip and mask_function is hf.bidirectional_mask_function
+            may_skip &= allow_is_bidirectional_skip and mask_function is bidirectional_mask_function
         return None if may_skip else build()
 
     terms = _terms(mask_function)
