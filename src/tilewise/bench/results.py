@@ -74,7 +74,7 @@ def _cuda_device() -> dict[str, Any]:
         "capability": f"sm_{properties.major}{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
 
 
