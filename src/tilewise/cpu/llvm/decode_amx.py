@@ -1,6 +1,8 @@
 """Decoding in tile registers: `decode.py` with other products, for bfloat16 and several rows a key head.
 
-Keys are read where they lie; only values are turned into pairs on their way. Products and sums:
+Keys are read where they lie; only values are turned into pairs on their way. What comes next is asked for in
+all steps of a block, so that the memory is never idle: half of the keys during the scores, half during the
+softmax, the values during the products with them. Products and sums:
 
     s_t = k q_t, 32 keys at a time; scaled when the options are applied                  [32, rows]
     w   = rows of p, rounded;  v_pairs: pairs of v of the block     [rows, BLOCK_K], [BLOCK_K / 2, head_dim_v]
@@ -29,10 +31,10 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
-from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
+from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
 from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, deinterleaved, fma, minimum
+from tilewise.cpu.llvm.vector import Value, Var, deinterleaved, fma
 
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
 S, K, Q, W, V, PV = 0, 2, 3, 4, 5, 6  # tile registers: two of s, of w v, and one of each factor
@@ -78,24 +80,23 @@ class AmxDecodeKernel(DecodeKernel):
         for j in loop(0, block.n, TILE):
 
             def whole(j: Value = j) -> None:
-                ahead = [later(j + r) for r in range(TILE)]
+                ahead = [later(j + r) for r in range(0, TILE, 2)]
                 self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j, ahead)
 
             def copied(j: Value = j) -> None:
                 copy_rows(self.k, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim)
+                for r in loop(0, TILE, 2):
+                    prefetch_row(later(j + r), self.config.head_dim, L1)
                 self.score_tile(self.k, j, [])
 
-            self.take(block, j, later, self.config.head_dim, whole, copied)
+            self.take(block, j, self.config.head_dim, whole, copied)
 
     def take(
-        self, block: Block, j: Value, later: Callable, dim: int, whole: Callable[[], None],
-        copied: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, block: Block, j: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]
+    ) -> None:
         """Use 32 keys from j on where they lie, or a copy: of the last, of pages, of rows to be padded."""
         if self.config.is_paged or dim % TILE:
             copied()
-            for r in loop(0, minimum(TILE, block.n - j)):
-                prefetch_row(later(j + r), dim)
             return
         with either(block.n - j < TILE) as (few, all_there):
             with few:
@@ -104,7 +105,7 @@ class AmxDecodeKernel(DecodeKernel):
                 whole()
 
     def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:  # type: ignore[override]
-        """s of the 32 keys from j on; `ahead` are rows to ask for meanwhile."""
+        """s of the 32 keys from j on; `ahead` are every second row to ask for meanwhile."""
         shape, lanes, width = self.shape, self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
             for i in range(2):
@@ -114,14 +115,21 @@ class AmxDecodeKernel(DecodeKernel):
                 for i in range(2):
                     load_tile(K, k, i * ROWS, c)
                     multiply_tiles(S + i, K, Q)
-                    for row in ahead[i * ROWS : (i + 1) * ROWS] if part == 0 else []:
-                        prefetch(row[c])
+                    for row in ahead[i * ROWS // 2 : (i + 1) * ROWS // 2] if part == 0 else []:
+                        prefetch(row[c], L1)
             for i in range(2):
                 store_tile(S + i, s_t, i * ROWS, 0)
             for i in range(0, TILE, lanes):
                 keys = [s_t.at(i, 0)[0, x].load(lanes) for x in range(0, lanes * width, lanes)]
                 for r, s in enumerate(deinterleaved(keys)):
                     self.p.at(part * ROWS + r, j)[0, i].store(s)
+
+    def weigh_row(self, head: Head, r: Value, block: Block) -> None:
+        super().weigh_row(head, r, block)
+        _, later = self.sources(head, "k", block)
+        share = 2 * -(-self.block_k // (2 * self.rows))  # of the keys that are asked for with each row
+        for j in loop(r * share, (r + 1) * share, 2):
+            prefetch_row(later(j + 1), self.config.head_dim, L1)
 
     def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
         return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, key)
@@ -142,17 +150,19 @@ class AmxDecodeKernel(DecodeKernel):
             def whole(j: Value = j, pairs: Rows = pairs) -> None:
                 for r in loop(0, TILE, 2):
                     pair_rows(pairs.at(r // 2, 0), Rows(row(j + r).as_kind("i16"), self.args.v_n), 2)
-                    for ahead in (later(j + r), later(j + r + 1)):
-                        prefetch_row(ahead, self.config.head_dim_v)
 
             def copied(j: Value = j, pairs: Rows = pairs) -> None:
                 copy_rows(self.v, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim_v)
                 pair_rows(pairs, self.v, TILE)
 
-            self.take(block, j, later, self.config.head_dim_v, whole, copied)
+            self.take(block, j, self.config.head_dim_v, whole, copied)
+        share = -(-self.block_k * TILE // self.shape.pad_v)  # of the values: asked for with 32 columns
         for part in range(self.parts):
             for c in loop(0, self.shape.pad_v, TILE):
                 self.add_columns(part * ROWS, c, block.n)
+                first = c // TILE * share
+                for r in loop(first, first + share) if part == 0 else []:
+                    prefetch_row(later(r), self.config.head_dim_v, L1)
 
     def add_columns(self, first: int, c: Value, n: Value) -> None:
         """acc = c acc + w v, 16 rows from `first` on and 32 columns."""

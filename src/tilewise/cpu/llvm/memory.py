@@ -121,13 +121,16 @@ class Rows:
         return Rows(self.ptr, self.step, self.stride)
 
 
-def prefetch(ptr: Ptr) -> None:
+L1, L2 = 3, 2  # the cache that a line is asked into
+
+
+def prefetch(ptr: Ptr, cache: int = L2) -> None:
     """Ask for a line that will be read soon; any address is safe."""
-    read, keep, data = (ir.Constant(I32, x) for x in (0, 2, 1))
+    read, keep, data = (ir.Constant(I32, x) for x in (0, cache, 1))
     emitter().intrinsic("llvm.prefetch.p0", ir.VoidType(), ptr.address, read, keep, data)
 
 
-def prefetch_row(row: Ptr, dim: int) -> None:
+def prefetch_row(row: Ptr, dim: int, cache: int = L2) -> None:
     """Ask for a row of `dim` elements."""
     for c in range(0, dim, 64 // row.item):
-        prefetch(row[c])
+        prefetch(row[c], cache)
