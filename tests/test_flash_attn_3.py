@@ -186,7 +186,18 @@ def test_eight_bits_that_do_not_fit():
     refused(ValueError, "k_descale.shape=(1, 3)", flash_attn_func, f, f, f, k_descale=torch.ones(1, 3))
     refused(TypeError, "v_descale must be a float32", flash_attn_func, f, f, f, v_descale=scale.double())
     refused(TypeError, "k is torch.float32", flash_attn_func, f, q, q)
+    heads = "query heads 3 must be divisible by key heads 2"
+    refused(ValueError, heads, flash_attn_func, eight_bit(1, 3, 3, 8)[0], f, f, q_descale=scale)
+    refused(ValueError, "query.shape=(3, 2, 8)", flash_attn_func, f[0], f, f, q_descale=scale)
+    refused(TypeError, "k is NoneType", flash_attn_func, f, None, f, q_descale=scale)
     refused(NotImplementedError, "qv must be None", flash_attn_func, f, f, f, qv=f)
+
+
+def test_the_longest_length_may_be_a_tensor():
+    x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    longest = starts.diff().max()
+    found = flash_attn_varlen_func(x, x, x, starts, starts, longest, longest)
+    assert torch.equal(found, flash_attn_varlen_func(x, x, x, starts, starts, 4, 4))
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

@@ -42,8 +42,9 @@ def quick():
     q, k, v = qkv()
     for _ in range(3):
         tilewise.attention(q, k, v)
-    if not repeat._local.quick:
+    if not pytest.importorskip("tilewise.cpu.llvm.repeated")._fill_tensor():
         pytest.skip("no quick way here")
+    assert repeat._local.quick
     return q, k, v
 
 
@@ -267,12 +268,14 @@ def test_repeated_gradients_of_tensors_that_were_saved_elsewhere():
 def quick_gradients():
     """Leaves and dout of calls whose backward goes the quick way too, and their gradients."""
     plans = pytest.importorskip("tilewise.cpu.llvm.plans")
+    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
     plans.local.quick_backwards.clear()
     leaves, dout = [t.requires_grad_() for t in qkv()], torch.randn(2, 5, 4, 16)
     for _ in range(4):
         expected = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout)
-    if not plans.local.quick_backwards:
+    if not repeated._fill_tensor():
         pytest.skip("no quick way here")
+    assert plans.local.quick_backwards
     return leaves, dout, expected
 
 
@@ -422,6 +425,43 @@ def test_a_default_device_changes_nothing():
         assert torch.equal(tilewise.attention(q, k, v), plain)
         repeat.clear()
         assert torch.equal(tilewise.attention(q, k, v), plain)
+
+
+def test_a_default_device_changes_nothing_for_packed_and_cached_tokens():
+    x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    contiguous = tilewise.KVCache(1, 16, 2, 8, dtype=torch.float32)
+    paged = tilewise.PagedKVCache(2, 16, 2, 8, dtype=torch.float32)
+    paged.allocate()
+    plain = tilewise.attention_varlen(x, x, x, starts, starts)
+    with torch.device("meta"):
+        assert torch.equal(tilewise.attention_varlen(x, x, x, starts, starts), plain)
+        found = [tilewise.attention_with_cache(x[None], c, x[None], x[None]) for c in (contiguous, paged)]
+    assert torch.equal(*found)
+    assert torch.equal(found[0], tilewise.attention(x[None], x[None], x[None], causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_records_what_is_computed():
+    q, k, v = qkv()
+    for _ in range(3):
+        tilewise.attention(q, k, v)
+    traced = torch.jit.trace(lambda x: tilewise.attention(x, k, v), (q,), check_trace=False)
+    other = torch.randn_like(q)
+    assert torch.equal(traced(other), tilewise.attention(other, k, v))
+
+
+def test_saved_tensors_may_come_back_with_other_strides():
+    leaves, dout = [t.requires_grad_() for t in qkv()], torch.randn(2, 5, 4, 16)
+    expected = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout)
+
+    def turned(t):
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 3 else t  # lse
+
+    for _ in range(4):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned):
+            out = tilewise.attention(*leaves)
+        for a, b in zip(torch.autograd.grad(out, leaves, dout), expected, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_threads_do_not_share_what_they_keep():

@@ -15,5 +15,6 @@ def is_plain_eager(query: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
         and torch.autograd.forward_ad._current_level < 0
     )

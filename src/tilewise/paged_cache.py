@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -174,11 +175,12 @@ class PagedKVCache:
 
         Raises:
             ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed.
+            TypeError: something is no integer. Nothing has changed.
         """
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
         counts = (
-            [new_tokens] * len(sequences)
-            if isinstance(new_tokens, int)
+            [int(new_tokens)] * len(sequences)
+            if isinstance(new_tokens, int | Integral)
             else integers("new_tokens", new_tokens)
         )
         if len(counts) != len(sequences):
@@ -189,7 +191,7 @@ class PagedKVCache:
         copies = self._table.reserve(sequences, counts)
         try:
             batch = self._table.batch(sequences, counts, self.key.device, into)
-        except ValueError:
+        except Exception:
             for sequence, length in zip(sequences, before):
                 if sequence != PADDING:
                     self._table.truncate(sequence, length)
@@ -329,8 +331,12 @@ class PagedKVCache:
 def _token_counts(name: str, new: Tensor | Sequence[Tensor]) -> list[int]:
     """New tokens of each sequence."""
     right = f"{name} must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)"
+    if isinstance(new, Tensor) and new.ndim == 0:
+        raise ValueError(f"{right}, not a number")
     if not isinstance(new, Tensor | list | tuple) or not all(isinstance(t, Tensor) for t in new):
         raise TypeError(f"{right}, not {type(new).__name__}")
+    if not len(new):
+        raise ValueError(f"{right}, not of no sequences")
     if any(t.ndim != 3 for t in new):
         raise ValueError(f"{right}, not of shapes {[tuple(t.shape) for t in new]}")
     return [len(t) for t in new]
@@ -343,8 +349,9 @@ def dequantized(pages: Tensor, scale: Tensor) -> Tensor:
 
 def _real_rows(batch: PagedBatch) -> Tensor:
     """Which new tokens belong to a sequence, as indices."""
-    is_real = torch.tensor([s != PADDING for s in batch.sequences])
-    return torch.repeat_interleave(is_real, torch.tensor(batch.new_tokens)).nonzero().flatten()
+    is_real = torch.tensor([s != PADDING for s in batch.sequences], device="cpu")
+    counts = torch.tensor(batch.new_tokens, device="cpu")
+    return torch.repeat_interleave(is_real, counts).nonzero().flatten()
 
 
 def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -81,10 +82,12 @@ class PageTable:
 
     def truncate(self, sequence: int, length: int) -> None:
         self.check(sequence)
-        if not isinstance(length, int) or not 0 <= length <= self.lengths[sequence]:
+        if not isinstance(length, Integral) or not 0 <= length <= self.lengths[sequence]:
+            held = self.lengths[sequence]
             raise ValueError(
-                f"length={length!r} must be between 0 and the {self.lengths[sequence]} tokens of {sequence=}"
+                f"length={length!r} must be an integer from 0 to the {held} tokens of {sequence=}"
             )
+        length = int(length)
         pages, keep = self.pages[sequence], -(-length // self.page_size)
         for page in reversed(pages[keep:]):
             self._release(page)
@@ -175,7 +178,8 @@ class PageTable:
         Raises:
             ValueError: the earlier batch has other sizes.
         """
-        fields = self._fields(sequences, new_tokens, None if into is None else into.page_table.shape[1])
+        with torch.device("cpu"):  # whatever the default is
+            fields = self._fields(sequences, new_tokens, None if into is None else into.page_table.shape[1])
         on_host = torch.cat([t.flatten() for t in fields.values()]).to(torch.int32)
         if into is None:
             # A later batch of the same sizes may write to more pages: `written` and `kept` come last.

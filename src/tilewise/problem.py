@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sized
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -348,10 +348,16 @@ def check_number(name: str, value: Any) -> None:
 
 
 def _check_types(options: Options) -> None:
-    for name in ("softcap", "dropout_p", "scale", "max_seqlen_q", "max_seqlen_k"):
+    for name in ("softcap", "dropout_p"):
+        check_number(name, getattr(options, name))
+    if options.scale is not None:
+        check_number("scale", options.scale)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
         value = getattr(options, name)
-        if value is not None or name in ("softcap", "dropout_p"):
-            check_number(name, value)
+        if value is not None and not isinstance(value, Integral | torch.SymInt):
+            raise TypeError(f"{name}={value!r} must be an integer")
+    if not isinstance(options.precision, str):
+        raise TypeError(f"precision={options.precision!r} must be a string")
     for name in ("causal", "deterministic"):
         value = getattr(options, name)
         if isinstance(value, Sized):  # strings, lists, tensors

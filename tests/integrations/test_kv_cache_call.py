@@ -368,6 +368,17 @@ def test_fa3_qv_too_wide_writes_nothing():
     assert torch.equal(k_cache, before)
 
 
+def test_fa3_a_wrong_head_size_with_qv_writes_nothing():
+    k_cache, v_cache = randn(1, 8, 1, 6), randn(1, 8, 1, 4)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match="must equal"):
+        flash_attn_3.flash_attn_with_kvcache(
+            randn(1, 1, 1, 8), k_cache, v_cache, randn(1, 1, 1, 6), randn(1, 1, 1, 4), randn(1, 1, 1, 4),
+            cache_seqlens=2,
+        )  # fmt: skip
+    assert torch.equal(k_cache, before)
+
+
 FA3_BAD_CALLS = [
     ({"qv": randn(5, 2, 7)}, ValueError, "qv of shape (5, 2, 7)"),
     ({"qv": 3}, TypeError, "qv=int"),

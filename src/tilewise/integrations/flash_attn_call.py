@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
-from tilewise.problem import Inputs, Options
+from tilewise.problem import Inputs, Options, check_number
 
 
 def options(
@@ -22,6 +22,8 @@ def options(
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not fits or not all(isinstance(bound, int) for bound in window_size):
         raise ValueError(f"window_size={window_size!r} must be (left, right), two integers, -1 for unbounded")
+    check_number("softcap", softcap)
+    others = {name: int(x) if isinstance(x, Tensor) else x for name, x in others.items()}
     left, right = (None if bound < 0 else bound for bound in window_size)
     return Options(
         causal=bool(causal),
@@ -68,13 +70,14 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ValueError, TypeError: qv does not fit.
     """
-    if not isinstance(qv, Tensor):
-        raise TypeError(f"qv={type(qv).__name__} must be a torch.Tensor")
+    for name, t in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
     if q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
-    tensors = all(isinstance(t, Tensor) for t in (q, k, v))
-    if not tensors or k.shape[:-1] != v.shape[:-1]:
-        raise ValueError("qv needs k and v of as many tokens and heads")
+    kinds = {(t.dtype, t.device) for t in (q, k, v)}
+    if k.shape[:-1] != v.shape[:-1] or len(kinds) > 1:
+        raise ValueError("qv needs k and v of as many tokens and heads, of q's dtype and on its device")
     right = (*q.shape[:-1], v.shape[-1])
     if tuple(qv.shape) != right or qv.dtype != q.dtype or qv.device != q.device:
         raise ValueError(

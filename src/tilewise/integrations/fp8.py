@@ -36,6 +36,13 @@ class Descale(NamedTuple):
                 raise ValueError(f"{name}_descale must be None: q is {dtype}, not float8_e4m3fn")
             if not isinstance(t, Tensor) or t.dtype != torch.float32:
                 raise TypeError(f"{name}_descale must be a float32 tensor")
+            if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+                raise TypeError(f"cu_seqlens_q={type(cu_seqlens).__name__} must be a torch.Tensor")
+            rank = 4 if cu_seqlens is None else 3
+            if not isinstance(k, Tensor) or q.ndim != rank or k.ndim < 3 or not k.shape[-2]:
+                continue  # refused by the checks of all calls
+            if q.shape[-2] % k.shape[-2]:
+                raise ValueError(f"query heads {q.shape[-2]} must be divisible by key heads {k.shape[-2]}")
             batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
             if tuple(t.shape) != (batch, k.shape[-2]) or t.device != q.device:
                 raise ValueError(
@@ -59,15 +66,15 @@ NO_FACTORS = Descale(None, None, None)
 
 def _times(x: Tensor, factor: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """x (batch, seqlen, heads, dim), or packed (total, heads, dim), in bfloat16."""
-    if factor is None:
-        return x.to(torch.bfloat16)
-    factor = factor.repeat_interleave(x.shape[-2] // factor.shape[1], 1)  # (batch, heads)
+    if factor is None or x.ndim != (4 if cu_seqlens is None else 3) or not factor.shape[1]:
+        return x.detach().to(torch.bfloat16)
+    factor = factor.detach().repeat_interleave(x.shape[-2] // factor.shape[1], 1)  # (batch, heads)
     if cu_seqlens is None:
         factor = factor[:, None]
     else:
         token = torch.arange(len(x), device=x.device)
         factor = factor[torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=len(factor) - 1)]
-    return (x.float() * factor[..., None]).to(torch.bfloat16)
+    return (x.detach().float() * factor[..., None]).to(torch.bfloat16)
 
 
 def as_bfloat16(name: str, t: Tensor) -> Tensor:
@@ -79,4 +86,4 @@ def as_bfloat16(name: str, t: Tensor) -> Tensor:
     if not isinstance(t, Tensor) or t.dtype != FP8:
         dtype = t.dtype if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name} is {dtype}, must be float8_e4m3fn as q is")
-    return t.to(torch.bfloat16)
+    return t.detach().to(torch.bfloat16)

@@ -129,7 +129,7 @@ def _shaped_as_with_qv(call: KVCacheCall, inputs: Inputs) -> Inputs:
     """What is attended to, up to the keys' values: nothing is copied but the queries."""
     assert call.qv is not None
     query, _ = with_qv(call.q, call.qv, inputs.key[:0], inputs.value[:0])
-    key = inputs.key[..., :1].expand(*inputs.key.shape[:-1], query.shape[-1])
+    key = inputs.key[..., :1].expand(*inputs.key.shape[:-1], inputs.key.shape[-1] + inputs.value.shape[-1])
     return inputs._replace(query=query, key=key)
 
 

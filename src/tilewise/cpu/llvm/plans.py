@@ -311,7 +311,7 @@ def named(name: str, axes: str, strides: Any) -> dict[str, int]:
 
 def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     """int64 (batch, 4): each sequence's first query row, queries, first key row and keys."""
-    spans = torch.zeros((problem.batch, 4), dtype=torch.int64)
+    spans = torch.zeros((problem.batch, 4), dtype=torch.int64, device=CPU)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if cu_q is None:
         spans[:, 1] = problem.seqlen_q

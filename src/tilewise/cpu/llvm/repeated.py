@@ -101,13 +101,13 @@ class RepeatedBackward:
         self._plan_for, self._whole = plan_for, whole
 
     def __call__(self, *tensors: Tensor) -> Gradients:
-        quick = local.quick_backwards.get(self)
+        quick = local.quick_backwards.get((self, tensors[5].stride()))
         if quick is not None:
             gradients = quick(*tensors)
             if gradients is not None:
                 return gradients
-        query, key, value, out, _, dout = tensors
-        if any(t.stride(-1) != 1 for t in (query, key, value)):
+        query, key, value, out, lse, dout = tensors
+        if any(t.stride(-1) != 1 for t in (query, key, value)) or not lse.is_contiguous():
             return self._whole(*tensors)
         gradients = tuple(new() for new in self._new)
         plan = self._plan_for(query, key, value)
@@ -141,7 +141,7 @@ class RepeatedBackward:
 
         if len(local.quick_backwards) >= KEPT_ENTRIES:
             local.quick_backwards.clear()
-        local.quick_backwards[self] = quick
+        local.quick_backwards[self, tensors[5].stride()] = quick
 
 
 def _entry(

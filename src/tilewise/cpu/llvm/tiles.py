@@ -203,7 +203,7 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
 
 
 def decoded_sums(shape: Shape, rows: int, vectors: int, n: int, a: Rows, b: Rows) -> Grid:
-    """The same in the order of the decoding kernel: `depth` sums of every so-manieth product."""
+    """The same in the order of the decoding kernel: `depth` sums, each of every `depth`-th product."""
     sums = []
     for d in range(shape.depth):
         a_d, b_d = Rows(a[0, d], a.stride, shape.depth), Rows(b[d, 0], b.stride * shape.depth)
