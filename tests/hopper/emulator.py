@@ -183,7 +183,9 @@ def _copy_out(desc: Descriptor, coords: Sequence[Any], smem: Shared, adds: bool)
     def run() -> None:
         with _lock:
             source = smem.data.reshape(desc.block_shape)[exists]
-            desc.flat[offset[exists]] = source + desc.flat[offset[exists]] if adds else source
+            before = desc.flat[offset[exists]]
+            assert not adds or not before.isnan().any(), "added to what nobody has stored"
+            desc.flat[offset[exists]] = source + before if adds else source
 
     _local.stores.append(Pending(run))
 

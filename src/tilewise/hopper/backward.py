@@ -270,7 +270,7 @@ def add_dq(dq_desc, row, smem, turn, cfg: gl.constexpr):
     if cfg.IS_DETERMINISTIC:
         if turn == 0:
             store_tile(dq_desc, [row, 0], smem)
-        else:
+        elif turn > 0:  # -1: no query sees these keys, and perhaps nobody has stored yet
             add_tile(dq_desc, [row, 0], smem)
     else:
         add_tile(dq_desc, [row, 0], smem)
