@@ -4,7 +4,7 @@
     dV += P^T dO,  dK += dS^T Q,  dQ = dS K                       (five products, by recomputation from lse)
 
     role          warps   does
-    load_role     1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
+    load_role     1       draws tiles of keys; starts TMA copies of K, the first Q and dO, V, more Q and dO
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
     add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
 
@@ -171,7 +171,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     turn = 0
     use = 0  # query tiles so far
-    last = 0  # slot of the tile before
+    last = 0  # the slot that the next step gives back
     work = receive(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))

@@ -16,7 +16,7 @@ class BackwardConfig:
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
     Q_STAGES: int  # tiles of q and of do in flight
-    K_STAGES: int  # tiles of k and of v: with two, the next arrive while these are worked on
+    K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see backward_loads
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
@@ -70,7 +70,7 @@ class ScoreFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class WideBackwardConfig:
-    """Compile-time choices of the two kernels for head sizes over 128."""
+    """Compile-time choices of the kernels for head sizes over 128."""
 
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
     BLOCK_N: int  # keys of a tile

@@ -30,7 +30,7 @@ from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
-NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers of two warpgroups
+NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
 
 Config = BackwardConfig | WideBackwardConfig
 

@@ -8,7 +8,7 @@ Each of two warpgroups has 64 keys, whose dK and dV take 96 + 64 registers of a 
 The warpgroups start products in turn, so that those of one run under the arithmetic of the other.
 
 role           warps   does
-load_role      1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
+load_role      1       draws tiles of keys; starts TMA copies of the first Q and dO, K, V, more Q and dO
 keys_role x 2  4 each  the four products for 64 keys
 """
 

@@ -12,7 +12,7 @@ The first kernel is a pipeline of two warpgroups, each with one accumulator of [
     load_role --K, Q, dO--> weight_role: S^T, P^T, dV += P^T dO
               --V, Q, dO--> ........................P^T.......> gradient_role: dP^T, dS^T, dK += dS^T Q
 
-In it, one product of the last tile runs under the arithmetic of the next.
+In its weight role, one product of the last tile runs under the arithmetic of the next.
 The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ. They start
 products in turn, so that those of one run under the arithmetic of the other.
 """
@@ -298,7 +298,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
-    """Store dK or dV of 64 keys, STORE_WIDTH columns at a time, through one tile that is no longer needed."""
+    """Store dK or dV of 64 keys, a descriptor's columns at a time, through a tile no longer needed."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     pieces = parts
     if parts[0].shape[1] > WIDTH:

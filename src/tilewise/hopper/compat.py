@@ -121,8 +121,8 @@ def _barrier(operation, number):
 def signal(NUMBER: gl.constexpr, when=1):
     """Tell the other side, a warpgroup or a single warp, that all here have come so far.
 
-    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`. Like that one instruction, and nobody waits
-    here. `when` is 0 or not, in all threads alike.
+    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`; turns take 8 and 9, in kernels without
+    either. Like that one instruction, and nobody waits here. `when` is 0 or not, in all threads alike.
     """
     ASM: gl.constexpr = _barrier("arrive", NUMBER)
     gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
