@@ -126,7 +126,7 @@ def start_step(
     What the step before has left is passed on, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
-    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + 0 * keys)
+    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W)
     s = start_product(key_block(ch, keys, W, desc, cfg), query_block(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(turn)

@@ -15,7 +15,6 @@ class BackwardConfig:
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
-    Q_STAGES: int  # tiles of q and of do in flight
     K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see backward_loads
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
@@ -34,14 +33,6 @@ class BackwardConfig:
     def maxnreg(self) -> int:
         """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
         return 65536 // (3 * 128) // 8 * 8
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        keys = 2 * self.K_STAGES * self.BLOCK_N * self.BLOCK_D
-        queries = 2 * self.Q_STAGES * self.BLOCK_M * self.BLOCK_D
-        scores = 2 * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles
-        return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 
 class BackwardSizes(NamedTuple):

@@ -108,7 +108,6 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
         BLOCK_D=block_d,
-        Q_STAGES=2 if block_d == 64 else 3,
         K_STAGES=2 if block_d == 64 else 1,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,

@@ -26,9 +26,7 @@ class Channels:
     work: Ring
     slots: Ring  # blocks of `query_block` and `key_block`
     v: Ring  # two parts [64, BLOCK_D], one for each warpgroup
-    dq: (
-        gl.shared_memory_descriptor
-    )  # [32, 128] float32 for each warpgroup: half of a dQ, as registers hold it
+    dq: gl.shared_memory_descriptor  # [32, 128] float32 a warpgroup: half of dQ, in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 for each slot: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
 
