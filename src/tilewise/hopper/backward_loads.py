@@ -14,7 +14,7 @@ from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_ti
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
-from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -144,9 +144,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
             state = load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = drawn(draw(counter))
         turn += 1
-    nothing = 0 * index
-    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit

@@ -19,7 +19,6 @@ from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, 
 from tilewise.hopper.backward_wide import (
     accumulate_parts,
     await_parts,
-    finish_work,
     product,
     scaled,
     stats_of,
@@ -44,7 +43,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import draw, drawn, make_work_ring, receive, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
 
@@ -98,7 +97,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
                 head += 1
         index = drawn(draw(counter))
         turn += 1
-    finish_work(ch, turn, index, counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
 
@@ -167,15 +167,7 @@ def keys_load_role(
                 head += 1
         index = drawn(draw(counter))
         turn += 1
-    finish_work(ch, turn, index, counter)
-
-
-@gluon.jit
-def finish_work(ch, turn, index, counter):
-    """Tell the other roles that all is done."""
-    nothing = 0 * index
-    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit
