@@ -29,13 +29,12 @@ from tilewise.hopper.backward_loads import (
     key_slot,
     load_role,
     make_channels,
-    next_tile,
     query_block,
     query_slot,
     to_next_keys,
     to_next_queries,
 )
-from tilewise.hopper.backward_ranges import query_tiles, scratch_tile, turn_of_keys
+from tilewise.hopper.backward_ranges import next_tile, query_tiles, scratch_tile, turn_of_keys
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.hopper.compat import (
     add_tile,

@@ -10,7 +10,7 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
     bits 8-11             parity of each slot's round
 """
 
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
@@ -145,13 +145,6 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         index = drawn(draw(counter))
         turn += 1
     finish(ch.work, turn, index, counter)
-
-
-@gluon.jit
-def next_tile(head, tile, tiles):
-    """(head, tile) of the next query tile: after a head's last, the first of the group's next head."""
-    is_last = tile + 1 == tiles.end
-    return gl.where(is_last, head + 1, head), gl.where(is_last, tiles.begin, tile + 1)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ keys_role x 2  4 each  the four products for 64 keys
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.hopper.backward_wide import (
     accumulate_parts,
@@ -91,10 +91,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
                 load_keys(ch.k, turn, k_desc, cfg.PARTS, work, cfg)
                 load_keys(ch.v, turn, v_desc, 1, work, cfg)
             use += 1
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
-                head += 1
+            head, tile = next_tile(head, tile, tiles)
         index = drawn(draw(counter))
         turn += 1
     finish(ch.work, turn, index, counter)

@@ -19,7 +19,7 @@ products in turn, so that those of one run under the arithmetic of the other.
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
 from tilewise.hopper.compat import (
@@ -161,10 +161,7 @@ def keys_load_role(
                 ch.v.load(turn, v_desc, place_k, 1)
             ch.do.load(use, do_desc, place, 1)
             use += 1
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
-                head += 1
+            head, tile = next_tile(head, tile, tiles)
         index = drawn(draw(counter))
         turn += 1
     finish(ch.work, turn, index, counter)
