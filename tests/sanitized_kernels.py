@@ -25,10 +25,17 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape).bfloat16().cuda()
 
 
-def dense(dim: int, backend: str, seqlen_q: int = 133, seqlen_k: int = 150, **options: Any) -> None:
+def dense(
+    dim: int,
+    backend: str,
+    seqlen_q: int = 133,
+    seqlen_k: int = 150,
+    dim_v: int | None = None,
+    **options: Any,
+) -> None:
     """Forward and backward of two query heads on one key head; lengths are no multiples of a tile."""
-    shapes = ((seqlen_q, 2), (seqlen_k, 1), (seqlen_k, 1))
-    leaves = [draw(1, length, heads, dim).requires_grad_() for length, heads in shapes]
+    shapes = ((seqlen_q, 2, dim), (seqlen_k, 1, dim), (seqlen_k, 1, dim_v or dim))
+    leaves = [draw(1, *shape).requires_grad_() for shape in shapes]
     if "bias" in options:
         leaves.append(options["bias"].requires_grad_())
     out = tilewise.attention(*leaves[:3], backend=backend, **options)
@@ -81,6 +88,10 @@ def eight_bit(dim: int, backend: str) -> None:
 def run(name: str, backend: str) -> None:
     if name in ("packed", "cached", "paged", "ragged", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
+    elif name == "slim":
+        dense(192, backend, dim_v=128, causal=True)
+    elif name == "deterministic":
+        dense(128, backend, window=(50, 10), deterministic=True)
     elif name == "bias":
         dense(64, backend, bias=draw(1, 1, 133, 150))
     elif name == "options":
@@ -110,6 +121,8 @@ CASES = {
         "d128_full",
         "d128_causal",
         "d256_causal",
+        "slim",
+        "deterministic",
         "packed",
         "cached",
         "paged",

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64_softcap": (64, 40, torch.float16, False, {"softcap": 20.0}),
     "d128_packed": (128, 128, torch.bfloat16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
+    "d192_128": (192, 128, torch.bfloat16, False, {}),
+    "d192_128_softcap": (192, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
     "d64_deterministic": (64, 64, torch.bfloat16, True, {"deterministic": True, "window_left": 9}),
 }

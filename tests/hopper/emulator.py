@@ -183,7 +183,9 @@ def _copy_out(desc: Descriptor, coords: Sequence[Any], smem: Shared, adds: bool)
     def run() -> None:
         with _lock:
             source = smem.data.reshape(desc.block_shape)[exists]
-            desc.flat[offset[exists]] = source + desc.flat[offset[exists]] if adds else source
+            before = desc.flat[offset[exists]]
+            assert not adds or not before.isnan().any(), "added to what nobody has stored"
+            desc.flat[offset[exists]] = source + before if adds else source
 
     _local.stores.append(Pending(run))
 
@@ -218,8 +220,17 @@ def _wait(bar: Shared, phase: Any) -> None:
 
 
 def _take_turn(W: int) -> None:
-    if not _local.turns[W].acquire(timeout=TIMEOUT):
-        raise TimeoutError("a turn was not passed")
+    with _lock:
+        if not _changed.wait_for(lambda: W in _local.turns or _failures, TIMEOUT):
+            raise TimeoutError("a turn was not passed")
+        _local.turns.discard(W)
+
+
+def _pass_turn(W: int) -> None:
+    with _lock:
+        assert 1 - W not in _local.turns, "a turn was passed twice before it was taken"
+        _local.turns.add(1 - W)
+        _changed.notify_all()
 
 
 class Pointer:
@@ -293,8 +304,8 @@ def _await_signal(number: int, when: Any = 1) -> None:
 
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     meeting = threading.Barrier(2)
-    turns = [threading.Semaphore(0), threading.Semaphore(0)]
     signals: set[int] = set()
+    turns: set[int] = set()
 
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
         _local.products, _local.stores, _local.program = [], [], program
@@ -450,7 +461,7 @@ def install() -> None:
         wait_for_stores=wait_for_stores,
         wait_for_writes=lambda: wait_for_stores(0), wait_for_own_stores=lambda: wait_for_stores(0),
         meet=lambda: _local.meeting.wait(TIMEOUT), signal=_signal, await_signal=_await_signal,
-        take_turn=_take_turn, pass_turn=lambda W: _local.turns[1 - W].release(),
+        take_turn=_take_turn, pass_turn=_pass_turn,
         fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait

@@ -86,6 +86,15 @@ def test_deterministic_mode_gives_the_same_bits(options: dict[str, Any], dims: t
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
+@pytest.mark.parametrize("lengths", [(70, 900), (900, 70), (300, 300)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_gradients(dim: int, lengths: tuple[int, int]):
+    """With more keys than queries a window leaves whole tiles of keys that no query sees."""
+    q, k, v = draw(lengths[0], 4, dim), draw(lengths[1], 2, dim), draw(lengths[1], 2, dim)
+    for options in ({}, {"causal": True}, {"window": (50, 10)}, {"window": (50, None)}):
+        check_attention(q, k, v, deterministic=True, backend="hopper", holds_mean=False, **options)
+
+
 def test_large_logits_in_float16_have_finite_gradients():
     q, k, v, dout = (draw(500, 4, 128, dtype=torch.float16) for _ in range(4))
     assert all(g.isfinite().all() for g in gradients(20 * q, k, v, dout, causal=True, backend="hopper"))

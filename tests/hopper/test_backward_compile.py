@@ -24,7 +24,7 @@ def test_configurations_stay_within_registers_and_shared_memory():
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len({row["case"] for row in rows}) >= 11
+    assert len({row["case"] for row in rows}) >= 13
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert not row["serialized"], row

@@ -54,12 +54,6 @@ class ForwardConfig:
         return -(-self.PARTS * self.PART_WIDTH // self.BLOCK_DV)
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        query = self.Q_SLOTS * WARPGROUP_ROWS * self.Q_PARTS * self.PART_WIDTH
-        return 2 * (query + self.STAGES * self.BLOCK_N * (self.PARTS * self.PART_WIDTH + self.BLOCK_DV))
-
-    @property
     def maxnreg(self) -> int:
         """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
 

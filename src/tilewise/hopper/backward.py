@@ -4,7 +4,7 @@
     dV += P^T dO,  dK += dS^T Q,  dQ = dS K                       (five products, by recomputation from lse)
 
     role          warps   does
-    load_role     1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
+    load_role     1       draws tiles of keys; starts TMA copies of K, the first Q and dO, V, more Q and dO
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
     add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
 
@@ -29,13 +29,12 @@ from tilewise.hopper.backward_loads import (
     key_slot,
     load_role,
     make_channels,
-    next_tile,
     query_block,
     query_slot,
     to_next_keys,
     to_next_queries,
 )
-from tilewise.hopper.backward_ranges import query_tiles, scratch_tile, turn_of_keys
+from tilewise.hopper.backward_ranges import next_tile, query_tiles, scratch_tile, turn_of_keys
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.hopper.compat import (
     add_tile,
@@ -126,7 +125,7 @@ def start_step(
     What the step before has left is passed on, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
-    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W + 0 * keys)
+    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W)
     s = start_product(key_block(ch, keys, W, desc, cfg), query_block(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(turn)
@@ -171,7 +170,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     turn = 0
     use = 0  # query tiles so far
-    last = 0  # slot of the tile before
+    last = 0  # the slot that the next step gives back
     work = receive(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -270,7 +269,7 @@ def add_dq(dq_desc, row, smem, turn, cfg: gl.constexpr):
     if cfg.IS_DETERMINISTIC:
         if turn == 0:
             store_tile(dq_desc, [row, 0], smem)
-        else:
+        elif turn > 0:  # -1: no query sees these keys, and perhaps nobody has stored yet
             add_tile(dq_desc, [row, 0], smem)
     else:
         add_tile(dq_desc, [row, 0], smem)

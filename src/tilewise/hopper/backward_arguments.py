@@ -15,8 +15,7 @@ class BackwardConfig:
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
-    Q_STAGES: int  # tiles of q and of do in flight
-    K_STAGES: int  # tiles of k and of v: with two, the next arrive while these are worked on
+    K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see backward_loads
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
@@ -34,14 +33,6 @@ class BackwardConfig:
     def maxnreg(self) -> int:
         """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
         return 65536 // (3 * 128) // 8 * 8
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the tiles, without the barriers (under 1 KB)."""
-        keys = 2 * self.K_STAGES * self.BLOCK_N * self.BLOCK_D
-        queries = 2 * self.Q_STAGES * self.BLOCK_M * self.BLOCK_D
-        scores = 2 * self.BLOCK_N * self.BLOCK_M  # dS^T of two query tiles
-        return 2 * (keys + queries + scores) + 4 * (2 * CHUNK + self.Q_STAGES * 2 * self.BLOCK_M)
 
 
 class BackwardSizes(NamedTuple):
@@ -70,7 +61,7 @@ class ScoreFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class WideBackwardConfig:
-    """Compile-time choices of the two kernels for head sizes over 128."""
+    """Compile-time choices of the kernels for head sizes over 128."""
 
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
     BLOCK_N: int  # keys of a tile

@@ -30,7 +30,7 @@ from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
-NARROW = 128  # head sizes up to which dK and dV of 128 keys fit the registers of two warpgroups
+NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
 
 Config = BackwardConfig | WideBackwardConfig
 
@@ -108,7 +108,6 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
         BLOCK_D=block_d,
-        Q_STAGES=2 if block_d == 64 else 3,
         K_STAGES=2 if block_d == 64 else 1,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,

@@ -10,11 +10,11 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
     bits 8-11             parity of each slot's round
 """
 
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
-from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -26,9 +26,7 @@ class Channels:
     work: Ring
     slots: Ring  # blocks of `query_block` and `key_block`
     v: Ring  # two parts [64, BLOCK_D], one for each warpgroup
-    dq: (
-        gl.shared_memory_descriptor
-    )  # [32, 128] float32 for each warpgroup: half of a dQ, as registers hold it
+    dq: gl.shared_memory_descriptor  # [32, 128] float32 a warpgroup: half of dQ, in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 for each slot: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
 
@@ -146,16 +144,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
             state = load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = drawn(draw(counter))
         turn += 1
-    nothing = 0 * index
-    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
-
-
-@gluon.jit
-def next_tile(head, tile, tiles):
-    """(head, tile) of the next query tile: after a head's last, the first of the group's next head."""
-    is_last = tile + 1 == tiles.end
-    return gl.where(is_last, head + 1, head), gl.where(is_last, tiles.begin, tile + 1)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit

@@ -50,6 +50,14 @@ def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
+def next_tile(head, tile, tiles):
+    """(head, tile) of the next query tile: after a head's last, the first of the group's next head."""
+    is_last = tile + 1 == tiles.end
+    tile = gl.where(is_last, tiles.begin, tile + 1)
+    return gl.where(is_last, head + 1, head), tile
+
+
+@gluon.jit
 def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
 

@@ -8,18 +8,17 @@ Each of two warpgroups has 64 keys, whose dK and dV take 96 + 64 registers of a 
 The warpgroups start products in turn, so that those of one run under the arithmetic of the other.
 
 role           warps   does
-load_role      1       draws tiles of keys; starts TMA copies of K and V, then of Q and dO tile by tile
+load_role      1       draws tiles of keys; starts TMA copies of the first Q and dO, K, V, more Q and dO
 keys_role x 2  4 each  the four products for 64 keys
 """
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.hopper.backward_wide import (
     accumulate_parts,
     await_parts,
-    finish_work,
     product,
     scaled,
     stats_of,
@@ -44,7 +43,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import draw, drawn, make_work_ring, receive, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
 
@@ -92,13 +91,10 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
                 load_keys(ch.k, turn, k_desc, cfg.PARTS, work, cfg)
                 load_keys(ch.v, turn, v_desc, 1, work, cfg)
             use += 1
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
-                head += 1
+            head, tile = next_tile(head, tile, tiles)
         index = drawn(draw(counter))
         turn += 1
-    finish_work(ch, turn, index, counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit

@@ -12,14 +12,14 @@ The first kernel is a pipeline of two warpgroups, each with one accumulator of [
     load_role --K, Q, dO--> weight_role: S^T, P^T, dV += P^T dO
               --V, Q, dO--> ........................P^T.......> gradient_role: dP^T, dS^T, dK += dS^T Q
 
-In it, one product of the last tile runs under the arithmetic of the next.
+In its weight role, one product of the last tile runs under the arithmetic of the next.
 The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ. They start
 products in turn, so that those of one run under the arithmetic of the other.
 """
 
 from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
-from tilewise.hopper.backward_ranges import locate_keys, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
 from tilewise.hopper.compat import (
@@ -37,7 +37,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import Work, draw, drawn, leave, make_work_ring, receive, send
+from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
 
@@ -161,21 +161,10 @@ def keys_load_role(
                 ch.v.load(turn, v_desc, place_k, 1)
             ch.do.load(use, do_desc, place, 1)
             use += 1
-            tile += 1
-            if tile == tiles.end:  # the next head of the group
-                tile = tiles.begin
-                head += 1
+            head, tile = next_tile(head, tile, tiles)
         index = drawn(draw(counter))
         turn += 1
-    finish_work(ch, turn, index, counter)
-
-
-@gluon.jit
-def finish_work(ch, turn, index, counter):
-    """Tell the other roles that all is done."""
-    nothing = 0 * index
-    send(ch.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit
@@ -298,7 +287,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
-    """Store dK or dV of 64 keys, STORE_WIDTH columns at a time, through one tile that is no longer needed."""
+    """Store dK or dV of 64 keys, a descriptor's columns at a time, through a tile no longer needed."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     pieces = parts
     if parts[0].shape[1] > WIDTH:

@@ -65,7 +65,7 @@ def steps(
 def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
     """d = 256: K + V + 2 x (Q + dO + P) = 64 + 2 x 72 = 208 KB; 2 x (Q + dO + K) + V = 224 KB of 227.
 
-    192/128: K + V + 3 x (Q + dO) + 2 x P = 40 + 120 + 16 = 176 KB; 2 x (Q + dO + V) + 3 x K = 184 KB.
+    192/128: K + V + 3 x (Q + dO) = 80 + 120 = 200 KB; 2 x (Q + dO + V) + 3 x K = 184 KB.
     """
     visibility = problem.visibility()
     block_dv = 128 if problem.head_dim_v <= 128 else 256

@@ -12,7 +12,6 @@ from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
 from tilewise.hopper.backward_wide import (
     accumulate_parts,
     await_parts,
-    finish_work,
     product,
     product_of_parts,
     scaled,
@@ -34,7 +33,17 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
-from tilewise.hopper.schedule import Work, draw, drawn, make_work_ring, packed_sequence, place, receive, send
+from tilewise.hopper.schedule import (
+    Work,
+    draw,
+    drawn,
+    finish,
+    make_work_ring,
+    packed_sequence,
+    place,
+    receive,
+    send,
+)
 from tilewise.hopper.softmax import exp2
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -109,7 +118,7 @@ def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packi
             use += 1
         index = drawn(draw(counter))
         turn += 1
-    finish_work(ch, turn, index, counter)
+    finish(ch.work, turn, index, counter)
 
 
 @gluon.jit

@@ -100,6 +100,11 @@ def wait_for_writes():
     )
 
 
+@gluon.constexpr_function
+def _turn(operation, number):
+    return f"bar.{operation} {number}, 256; mov.b32 $0, 0;"
+
+
 @gluon.jit
 def meet():
     """Wait until two warpgroups are here: once for all that they have left for each other in shared memory.
@@ -107,9 +112,8 @@ def meet():
     One instruction. A wait on an mbarrier is a loop, and a loop between the start and the end of a product
     with a register operand would make ptxas run all products one by one.
     """
-    gl.inline_asm_elementwise(
-        "bar.sync 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    ASM: gl.constexpr = _turn("sync", 8)
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -121,8 +125,8 @@ def _barrier(operation, number):
 def signal(NUMBER: gl.constexpr, when=1):
     """Tell the other side, a warpgroup or a single warp, that all here have come so far.
 
-    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`. Like that one instruction, and nobody waits
-    here. `when` is 0 or not, in all threads alike.
+    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`; turns take 8 and 9, in kernels without
+    either. Like that one instruction, and nobody waits here. `when` is 0 or not, in all threads alike.
     """
     ASM: gl.constexpr = _barrier("arrive", NUMBER)
     gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
@@ -138,27 +142,15 @@ def await_signal(NUMBER: gl.constexpr, when=1):
 @gluon.jit
 def take_turn(W: gl.constexpr):
     """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
-    if W == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+    ASM: gl.constexpr = _turn("sync", 8 + W)
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
     """Warpgroup W lets the other one go on, and does not wait."""
-    if W == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 9, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 8, 256; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+    ASM: gl.constexpr = _turn("arrive", 9 - W)
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode_load import load_role
-from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_tiles
+from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.hopper.ranges import hide
@@ -117,7 +117,7 @@ def mma_role(
     if W == 0:
         start_next_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
-    unit, end = worker_tiles(line, sizes)
+    unit, end = worker_units(line, sizes)
     use = 0  # of the rings, by all warpgroups
     pieces = 0
     while unit < end:

@@ -15,7 +15,7 @@ from tilewise.hopper.compat import (
     mbarrier,
     wait_for_previous_kernel,
 )
-from tilewise.hopper.decode_plan import make_line, piece_at, worker_tiles
+from tilewise.hopper.decode_plan import make_line, piece_at, worker_units
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def load_role(
         boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_tiles(line, sizes)
+    unit, end = worker_units(line, sizes)
     use = 0  # of the ring
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 1)

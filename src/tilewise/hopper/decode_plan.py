@@ -10,7 +10,7 @@ segment is one (sequence, key head, tile of rows); its key tiles stand on the li
 Each worker has total // workers units, the first total % workers of them one more. A piece that is all of
 its segment needs no merging. Where lengths differ, the start of a segment counts START_UNITS: keys
 are loaded ahead across it, but queries are not, so a worker of many short segments would be the last to end.
-Where all are as long, each worker has as many starts, and only tiles count.
+Where all are equally long, each worker has as many starts, and only tiles count.
 The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
 host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
 """
@@ -111,7 +111,7 @@ def worker_start(worker, total, workers):
 
 
 @gluon.jit
-def worker_tiles(line, sizes):
+def worker_units(line, sizes):
     """The units [unit, end) of the line that this program works on."""
     total = gl.max(line.ends, 0)
     unit = worker_start(gl.program_id(0), total, sizes.workers)

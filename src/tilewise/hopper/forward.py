@@ -32,7 +32,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
-from tilewise.hopper.schedule import Work, draw, drawn, leave, locate, make_work_ring, peek, send
+from tilewise.hopper.schedule import draw, drawn, finish, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
     Factors,
     exp2,
@@ -128,9 +128,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
         newer = gl.where(is_exact == 0, current, -1)
         index = gl.where(is_exact == 0, drawn(ticket), index)
         current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
-    nothing = 0 * index
-    send(rings.work, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
+    finish(rings.work, turn, index, counter)
 
 
 @gluon.jit
