@@ -59,15 +59,6 @@ class Channels:
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_DV] or packed [1, 1, ...] beside each q
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
 
-    @gluon.constexpr_function
-    def __init__(self, work, k, v, q, do, stats):
-        self.work = work
-        self.k = k
-        self.v = v
-        self.q = q
-        self.do = do
-        self.stats = stats
-
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):

@@ -54,16 +54,6 @@ class Channels:
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
 
-    @gluon.constexpr_function
-    def __init__(self, work, q, do, k, v, weight, stats):
-        self.work = work
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.weight = weight
-        self.stats = stats
-
 
 @gluon.jit
 def product(a, b, layout: gl.constexpr):

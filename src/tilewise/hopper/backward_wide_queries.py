@@ -59,14 +59,6 @@ class Channels:
     k: Ring  # [BLOCK_N, PART_WIDTH] x PARTS
     v: Ring  # [BLOCK_N, BLOCK_DV]
 
-    @gluon.constexpr_function
-    def __init__(self, work, q, do, k, v):
-        self.work = work
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def locate_queries(index, sizes, packing, cfg: gl.constexpr):

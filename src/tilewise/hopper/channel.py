@@ -26,14 +26,6 @@ class Ring:
     STAGES: gl.constexpr
     PARTS: gl.constexpr  # of a tile, side by side along its last dimension
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES, PARTS):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-        self.PARTS = gl.constexpr(PARTS)
-
     @gluon.jit
     def part(self, use, part):
         """Shared memory of one part of a use's tile."""

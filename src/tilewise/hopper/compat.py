@@ -1,5 +1,7 @@
 """Every name that Gluon changes between releases, under one name (Triton 3.6 to 3.9)."""
 
+from typing import dataclass_transform
+
 from triton._C.libtriton import ir as _ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core as _core
 
-aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
@@ -22,6 +24,25 @@ wait_for_stores = tma.store_wait
 # Whether a warpgroup with dK and dV in 160 registers can start the next S beside them. What newer releases
 # make of it needs more registers than there are, and ptxas would run all products one by one.
 HOLDS_NEXT_S = gl.constexpr(not hasattr(tma, "async_load"))
+
+
+@dataclass_transform()
+def aggregate(cls):
+    """Class decorator: values that go through a kernel under one name.
+
+    The constructor takes one for each annotation, in their order, unless the class has its own.
+    """
+    kinds = cls.__annotations__
+    names = gl.constexpr(tuple(kinds))  # a constexpr: so they count in Triton's cache keys
+
+    def __init__(self, *values):
+        for name, value in zip(names.value, values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
+
+    if "__init__" not in cls.__dict__:
+        cls.__init__ = gluon.constexpr_function(__init__)
+    return _aggregate(cls)
+
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 

@@ -51,14 +51,6 @@ class Shared:
     half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
 
-    @gluon.constexpr_function
-    def __init__(self, k, v, q, half, half_stats):
-        self.k = k
-        self.v = v
-        self.q = q
-        self.half = half
-        self.half_stats = half_stats
-
 
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):

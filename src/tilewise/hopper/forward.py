@@ -77,15 +77,6 @@ class Rings:
     failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 128] int32, handed back: whose rows failed
     smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, work, failures, smem_o):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.work = work
-        self.failures = failures
-        self.smem_o = smem_o
-
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.constexpr):

@@ -22,16 +22,6 @@ class Work:
     start_k: gl.tensor
     seqlen_k: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, row, head, batch, start_q, seqlen_q, start_k, seqlen_k):
-        self.row = row
-        self.head = head
-        self.batch = batch
-        self.start_q = start_q
-        self.seqlen_q = seqlen_q
-        self.start_k = start_k
-        self.seqlen_k = seqlen_k
-
 
 @gluon.jit
 def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):

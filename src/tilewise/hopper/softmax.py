@@ -43,12 +43,6 @@ class Factors:
     two_over_softcap_log2e: gl.tensor
     softcap_log2e: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, scale_log2e, two_over_softcap_log2e, softcap_log2e):
-        self.scale_log2e = scale_log2e
-        self.two_over_softcap_log2e = two_over_softcap_log2e
-        self.softcap_log2e = softcap_log2e
-
 
 @gluon.jit
 def finite_or_zero(m):
