@@ -16,14 +16,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient
-from tilewise.hopper.backward_wide import (
-    accumulate_parts,
-    await_parts,
-    product,
-    scaled,
-    stats_of,
-    zero_parts,
-)
+from tilewise.hopper.backward_wide import stats_of
 from tilewise.hopper.channel import Ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
     HOLDS_NEXT_S,
@@ -43,6 +36,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.products import accumulate_parts, await_parts, product, scaled, zero_parts
 from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -150,13 +144,13 @@ def finish_step(
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
     take_turn(W)
     if HOLDS_NEXT_S:
-        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        dp = product(v, do.permute((1, 0)))
         dv = warpgroup_mma(p, do, dv, is_async=True)
         pass_turn(W)
         dp = warpgroup_mma_wait(1, deps=(dp,))  # P^T dO may still run
     else:  # dP takes registers only when P is complete
         dv = warpgroup_mma(p, do, dv, is_async=True)
-        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        dp = product(v, do.permute((1, 0)))
         pass_turn(W)
         dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
     ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))

@@ -37,6 +37,14 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.products import (
+    accumulate_parts,
+    await_parts,
+    product,
+    product_of_parts,
+    scaled,
+    zero_parts,
+)
 from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
 
 UNSPECIALIZED = BackwardSizes._fields
@@ -53,65 +61,6 @@ class Channels:
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
-
-
-@gluon.jit
-def product(a, b, layout: gl.constexpr):
-    """Start a @ b."""
-    zeros = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
-    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def product_of_parts(a, use_a, b, use_b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, cfg: gl.constexpr):
-    """Start a @ b^T [ROWS, COLUMNS] of two rings' tiles, one group of products for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    s = gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
-    for part in gl.static_range(PARTS):
-        a_part = a.part(use_a, part).reshape([ROWS, cfg.PART_WIDTH])
-        b_part = b.part(use_b, part).reshape([COLUMNS, cfg.PART_WIDTH])
-        s = warpgroup_mma(a_part, b_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def zero_parts(cfg: gl.constexpr):
-    """Accumulators of 64 rows, one for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    parts = ()
-    for _ in gl.static_range(PARTS):
-        zeros = gl.full([64, cfg.PART_WIDTH], 0.0, gl.float32, accumulator_layout(cfg.PART_WIDTH))
-        parts = parts + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
-    return parts
-
-
-@gluon.jit
-def accumulate_parts(a, ring, use, parts, cfg: gl.constexpr):
-    """Start parts += a @ the tile of a use, one group of products for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    sums = ()
-    for part in gl.static_range(PARTS):
-        b = ring.part(use, part).reshape([a.shape[1], cfg.PART_WIDTH])
-        sums = sums + (warpgroup_mma(a, b, parts[part], is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
-    return sums
-
-
-@gluon.jit
-def await_parts(parts, REST: gl.constexpr, cfg: gl.constexpr):
-    """Wait for all but the last REST products; those before have the sums `parts`."""
-    sums = warpgroup_mma_wait(REST, deps=parts)
-    if cfg.PARTS == 1:
-        sums = (sums,)
-    return sums
-
-
-@gluon.jit
-def scaled(parts, factor):
-    """Each of the parts times a number."""
-    scaled_parts = ()
-    for i in gl.static_range(len(parts)):
-        scaled_parts = scaled_parts + (parts[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
-    return scaled_parts
 
 
 @gluon.jit
@@ -200,7 +149,7 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
 def start_s(turn, use, ch, cfg: gl.constexpr):
     """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
     ch.q.wait(use)
-    return product_of_parts(ch.k, turn, ch.q, use, 64, cfg.BLOCK_M, cfg)
+    return product_of_parts(ch.k, turn, ch.q, use, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit
@@ -261,7 +210,7 @@ def start_dp(v, use, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T [64, BLOCK_M] of a query tile, once its dO has arrived."""
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
-    return product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+    return product(v, do.permute((1, 0)))
 
 
 @gluon.jit

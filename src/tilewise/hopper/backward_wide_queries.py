@@ -9,14 +9,6 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import scratch_tile
 from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
-from tilewise.hopper.backward_wide import (
-    accumulate_parts,
-    await_parts,
-    product,
-    product_of_parts,
-    scaled,
-    zero_parts,
-)
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
@@ -31,7 +23,15 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.forward import coords
-from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.layouts import operand_layout, row_layout
+from tilewise.hopper.products import (
+    accumulate_parts,
+    await_parts,
+    product,
+    product_of_parts,
+    scaled,
+    zero_parts,
+)
 from tilewise.hopper.ranges import hide, key_tiles
 from tilewise.hopper.schedule import (
     Work,
@@ -199,7 +199,7 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start S = Q K^T [64, BLOCK_N] of a key tile that has arrived."""
-    return product_of_parts(ch.q, W + zero, ch.k, use, 64, cfg.BLOCK_N, cfg)
+    return product_of_parts(ch.q, W + zero, ch.k, use, cfg.BLOCK_N, cfg)
 
 
 @gluon.jit
@@ -207,7 +207,7 @@ def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start dP = dO V^T [64, BLOCK_N]."""
     do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-    return product(do, v.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
+    return product(do, v.permute((1, 0)))
 
 
 @gluon.jit

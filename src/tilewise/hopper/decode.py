@@ -35,6 +35,7 @@ from tilewise.hopper.decode_load import load_role
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
+from tilewise.hopper.products import product
 from tilewise.hopper.ranges import hide
 from tilewise.hopper.softmax import Factors, online_softmax, softcapped
 
@@ -125,9 +126,7 @@ def mma_role(
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         for n in range((W - use) & (cfg.WARPGROUPS - 1), piece.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
-            zero = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
-            k_tile = k_ring.part(use + n, 0).permute((1, 0))
-            s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+            s = product(q_tile, k_ring.part(use + n, 0).permute((1, 0)))
             s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
             k_ring.release(use + n)
             p, m, l, alpha = weigh(s, m, l, piece.tile + n, slope_log2, piece, sizes, factors, cfg)

@@ -31,6 +31,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
+from tilewise.hopper.products import product_of_parts
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import draw, drawn, finish, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
@@ -159,14 +160,8 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 @gluon.jit
 def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
     """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
-    PARTS: gl.constexpr = cfg.PARTS
     k_ring.wait(use)
-    s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
-    for part in gl.static_range(PARTS):
-        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
-        k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
-        s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
-    return s  # [64, BLOCK_N]
+    return product_of_parts(q_ring, q_use, k_ring, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
 
 
 @gluon.jit
