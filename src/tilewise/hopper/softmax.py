@@ -29,10 +29,15 @@ def reciprocal(x):
 
 
 @gluon.jit
+def tanh_of_scores(s, factors):
+    """tanh(scale * s / softcap), as tanh x = 1 - 2 / (1 + exp 2x)."""
+    return 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))
+
+
+@gluon.jit
 def softcapped(s, factors):
-    """softcap * tanh(scale * s / softcap), in units of log2; tanh x = 1 - 2 / (1 + exp 2x)."""
-    denominator = 1.0 + exp2(s * factors.two_over_softcap_log2e)
-    return factors.softcap_log2e * (1.0 - 2.0 / denominator)
+    """softcap * tanh(scale * s / softcap), in units of log2."""
+    return factors.softcap_log2e * tanh_of_scores(s, factors)
 
 
 @aggregate
