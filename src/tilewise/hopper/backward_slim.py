@@ -37,9 +37,7 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
 from tilewise.hopper.products import accumulate_parts, await_parts, product, scaled, zero_parts
-from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
-
-UNSPECIALIZED = BackwardSizes._fields
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, receive, send
 
 
 @aggregate
@@ -57,10 +55,7 @@ class Channels:
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -221,7 +216,7 @@ def store_parts(parts, desc, tiles, first, place):
         store_tile(desc, place[:-1] + (i * WIDTH,), as_block(tiles.index(first + i), desc))  # noqa: RUF005
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_slim_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -241,7 +236,7 @@ def attn_bwd_slim_keys_kernel(
         make_tile_ring(v_desc, 1, 2, 2),
         make_tile_ring(q_desc, cfg.STAGES, cfg.PARTS, 2),
         make_tiles(do_desc, cfg.STAGES),
-        gl.allocate_shared_memory(gl.float32, [cfg.STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+        make_tiles(stats_desc, cfg.STAGES),
     )
     gl.warp_specialize(
         [

@@ -21,7 +21,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
-from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
+from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
     aggregate,
     as_block,
@@ -29,7 +29,6 @@ from tilewise.hopper.compat import (
     gl,
     gluon,
     load_tile,
-    mbarrier,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -45,9 +44,7 @@ from tilewise.hopper.products import (
     scaled,
     zero_parts,
 )
-from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
-
-UNSPECIALIZED = BackwardSizes._fields
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, receive, send
 
 
 @aggregate
@@ -68,12 +65,7 @@ def keys_load_role(
     q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
 ):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    PARTS: gl.constexpr = cfg.PARTS
-    Q_BYTES: gl.constexpr = PARTS * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -88,14 +80,9 @@ def keys_load_role(
         for step in range(tiles.count() * sizes.group_size):
             row = tile * cfg.BLOCK_M
             place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
-            ch.q.acquire(use)
-            bar_q = ch.q.full.index(use % cfg.STAGES)
-            mbarrier.expect(bar_q, Q_BYTES)
-            for part in gl.static_range(PARTS):
-                part_place = place[:-1] + (part * cfg.PART_WIDTH,)  # noqa: RUF005
-                load_tile(q_desc, part_place, bar_q, ch.q.part(use, part))
-            scratch = scratch_tile(work, head, tile, sizes, cfg)
-            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.STAGES))
+            ch.q.load(use, q_desc, place, cfg.PARTS, stats_desc.block_type.nbytes)
+            scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
+            load_tile(stats_desc, [scratch, 0], ch.q.full.index(slot), ch.stats.index(slot))
             if step == 0:
                 ch.v.load(turn, v_desc, place_k, 1)
             ch.do.load(use, do_desc, place, 1)
@@ -231,16 +218,23 @@ def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
     pieces = parts
     if parts[0].shape[1] > WIDTH:
         pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    tile = as_block(smem, desc)
     place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(pieces)):
-        tile.reshape([64, WIDTH]).store(pieces[i].to(desc.dtype))
-        fence_async_shared()  # the stores above are visible to the TMA copy
-        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+        store_part(pieces[i], i, desc, place, smem)
         wait_for_stores(0)  # the tile has been read
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit
+def store_part(x, i, desc, place, smem):
+    """Start a TMA copy of x [64, WIDTH] to columns [i * WIDTH, ...) of the rows at `place`."""
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    tile = as_block(smem, desc)
+    tile.reshape([64, WIDTH]).store(x.to(desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copy
+    store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -263,7 +257,7 @@ def attn_bwd_wide_keys_kernel(
         make_tile_ring(k_desc, 1, cfg.PARTS, 1),
         make_tile_ring(v_desc, 1, 1, 1),
         make_ring(gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], weight_layout), 2, 1, 1),
-        gl.allocate_shared_memory(gl.float32, [cfg.STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+        make_tiles(stats_desc, cfg.STAGES),
     )
     gl.warp_specialize(
         [

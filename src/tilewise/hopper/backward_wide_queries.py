@@ -9,15 +9,13 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import scratch_tile
 from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
+from tilewise.hopper.backward_wide import store_part
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
-    as_block,
-    fence_async_shared,
     gl,
     gluon,
     pass_turn,
-    store_tile,
     take_turn,
     wait_for_stores,
     warpgroup_mma_wait,
@@ -35,6 +33,7 @@ from tilewise.hopper.products import (
 from tilewise.hopper.ranges import hide, key_tiles
 from tilewise.hopper.schedule import (
     Work,
+    count_work,
     draw,
     drawn,
     finish,
@@ -45,8 +44,6 @@ from tilewise.hopper.schedule import (
     send,
 )
 from tilewise.hopper.softmax import exp2
-
-UNSPECIALIZED = BackwardSizes._fields
 
 
 @aggregate
@@ -85,10 +82,7 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 @gluon.jit
 def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots * sizes.group_size
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots * sizes.group_size
+    num_work = count_work(sizes, packing, cfg) * sizes.group_size
     index = gl.program_id(0)
     turn = 0
     use = 0  # key tiles so far
@@ -176,14 +170,10 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
 @gluon.jit
 def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
     """Store dQ of 64 queries, part by part, through the tile of Q; rows past the end are cut."""
-    WIDTH: gl.constexpr = desc.block_shape[-1]
     place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(dq)):
-        tile = as_block(ring.part(use, i), desc)
-        tile.reshape([64, WIDTH]).store(dq[i].to(desc.dtype))
-        fence_async_shared()  # the stores above are visible to the TMA copy
-        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
-    wait_for_stores(0)  # the tile has been read
+        store_part(dq[i], i, desc, place, ring.part(use, i))
+    wait_for_stores(0)  # the tiles have been read
 
 
 @gluon.jit
@@ -225,7 +215,7 @@ def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
     return exp2(x), slope
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,

@@ -41,12 +41,15 @@ class Ring:
         mbarrier.wait(self.empty.index(use % self.STAGES), self.parity(use) ^ 1)
 
     @gluon.jit
-    def load(self, use, desc, coords, PARTS: gl.constexpr):
-        """Producer: acquire the slot and start TMA copies of its first PARTS parts."""
+    def load(self, use, desc, coords, PARTS: gl.constexpr, MORE_BYTES: gl.constexpr = 0):
+        """Producer: acquire the slot and start TMA copies of its first PARTS parts.
+
+        MORE_BYTES: of other copies that the producer then starts, for the barrier of the same slot.
+        """
         WIDTH: gl.constexpr = desc.block_shape[-1]
         self.acquire(use)
         bar_full = self.full.index(use % self.STAGES)
-        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes)
+        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes + MORE_BYTES)
         for part in gl.static_range(PARTS):
             part_coords = coords[:-1] + (part * WIDTH,)  # noqa: RUF005
             load_tile(desc, part_coords, bar_full, self.part(use, part))

@@ -37,9 +37,7 @@ from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, st
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.hopper.products import product
 from tilewise.hopper.ranges import hide
-from tilewise.hopper.softmax import Factors, online_softmax, softcapped
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from tilewise.hopper.softmax import LOG2_E, Factors, online_softmax, softcapped
 
 
 @aggregate

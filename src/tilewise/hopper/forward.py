@@ -33,8 +33,10 @@ from tilewise.hopper.compat import (
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.hopper.products import product_of_parts
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
-from tilewise.hopper.schedule import draw, drawn, finish, locate, make_work_ring, peek, send
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
+    LN_2,
+    LOG2_E,
     Factors,
     exp2,
     finite_or_zero,
@@ -45,12 +47,6 @@ from tilewise.hopper.softmax import (
     rescaled_sums,
     softcapped,
 )
-
-UNSPECIALIZED = [
-    *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
-    *("window_left", "window_right"),
-]
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -84,10 +80,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     older, newer = 0 * index - 1, 0 * index - 1  # works of the two turns before this one; -1: did not fail
     use = 0  # of the K and V rings
@@ -316,7 +309,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     inside = position < work.seqlen_q
     factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if cfg.HAS_SINKS:
-        sink_log2 = gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
+        sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
         m_with_sink = gl.maximum(m, sink_log2)
         m_finite = finite_or_zero(m_with_sink)
         factor = exp2(m - m_finite)
@@ -336,7 +329,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,

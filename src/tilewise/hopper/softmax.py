@@ -3,6 +3,9 @@
 from tilewise.hopper.compat import aggregate, gl, gluon
 from tilewise.hopper.layouts import partial_layout
 
+LOG2_E = gl.constexpr(1.4426950408889634)  # log2(e): natural units to units of log2
+LN_2 = gl.constexpr(0.6931471805599453)  # and back
+
 
 @gluon.jit
 def exp2(x):
