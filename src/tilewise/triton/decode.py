@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tilewise.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.triton.primitives import LN2, LOG2E, exponentials, load_scores, scores_log2
+from tilewise.triton.primitives import LN2, LOG2E, load_scores, online_softmax, scores_log2
 
 # ---- the plan: which tiles a worker takes
 
@@ -107,19 +107,6 @@ def load_keys(
 
 
 @triton.jit
-def softmax_step(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
-    """`primitives.online_softmax` with the keys along AXIS."""
-    m_tile = tl.max(s, AXIS)
-    if cfg.IS_FOLDED:
-        m_tile = m_tile * (factors.scale * LOG2E)
-    m_new = tl.maximum(m, m_tile)
-    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    correction = tl.exp2(m - m_finite)
-    p = exponentials(s, tl.expand_dims(m_finite, AXIS), factors, cfg)
-    return p, correction, m_new, l * correction + tl.sum(p, AXIS)
-
-
-@triton.jit
 def decode_step(
     acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, place, ragged, scales, extras, sizes, factors,
     cfg: tl.constexpr,
@@ -153,7 +140,7 @@ def decode_step(
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
         s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = softmax_step(s, m, l, factors, cfg, 0)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
     else:
@@ -161,7 +148,7 @@ def decode_step(
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
         s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = softmax_step(s, m, l, factors, cfg, 1)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
     return acc, m, l
