@@ -22,7 +22,15 @@ import triton
 import triton.language as tl
 
 from tilewise.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.triton.primitives import LN2, LOG2E, load_scores, online_softmax, scores_log2
+from tilewise.triton.primitives import (
+    LN2,
+    LOG2E,
+    let_next_kernel_start,
+    load_scores,
+    online_softmax,
+    scores_log2,
+    wait_for_kernel_before,
+)
 
 # ---- the plan: which tiles a worker takes
 
@@ -188,9 +196,8 @@ def attn_decode_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     worker = tl.program_id(0)
-    if cfg.HAS_PDL:  # the kernel before has ended; the merging kernel may start, up to its own wait
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_kernel_before(cfg)
+    let_next_kernel_start(cfg)  # the merging kernel, up to its own wait
     tiles, ends = tile_counts(sizes, ragged, cfg)
     total = tl.max(ends, 0)
     share = tl.cdiv(total, sizes.workers)
@@ -246,8 +253,7 @@ def attn_decode_merge_kernel(
         row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    if cfg.HAS_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_kernel_start(cfg)
     b = tl.program_id(0) // sizes.segments
     segment = tl.program_id(0) % sizes.segments
     # The first kernel started this one after its own wait, so the lengths are there to be read.
@@ -272,8 +278,7 @@ def attn_decode_merge_kernel(
         m = tl.load(sinks + h, mask=row_exists, other=0.0).to(tl.float32) * LOG2E
         l += 1.0
     acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
-    if cfg.HAS_PDL:  # until every piece is written
-        tl.extra.cuda.gdc_wait()
+    wait_for_kernel_before(cfg)  # until every piece is written
     for p in range(worker, last, MERGE_PIECES):
         w = p + tl.arange(0, MERGE_PIECES)
         piece = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
