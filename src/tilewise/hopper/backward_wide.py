@@ -52,18 +52,16 @@ class Channels:
     """All that the roles exchange; shapes are of one slot. `work` has a reader in each warpgroup."""
 
     work: Ring
-    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; keys kernel: `stats` arrives on the same barrier
+    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; `stats` arrives on the same barrier
     do: Ring  # [BLOCK_M, BLOCK_DV]
     k: Ring  # [64, PART_WIDTH] x PARTS
     v: Ring  # [64, BLOCK_DV]
-    weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
+    weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
 
 
 @gluon.jit
-def keys_load_role(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
-):
+def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
     num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
@@ -263,7 +261,7 @@ def attn_bwd_wide_keys_kernel(
         [
             (weight_role, (dv_desc, ch, sizes, factors, cfg)),
             (gradient_role, (dk_desc, ch, sizes, factors, cfg)),
-            (keys_load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],

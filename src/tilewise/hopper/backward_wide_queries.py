@@ -80,7 +80,7 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
-def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
     num_work = count_work(sizes, packing, cfg) * sizes.group_size
     index = gl.program_id(0)
@@ -240,7 +240,7 @@ def attn_bwd_wide_queries_kernel(
         [
             (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
             (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
-            (queries_load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],

@@ -55,9 +55,9 @@ class Ring:
             load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
-    def publish(self, use, when=True):
+    def publish(self, use):
         """Producer: the slot was filled by ordinary stores."""
-        mbarrier.arrive(self.full.index(use % self.STAGES), count=1, pred=when)
+        mbarrier.arrive(self.full.index(use % self.STAGES), count=1)
 
     @gluon.jit
     def wait(self, use):
