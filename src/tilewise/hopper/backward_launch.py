@@ -75,12 +75,10 @@ def steps(
     query, key, value, out, lse, dout = given
     dq, dk, dv, stats, dq_sum = new
     dlse, cu_q, cu_k, *ordered = optional
-    turns = None
-    if cfg.IS_DETERMINISTIC:
-        turns = torch.empty(stats.shape[0], dtype=torch.int32, device=stats.device)
+    turns = torch.empty(stats.shape[0], dtype=torch.int32, device=stats.device)
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, dq_sum, turns)),
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
         Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns)),
     ]
@@ -140,11 +138,11 @@ def scratch_shapes(
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, dlse, cu_seqlens_q, stats, dq, turns = tensors
+    out, dout, lse, dlse, cu_seqlens_q, stats, turns = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, dlse, stats, dq, turns, cu_seqlens_q)
+    pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
@@ -205,7 +203,7 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=section(problem, num_slots) if isinstance(cfg, WideBackwardConfig) else 1,
+        section=section(problem, num_slots),
         tiles_q=query_tiles_of(problem, rows, cfg),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),

@@ -58,6 +58,18 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
+def staggered(tile, tiles, work, cfg: gl.constexpr):
+    """The query tile that comes as number `tile`.
+
+    If all keys see all queries, tiles of keys that start together start at different queries: they would
+    wait for each other at each query tile's dQ.
+    """
+    if cfg.STAGGERED:
+        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_M) % tiles.count()
+    return tile
+
+
+@gluon.jit
 def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
 

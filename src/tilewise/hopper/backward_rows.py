@@ -35,14 +35,14 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
 def attn_bwd_prepare_kernel(
-    out, do, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, turns_ptr, cu_seqlens_q,
+    out, do, lse_ptr, dlse_ptr, stats_ptr, turns_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
     tiles_q, num_heads, seqlen_q, total_q, batch,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """stats [2, BLOCK_M] of a query tile: lse in units of log2, delta = rowsum(dO * O) - dlse.
 
-    Zeros for dQ, or for the number of those that have added to it: then the first one stores.
+    A zero for those that have claimed a part in its dQ, of which the first one stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
     number = tl.program_id(0).to(tl.int64)
@@ -69,9 +69,6 @@ def attn_bwd_prepare_kernel(
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + number, 0)
-    elif dq_ptr is not None:
-        element = offset[:, None] * BLOCK_D + cols
-        tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])
@@ -90,8 +87,7 @@ def attn_bwd_finish_kernel(
     slot = tl.program_id(0) // PARTS // tiles_q
     b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
     x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
-    if turns_ptr is not None:
-        x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
+    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
     # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
     x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     x = tl.reshape(x, (64, 64)) * scale
