@@ -65,7 +65,7 @@ def staggered(tile, tiles, work, cfg: gl.constexpr):
     wait for each other at each query tile's dQ.
     """
     if cfg.STAGGERED:
-        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_M) % tiles.count()
+        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
     return tile
 
 
