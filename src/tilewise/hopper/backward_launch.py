@@ -213,15 +213,15 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
 def section(problem: AttentionProblem, num_slots: int) -> int:
     """How many slots' tiles are drawn together: causal, as many as the L2 cache holds queries or keys of.
 
-    The tiles that have least to do then come last, and the SMs end at the same time.
+    The tiles that have least to do then come last, and the SMs end at the same time. Of the query heads of a
+    group one after another is worked on.
     """
     visibility = problem.visibility()
     if visibility.right is None or visibility.left is not None:
         return 1
-    rows = max(problem.seqlen_q * problem.group_size, problem.seqlen_k)
-    return section_size(
-        num_slots, max(1, SECTION_BYTES // (2 * rows * (problem.head_dim + problem.head_dim_v)))
-    )
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    rows = max(problem.seqlen_q, problem.seqlen_k)
+    return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
 
 
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
