@@ -28,7 +28,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     lse[..., 3] = -math.inf
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
-    turns = torch.full((slots * tiles_q,), -1, dtype=torch.int32)
+    turns = torch.full((slots * tiles_q + slots,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
         out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
@@ -43,9 +43,12 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     turns = torch.arange(slots * tiles_q, dtype=torch.int32) % 3
     was_written = (turns > 0).view(-1, 1, 1)
     sums = registers.view(len(turns), -1, 1).where(was_written, math.nan).view_as(registers)
+    key_tiles = torch.tensor([3] * (batch + 1), dtype=torch.int32)
+    counters = torch.cat([turns, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
-        sums, turns, dq, cu_seqlens, *strides, 0.5, *sizes, batch, dim, block_d, block_m
-    )
+        sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
+        1, 3, dim, block_d, block_m, False,
+    )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
     exact = torch.where(lse == -math.inf, math.inf, lse) / math.log(2)

@@ -34,7 +34,14 @@ from tilewise.hopper.backward_loads import (
     to_next_keys,
     to_next_queries,
 )
-from tilewise.hopper.backward_ranges import next_tile, query_tiles, scratch_tile, staggered, turn_of_keys
+from tilewise.hopper.backward_ranges import (
+    next_tile,
+    query_tiles,
+    scratch_tile,
+    slot_counter,
+    staggered,
+    turn_of_keys,
+)
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.hopper.compat import (
     add_tile,
@@ -46,6 +53,7 @@ from tilewise.hopper.compat import (
     mbarrier,
     meet,
     signal,
+    start_next_kernel,
     store_tile,
     wait_for_own_stores,
     wait_for_stores,
@@ -276,6 +284,9 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
             elif turn == 0:
                 wait_for_writes()
                 gl.atomic_add(counter, STORED, sem="release")
+        if cfg.ENDS_UNEVENLY:
+            wait_for_writes()
+            gl.atomic_add(slot_counter(turns, work, sizes, cfg), 1, sem="release")
         use += 1
         work = receive(ch.work, use, 1)
 
@@ -314,6 +325,8 @@ def attn_bwd_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    if cfg.ENDS_UNEVENLY:
+        start_next_kernel()  # its programs run on SMs that have nothing left to do
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [

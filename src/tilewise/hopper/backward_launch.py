@@ -75,12 +75,13 @@ def steps(
     query, key, value, out, lse, dout = given
     dq, dk, dv, stats, dq_sum = new
     dlse, cu_q, cu_k, *ordered = optional
-    turns = torch.empty(stats.shape[0], dtype=torch.int32, device=stats.device)
+    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    turns = torch.empty(stats.shape[0] + slots, dtype=torch.int32, device=stats.device)
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
-        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns)),
+        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns, ordered[1])),
     ]
 
 
@@ -227,13 +228,17 @@ def section(problem: AttentionProblem, num_slots: int) -> int:
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
-    dq, cu_seqlens_q, sums, turns = tensors
+    dq, cu_seqlens_q, sums, turns, first_tile = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
-    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch)
-    arguments = (sums, turns, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
-    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M)
-    return Launch(attn_bwd_finish_kernel, sums.numel() // CHUNK, (*arguments, *constants), num_warps=4)
+    key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size, key_tiles)
+    arguments = (sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
+    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M, cfg.ENDS_UNEVENLY)
+    programs, is_early = sums.numel() // CHUNK, cfg.ENDS_UNEVENLY
+    return Launch(
+        attn_bwd_finish_kernel, programs, (*arguments, *constants), num_warps=4, launch_pdl=is_early
+    )
 
 
 def row_strides(t: Tensor) -> tuple[int, ...]:

@@ -164,6 +164,16 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
+def slot_counter(turns, work, sizes, cfg: gl.constexpr):
+    """Counts the tiles of keys of a slot whose dQ is complete. It comes after the counters of query tiles."""
+    slot = work.head
+    heads = sizes.num_slots * sizes.group_size
+    if not cfg.IS_PACKED:
+        slot = work.batch * (sizes.num_slots // sizes.batch) + work.head
+    return turns + heads * sizes.tiles_q + slot
+
+
+@gluon.jit
 def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
     """Where a query tile of a query head lies in the scratch tensors."""
     if cfg.IS_PACKED:
