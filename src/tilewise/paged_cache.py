@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,15 +82,17 @@ class PagedKVCache:
         if dtype not in (*DTYPES, QUANTIZED):
             raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16, float16 or float8_e4m3fn")
         shape = (num_pages, page_size, num_kv_heads)
-        self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
         self.value_in_key = value_in_key
         if value_in_key:
             check_value_in_key(head_dim, head_dim_v)
-            self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
-        else:
-            self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
-            self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
+            if value_in_key:
+                self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
+            else:
+                self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
+                self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
         self._table = PageTable(num_pages, page_size, max_seqlen)
         self._layers = [self]
         if shares is not None:
@@ -103,6 +106,12 @@ class PagedKVCache:
                 )
             self._table, self._layers = table, shares._layers
             self._layers.append(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: pickled tensors share no memory."""
+        self.__dict__.update(state)
+        if self.value_in_key:
+            self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
 
     # ---- sequences
 
