@@ -230,6 +230,7 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
+    _check_tensors(query=query)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -247,10 +248,10 @@ def attention_with_cache(
         options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
         if not torch.compiler.is_compiling():
             dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged
+        inputs = inputs._replace(query=step.store(query, key, value, rotary))
     except Exception:
         step.undo()
         raise
-    inputs = inputs._replace(query=step.store(query, key, value, rotary))
     out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)

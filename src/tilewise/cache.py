@@ -49,6 +49,9 @@ class KVCache:
         ([3, 3], 8192)
     """
 
+    _held: list[int] | None  # the lengths, as far as the host knows
+    _known: Tensor | None  # what they were read from, at its version `_version`
+
     def __init__(
         self,
         batch: int,
@@ -139,9 +142,9 @@ class KVCache:
             self._know([n + new_tokens for n in held])
 
     def _know(self, held: list[int]) -> None:
-        self._held: list[int] | None = held
+        self._held = held
         is_inference = self.lengths.is_inference()  # such tensors do not tell when they change
-        self._known: Tensor | None = None if is_inference else self.lengths
+        self._known = None if is_inference else self.lengths
         self._version = 0 if is_inference else self.lengths._version
 
     @property

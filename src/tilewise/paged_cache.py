@@ -196,17 +196,13 @@ class PagedKVCache:
             raise ValueError(
                 f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"
             )
-        before = [0 if s == PADDING else self._table.lengths.get(s, 0) for s in sequences]
         copies = self._table.reserve(sequences, counts)
         try:
-            batch = self._table.batch(sequences, counts, self.key.device, into)
+            batch = self._table.batch(sequences, counts, copies, self.key.device, into)
         except Exception:
-            for sequence, length in zip(sequences, before):
-                if sequence != PADDING:
-                    self._table.truncate(sequence, length)
+            self._table.undo(sequences, counts, copies)
             raise
-        finally:
-            self._copy(copies)
+        self._copy(copies)
         return batch
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
@@ -219,9 +215,7 @@ class PagedKVCache:
 
     def undo(self, batch: PagedBatch) -> None:
         """Take back a `reserve` whose tokens were not written."""
-        for sequence, count in zip(batch.sequences, batch.new_tokens):
-            if sequence != PADDING:
-                self._table.truncate(sequence, self.length(sequence) - count)
+        self._table.undo(batch.sequences, batch.new_tokens, batch.copies)
 
     def append(
         self,

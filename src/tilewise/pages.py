@@ -34,6 +34,7 @@ class PagedBatch:
     written: Tensor  # (written pages,) the pages that new tokens go to
     kept: Tensor  # (written pages,) rows of them that hold earlier tokens
     block: Tensor  # the memory of all these
+    copies: tuple[tuple[int, int], ...] = ()  # (source, copy): shared pages that the new tokens needed alone
 
     @property
     def total(self) -> int:
@@ -128,6 +129,21 @@ class PageTable:
             self.lengths[sequence] = length + count
         return copies
 
+    def undo(
+        self, sequences: Sequence[int], new_tokens: Sequence[int], copies: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take back a `reserve` just made: pages that it copied are shared again."""
+        sources = {copy: source for source, copy in copies}
+        for sequence, count in reversed(list(zip(sequences, new_tokens))):
+            if sequence == PADDING or count == 0:
+                continue
+            self.truncate(sequence, self.lengths[sequence] - count)
+            pages = self.pages[sequence]
+            if pages and pages[-1] in sources:
+                self._release(pages[-1])
+                pages[-1] = sources[pages[-1]]
+                self.references[pages[-1]] += 1
+
     def _check_room(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> None:
         living = [sequence for sequence in sequences if sequence != PADDING]
         for sequence in living:
@@ -170,10 +186,12 @@ class PageTable:
         self,
         sequences: Sequence[int],
         new_tokens: Sequence[int],
+        copies: Sequence[tuple[int, int]],
         device: torch.device,
         into: PagedBatch | None,
     ) -> PagedBatch:
-        """The sequences after `reserve`, on the device; `into`: in the memory of an earlier batch.
+        """The sequences after `reserve` (which gave `copies`), on the device; `into`: in the memory of an
+        earlier batch.
 
         Raises:
             ValueError: the earlier batch has other sizes.
@@ -197,7 +215,7 @@ class PageTable:
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
         parts = used.split([t.numel() for t in fields.values()])
         views = {name: part.view(t.shape) for (name, t), part in zip(fields.items(), parts)}
-        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block)
+        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block, copies=tuple(copies))
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None

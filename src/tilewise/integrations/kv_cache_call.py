@@ -388,4 +388,9 @@ def _rotary(call: KVCacheCall, options: Options, held: Tensor) -> Rotary | None:
             f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(sin.shape)} must both be "
             f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {most}"
         )
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+        if t.device != call.q.device:
+            raise ValueError(f"{name}.device={t.device} must equal q.device={call.q.device}")
     return Rotary(cos, sin, starts)
