@@ -99,8 +99,8 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
 
-        While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last
-        rows overwritten, and `lengths` counts on.
+        While a CUDA graph is captured, and in compiled code, room cannot be checked: a full sequence then has
+        its last rows overwritten, and `lengths` counts on.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
@@ -150,6 +150,8 @@ class KVCache:
     @property
     def is_mirrored(self) -> bool:
         """Whether the host knows the lengths: nothing but this class has changed or replaced them."""
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return False
         return (
             self._held is not None and self._known is self.lengths and self._version == self.lengths._version
         )
@@ -158,7 +160,10 @@ class KVCache:
         """The lengths, without waiting for the device if nothing but this class changed them.
 
         None while a CUDA graph is captured: its replays will not be seen, so lengths are read from then on.
+        None in compiled code, after which they are read once.
         """
+        if torch.compiler.is_compiling():
+            return None
         if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             self._held = None
             return None

@@ -189,6 +189,8 @@ class PagedStep(Step[PagedKVCache]):
         self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
 
     def longest(self) -> int:
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return 0
         return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
 
     def are_lengths_known(self) -> bool:

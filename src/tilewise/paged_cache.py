@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -279,12 +280,10 @@ class PagedKVCache:
                     f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...)"
                 )
             if batch is not None:
-                even = {(len(batch.sequences), n) for n in batch.new_tokens}
-                fits = (
-                    even == {tuple(t.shape[:2])}
-                    if t.ndim == 4 and even
-                    else t.shape[:-2].numel() == batch.total
-                )
+                if t.ndim == 4 and batch.new_tokens:
+                    fits = len(t) == len(batch.sequences) and all(n == t.shape[1] for n in batch.new_tokens)
+                else:
+                    fits = math.prod(t.shape[:-2]) == batch.total
                 if not fits:
                     raise ValueError(
                         f"{name}.shape={tuple(t.shape)} must hold new_tokens={list(batch.new_tokens)}"
