@@ -7,6 +7,7 @@ refused is decided in `tilewise.problem`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -278,6 +279,8 @@ def canonical_inputs(
     _check_tensors(**{name: t for name, t in scores.items() if t is not None})
     seed = None
     check_number("dropout_p", dropout_p)
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator={generator!r} must be None or a torch.Generator")
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
     return Inputs(
@@ -309,6 +312,9 @@ def _check_tensors(**tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t.layout != torch.strided:
+            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
+            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
 
 
 def _read(length: int | Tensor | None) -> int | None:
@@ -324,6 +330,7 @@ def window_bounds(window: Window | None) -> Window:
     if window is None:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
-    if not fits or any(bound is not None and (not isinstance(bound, int) or bound < 0) for bound in window):
+    if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
         raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")
-    return window[0], window[1]
+    left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
+    return left, right
