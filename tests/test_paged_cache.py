@@ -192,8 +192,10 @@ def check(out, lse, q, k, v, **options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"),
+    [(torch.float32, 16), (torch.bfloat16, 64), (torch.float16, 128), (torch.float64, 256)],
+)
 def test_prefill_chunks_and_decoding_in_one_packed_call(options, dtype, page_size):
     held, new = [37, 0, 5, 16, 30], [1, 20, 7, 1, 0]
     cache, k, v = filled(held, dtype, page_size=page_size)
