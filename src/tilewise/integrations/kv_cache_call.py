@@ -73,8 +73,8 @@ class Layout(NamedTuple):
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
 
-    Values of lengths and indices are checked on the CPU. On a GPU they are not read, so that nothing waits
-    for it and a CUDA graph can hold the call.
+    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code they are not read, so
+    that nothing waits and a graph can hold the call.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -89,7 +89,8 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = _new_layout(call, batch)
     held = _held_lengths(call, batch, capacity)
-    if device.type == "cpu":
+    are_values_read = device.type == "cpu" and not torch.compiler.is_compiling()
+    if are_values_read:
         _check_values(call, queries, new, held, capacity, table)
     rotary = _rotary(call, options, held)
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
@@ -101,7 +102,8 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
             raise NotImplementedError("rotary_cos must be None for float8_e4m3fn q: turn q and k before")
         inputs = _eight_bit(call, inputs)
     whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
-    check_values(describe(whole, options), whole, options)  # the rest, also before the first write
+    if not torch.compiler.is_compiling():
+        check_values(describe(whole, options), whole, options)  # the rest, also before the first write
 
     if new is not None and is_fused:
         inputs = inputs._replace(query=_append_at_once(call, held, lengths, table, rotary))
@@ -194,7 +196,7 @@ def _is_fusible(
 ) -> bool:
     """Whether one Triton kernel can turn and write everything."""
     assert call.k is not None and call.v is not None
-    if not (call.q.is_cuda and has_triton() and new.total > 0):
+    if not (call.q.is_cuda and has_triton() and new.total > 0) or torch.compiler.is_compiling():
         return False
     if rotary is not None and not (
         _is_local(options) and queries.total == new.total and rotary.starts is held
@@ -236,7 +238,7 @@ def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
         return Layout(len(x), x.shape[0] * x.shape[1], None)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name}.shape={tuple(cu_seqlens.shape)} must be (batch + 1,)")
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         counts_of(name, cu_seqlens, len(x))
     return Layout(len(cu_seqlens) - 1, len(x), cu_seqlens)
 
@@ -300,7 +302,8 @@ def _page_table(call: KVCacheCall, batch: int) -> Tensor | None:
             raise ValueError(f"k_cache.shape[0]={rows} must be at least the batch size {batch}")
         return None
     index = _per_sequence("cache_batch_idx", call.cache_batch_idx, batch)
-    if not index.is_cuda and not all(0 <= i < rows for i in index.tolist()):
+    is_read = not index.is_cuda and not torch.compiler.is_compiling()
+    if is_read and not all(0 <= i < rows for i in index.tolist()):
         raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
@@ -388,4 +391,9 @@ def _rotary(call: KVCacheCall, options: Options, held: Tensor) -> Rotary | None:
             f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(sin.shape)} must both be "
             f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {most}"
         )
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+        if t.device != call.q.device:
+            raise ValueError(f"{name}.device={t.device} must equal q.device={call.q.device}")
     return Rotary(cos, sin, starts)
