@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache import KVCache
+from tilewise.launch_plan import has_triton
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PADDING, PagedBatch, integers
 from tilewise.problem import Inputs
@@ -64,11 +63,6 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 C = TypeVar("C", KVCache, PagedKVCache)

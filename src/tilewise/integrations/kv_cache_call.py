@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tilewise import autograd
 from tilewise.api import canonical_inputs
-from tilewise.cached_step import has_triton
 from tilewise.integrations.flash_attn_call import with_qv
 from tilewise.integrations.fp8 import FP8, NO_FACTORS, Descale
 from tilewise.integrations.tokens import check_integer_tensors, check_pages, counts_of
+from tilewise.launch_plan import has_triton
 from tilewise.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary
 from tilewise.values import check_values
