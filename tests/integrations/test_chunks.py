@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
 
 from tilewise import reference
 from tilewise.flash_attn_3 import (
@@ -154,6 +155,19 @@ def test_nothing_is_copied_and_no_mask_is_made(monkeypatch):
 
 def eight_bit(*shape):
     return torch.randn(*shape).to(torch.float8_e4m3fn)
+
+
+def test_every_derivative():
+    q, k, v = (randn(2, n, h, 4, grad=True) for n, h in [(5, 2), (7, 1), (7, 1)])
+
+    def function(q, k, v):
+        return flash_attn_func(q, k, v, causal=True, attention_chunk=3)
+
+    assert gradcheck(function, (q, k, v), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(function, (q, k, v))
+    many = randn(3, 2, 5, 2, 4)
+    mapped = torch.vmap(lambda q: function(q, k, v))(many)
+    torch.testing.assert_close(mapped, torch.stack([function(q, k, v) for q in many]))
 
 
 def test_eight_bits():
@@ -338,21 +352,26 @@ def test_empty():
     assert not flash_attn_with_kvcache(q, k, k, attention_chunk=2).any()
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_compiled(is_packed):
+def test_compiled(is_packed, is_dynamic):
     """Forward and backward, traced in one graph."""
-    q, k = randn(2, 9, 4, 8, grad=True), randn(2, 11, 2, 8, grad=True)
-    starts = int32(0, 9, 18), int32(0, 11, 22)
 
     def function(q, k):
         if is_packed:
             flat = q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1)
-            return flash_attn_varlen_func(*flat, *starts, 9, 11, causal=True, attention_chunk=4).view_as(q)
+            starts = torch.arange(3) * q.shape[1], torch.arange(3) * k.shape[1]
+            lengths = q.shape[1], k.shape[1]
+            return flash_attn_varlen_func(*flat, *starts, *lengths, causal=True, attention_chunk=4).view_as(q)
         return flash_attn_func(q, k, k, causal=True, attention_chunk=4)
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k)
-    theirs, _ = reference.attention(q, k, k, causal=True, mask=mask_of(9, 11, 4)[None, None])
-    same((compiled, compiled.sum()), (theirs, theirs.sum()), (q, k))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=is_dynamic)
+    for seqlen_q, seqlen_k in [(9, 11), (12, 13)][: 1 + is_dynamic]:
+        q, k = randn(2, seqlen_q, 4, 8, grad=True), randn(2, seqlen_k, 2, 8, grad=True)
+        out = compiled(q, k)
+        mask = mask_of(seqlen_q, seqlen_k, 4)[None, None]
+        theirs, _ = reference.attention(q, k, k, causal=True, mask=mask)
+        same((out, out.sum()), (theirs, theirs.sum()), (q, k))
 
 
 @pytest.mark.parametrize("chunk, error", [(-1, ValueError), (2.0, TypeError), (None, TypeError)])
