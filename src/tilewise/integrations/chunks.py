@@ -82,8 +82,8 @@ def _pieces(first: Tensor, end: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def _starts(cu_seqlens: Tensor, sequence: Tensor, row: Tensor) -> Tensor:
     """The offsets of pieces, each from a row of its sequence on; rows before and behind it are its ends."""
-    row = row.clamp(min=0).minimum(cu_seqlens.diff()[sequence])
-    return torch.cat((cu_seqlens[sequence] + row, cu_seqlens[-1:]))
+    row = row.clamp(min=0).minimum(cu_seqlens.diff()[..., sequence])
+    return torch.cat((cu_seqlens[..., sequence] + row, cu_seqlens[..., -1:]), -1)
 
 
 # Packed and dense
@@ -100,11 +100,13 @@ def _packed(inputs: Inputs, options: Options, chunk: int, most: int | None = Non
         batch = len(cu_seqlens_q) - 1
         most = batch * max(-(-longest_k // chunk), -(-longest_q // chunk) + 1)
         most = min(most, (total_q + total_k) // chunk + 2 * batch)
-    seqlen_k = cu_seqlens_k.diff()
-    offset = seqlen_k - cu_seqlens_q.diff()  # position of the first query
-    sequence, number = _pieces(offset.clamp(max=0) // chunk, -(-seqlen_k // chunk), most)
-    starts_q = _starts(cu_seqlens_q, sequence, number * chunk - offset[sequence])
-    starts_k = _starts(cu_seqlens_k, sequence, number * chunk)
+    cu_seqlens = torch.stack((cu_seqlens_q, cu_seqlens_k))
+    seqlen_q, seqlen_k = cu_seqlens.diff()
+    offset = seqlen_k - seqlen_q  # position of the first query
+    sequence, number = _pieces(offset.clamp(max=0) // chunk, (seqlen_k + chunk - 1) // chunk, most)
+    position = number * chunk
+    rows = torch.stack((position - offset[sequence], position))
+    starts_q, starts_k = _starts(cu_seqlens, sequence, rows)
     if not torch.compiler.is_compiling():
         vouch_for(starts_q)
     options = options._replace(max_seqlen_q=min(chunk, longest_q), max_seqlen_k=min(chunk, longest_k))
@@ -227,7 +229,7 @@ def _many_queries(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor,
     batch = len(cu_seqlens_q) - 1
     most = min(batch * ((longest - 2) // chunk + 2), total // chunk + 2 * batch)
     offset = seqlen_k - cu_seqlens_q.diff()  # position of the first query
-    sequence, number = _pieces(offset // chunk, -(-seqlen_k // chunk), most)
+    sequence, number = _pieces(offset // chunk, (seqlen_k + chunk - 1) // chunk, most)
     starts = _starts(cu_seqlens_q, sequence, number * chunk - offset[sequence])
     end = seqlen_k[sequence].minimum((number + 1) * chunk)
     pieces = _see(inputs, sequence, number, end, chunk, longest=chunk)._replace(cu_seqlens_q=starts)
