@@ -28,6 +28,7 @@ pytest.importorskip("triton")
         pytest.param("test_attention.py", "slow", marks=pytest.mark.slow),
         ("test_decode.py", "not slow"),
         pytest.param("test_decode.py", "slow", marks=pytest.mark.slow),
+        ("test_chunks.py", "not slow"),
     ],
 )
 def test_under_the_interpreter(name: str, kind: str):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd
+from tilewise.cached_step import has_triton
 from tilewise.problem import Inputs, Options, describe
 from tilewise.values import check_values, vouch_for
 
@@ -138,11 +139,12 @@ def _unpack(packed: tuple[Tensor, Tensor], batch: int) -> tuple[Tensor, Tensor]:
 
 
 def _cached(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:
-    inputs = _in_pages(inputs, chunk)
+    inputs, parts = _in_pages(inputs, chunk)
     is_dense = inputs.cu_seqlens_q is None
     seqlen_q = inputs.query.shape[1]
     if is_dense and (seqlen_q == 1 or (options.causal and seqlen_q <= min(FEW_QUERIES, chunk))):
-        return _few_queries(inputs, options, chunk)
+        return _few_queries(inputs, options, chunk, parts)
+    inputs = _with_table(inputs, parts)
     if not is_dense:
         return _many_queries(inputs, options, chunk)
     batch = len(inputs.query)
@@ -153,25 +155,32 @@ def _cached(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tenso
     return _unpack(_many_queries(packed, options._replace(max_seqlen_q=seqlen_q), chunk), batch)
 
 
-def _in_pages(inputs: Inputs, chunk: int) -> Inputs:
-    """With a page table, of pages that divide the chunk if they can be made of those that there are."""
-    table, page = inputs.page_table, inputs.key.shape[1]
-    if table is None:
-        table = torch.arange(len(inputs.key), dtype=torch.int32, device=inputs.key.device)[:, None]
+def _in_pages(inputs: Inputs, chunk: int) -> tuple[Inputs, int]:
+    """Keys and values in pages that divide the chunk, if those that there are can be cut into such; and into
+    how many parts each was cut. The page table is still that of the whole ones."""
+    page = inputs.key.shape[1]
     common = math.gcd(page, chunk)
     small = common & -common  # a power of two, which decoding kernels take
     folds = all(len(t) == 1 or t.stride(0) == page * t.stride(1) for t in inputs[1:3])
     if not (SMALLEST_PAGE <= small < page and folds):
-        return inputs._replace(page_table=table)
+        return inputs, 1
     parts = page // small
-    part = torch.arange(parts, dtype=table.dtype, device=table.device)
     return inputs._replace(
         key=inputs.key.unflatten(1, (parts, small)).flatten(0, 1),
         value=inputs.value.unflatten(1, (parts, small)).flatten(0, 1),
-        page_table=(table[:, :, None] * parts + part).flatten(1),
         key_scale=None if inputs.key_scale is None else inputs.key_scale.repeat_interleave(parts, 0),
         value_scale=None if inputs.value_scale is None else inputs.value_scale.repeat_interleave(parts, 0),
-    )
+    ), parts
+
+
+def _with_table(inputs: Inputs, parts: int) -> Inputs:
+    table = inputs.page_table
+    if table is None:
+        table = torch.arange(len(inputs.key) // parts, dtype=torch.int32, device=inputs.key.device)[:, None]
+    if parts > 1:
+        part = torch.arange(parts, dtype=table.dtype, device=table.device)
+        table = (table[:, :, None] * parts + part).flatten(1)
+    return inputs._replace(page_table=table)
 
 
 def _seqlens(inputs: Inputs) -> Tensor:
@@ -180,45 +189,78 @@ def _seqlens(inputs: Inputs) -> Tensor:
     return inputs.seqlens_k if inputs.leftpad_k is None else inputs.seqlens_k - inputs.leftpad_k
 
 
+def _begin_with_pages(inputs: Inputs, chunk: int) -> bool:
+    return inputs.leftpad_k is None and chunk % inputs.key.shape[1] == 0
+
+
+def _width(inputs: Inputs, chunk: int, longest: int, columns: int) -> int:
+    """Pages that hold `longest` keys from the beginning of a chunk on, of a table of so many columns."""
+    return min(columns, -(-longest // inputs.key.shape[1]) + (not _begin_with_pages(inputs, chunk)))
+
+
 def _see(inputs: Inputs, sequence: Tensor, number: Tensor, end: Tensor, chunk: int, longest: int) -> Inputs:
     """A row of the page table for each piece, which sees its sequence from chunk `number` up to `end`."""
     table, page = inputs.page_table, inputs.key.shape[1]
     assert table is not None
     position = number.clamp(min=0) * chunk
     count = (end - position).clamp(min=0)
-    is_whole = inputs.leftpad_k is None and chunk % page == 0  # every chunk begins with a page
     start = position if inputs.leftpad_k is None else position + inputs.leftpad_k[sequence]
-    width = min(table.shape[1], -(-longest // page) + (0 if is_whole else 1))
+    width = _width(inputs, chunk, longest, table.shape[1])
     column = start[:, None] // page + torch.arange(width, device=table.device)
-    leftpad = torch.where(count > 0, start % page, 0)  # a row's unused pages may be none
-    return inputs._replace(
-        page_table=table[sequence[:, None], column.clamp(max=table.shape[1] - 1)],
-        leftpad_k=None if is_whole else leftpad,
-        seqlens_k=count if is_whole else leftpad + count,
-    )
+    leftpad = None
+    if not _begin_with_pages(inputs, chunk):
+        leftpad = torch.where(count > 0, start % page, 0)  # a row's unused pages may be none
+        count = leftpad + count
+    page_table = table[sequence[:, None], column.clamp(max=table.shape[1] - 1)]
+    return inputs._replace(page_table=page_table, leftpad_k=leftpad, seqlens_k=count)
 
 
-def _few_queries(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:
+def _few_queries(inputs: Inputs, options: Options, chunk: int, parts: int) -> tuple[Tensor, Tensor]:
     """Queries of one chunk or of two, by the kernels for decoding.
 
     All see the keys from the first chunk on: right for those of the first, which are causal. For those of the
     second there is a piece without the first chunk; it is empty where no query needs it.
     """
+    batch = len(inputs.query)
+    if inputs.query.is_cuda and has_triton() and not torch.compiler.is_compiling():
+        pieces, is_second = _few_pieces_at_once(inputs, chunk, parts)
+    else:
+        pieces, is_second = _few_pieces(_with_table(inputs, parts), chunk)
+    if is_second is None:
+        return autograd.attention(pieces, options, None)
+    out, lse = autograd.attention(pieces._replace(query=inputs.query.repeat(2, 1, 1, 1)), options, None)
+    is_second = is_second[..., None]  # (batch, seqlen_q, 1)
+    out = torch.where(is_second[..., None], out[batch:], out[:batch])
+    return out, torch.where(is_second.mT, lse[batch:], lse[:batch])
+
+
+def _few_pieces(inputs: Inputs, chunk: int) -> tuple[Inputs, Tensor | None]:
+    """A piece of each sequence from its first query's chunk on. For several queries one more, from the last
+    query's chunk on, and which queries are of it, (batch, seqlen_q)."""
     batch, seqlen_q = inputs.query.shape[:2]
     sequence, seqlen_k = torch.arange(batch, device=inputs.query.device), _seqlens(inputs)
     first = (seqlen_k - seqlen_q).clamp(min=0) // chunk
     if seqlen_q == 1:
-        return autograd.attention(_see(inputs, sequence, first, seqlen_k, chunk, chunk), options, None)
-    second = (seqlen_k - 1).clamp(min=0) // chunk
-    both = torch.cat((seqlen_k, torch.where(second > first, seqlen_k, 0)))
-    pieces = _see(
-        inputs, sequence.repeat(2), torch.cat((first, second)), both, chunk, longest=chunk + seqlen_q
-    )._replace(query=inputs.query.repeat(2, 1, 1, 1))
-    out, lse = autograd.attention(pieces, options, None)
+        return _see(inputs, sequence, first, seqlen_k, chunk, chunk), None
+    last = (seqlen_k - 1).clamp(min=0) // chunk
+    end = torch.cat((seqlen_k, torch.where(last > first, seqlen_k, 0)))
+    pieces = _see(inputs, sequence.repeat(2), torch.cat((first, last)), end, chunk, chunk + seqlen_q - 1)
     position = (seqlen_k - seqlen_q)[:, None] + torch.arange(seqlen_q, device=inputs.query.device)
-    is_second = (position // chunk > first[:, None])[..., None]  # (batch, seqlen_q, 1)
-    out = torch.where(is_second[..., None], out[batch:], out[:batch])
-    return out, torch.where(is_second.mT, lse[batch:], lse[:batch])
+    return pieces, position >= ((first + 1) * chunk)[:, None]
+
+
+def _few_pieces_at_once(inputs: Inputs, chunk: int, parts: int) -> tuple[Inputs, Tensor | None]:
+    """`_few_pieces` in one launch, from the page table of whole pages."""
+    from tilewise.triton.chunks import Cut, few_queries
+
+    assert inputs.seqlens_k is not None
+    seqlen_q, page = inputs.query.shape[1], inputs.key.shape[1]
+    columns = parts * (1 if inputs.page_table is None else inputs.page_table.shape[1])
+    width = _width(inputs, chunk, chunk + seqlen_q - 1, columns)
+    cut = Cut(seqlen_q, chunk, page, parts, width, not _begin_with_pages(inputs, chunk))
+    made = few_queries(inputs.seqlens_k, inputs.leftpad_k, inputs.page_table, cut)
+    pieces = inputs._replace(page_table=made.page_table, leftpad_k=made.leftpad_k, seqlens_k=made.seqlens_k)
+    return pieces, made.is_second
 
 
 def _many_queries(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:
