@@ -109,4 +109,5 @@ def few_queries_kernel(
     if is_second is not None:
         i = tl.arange(0, BLOCK_Q)
         is_behind = seqlen - seqlen_q + i >= (first + 1) * chunk
-        tl.store(is_second + b * seqlen_q + i, is_behind, mask=(i < seqlen_q) & (piece < batch))
+        queries = tl.where(piece < batch, seqlen_q, 0)  # once for each sequence
+        tl.store(is_second + b * seqlen_q + i, is_behind, mask=i < queries)
