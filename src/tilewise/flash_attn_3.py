@@ -132,7 +132,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
-    chunks.check_chunk(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k)
     if qv is not None:
@@ -142,7 +142,7 @@ def flash_attn_func(
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
-    out, lse = chunks.attention(canonical_inputs(q, k, v), options, attention_chunk)
+    out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
     out = descale.output(out) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -192,7 +192,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
-    chunks.check_chunk(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
     if qv is not None:
@@ -205,9 +205,9 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if seqused_q is None and seqused_k is None:
-        out, lse = chunks.attention(inputs, options, attention_chunk)
+        out, lse = chunks.attention(inputs, options, chunk)
     else:
-        out, lse = _attend_used(inputs, options, attention_chunk, seqused_q, seqused_k)
+        out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
     out = descale.output(out, cu_seqlens_q) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -287,11 +287,11 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
-    chunks.check_chunk(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved,
-        qv=qv, descale=Descale(q_descale, k_descale, v_descale), attention_chunk=attention_chunk,
+        qv=qv, descale=Descale(q_descale, k_descale, v_descale), attention_chunk=chunk,
     )  # fmt: skip
     options = flash_attn_call.options(softmax_scale, causal, window_size, softcap, max_seqlen_q=max_seqlen_q)
     out, lse = attention_with_kv_cache(call, options)

@@ -201,6 +201,10 @@ BAD_CALLS = [
     ({"rotary_cos": torch.ones(9, 4)}, "rotary_cos and rotary_sin"),
     ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_cos.shape=(9, 5)"),
     ({"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}, "rotary_cos.shape[0]=3"),
+    (
+        {"rotary_cos": torch.ones(9, 2).to("meta"), "rotary_sin": torch.ones(9, 2)},
+        "rotary_cos.device=meta must equal q.device=cpu",
+    ),
     ({"rotary_cos": torch.ones(9, 2), "rotary_sin": torch.ones(9, 2), "k": None, "v": None}, "rotary_cos"),
     ({"window_size": (1,)}, "window_size=(1,)"),
     ({"softmax_scale": float("inf")}, "scale=inf"),
@@ -215,6 +219,7 @@ BAD_TYPES = [
     ({"k": torch.ones(2, 2, 2, 8), "v": torch.ones(2, 2, 2, 8)}, "k.dtype=torch.float32"),
     ({"q": torch.ones(2, 2, 2, 8)}, "k_cache.dtype=torch.float64 must equal q.dtype=torch.float32"),
     ({"k_cache": None}, "k_cache=NoneType"),
+    ({"rotary_cos": torch.ones(9, 2), "rotary_sin": torch.ones(9, 2).int()}, "rotary_sin.dtype=torch.int32"),
 ]
 
 

@@ -45,7 +45,7 @@ def _is_hopper(index: int | None) -> bool:
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Hopper kernels serve the problem, else why not."""
     if not _is_installed():
-        return "the package triton is not installed"
+        return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
         return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
     if problem.dtype not in (torch.bfloat16, torch.float16):

@@ -17,6 +17,8 @@ arithmetic on the device: no length is read.
 from __future__ import annotations
 
 import math
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +32,17 @@ FEW_QUERIES = 16  # what decoding kernels take, which packed queries do not reac
 SMALLEST_PAGE = 16  # worth cutting a contiguous cache into
 
 
-def check_chunk(attention_chunk: int) -> None:
-    """
+def chunk_of(attention_chunk: Any) -> Any:
+    """The positions in a chunk, 0 for no chunks.
+
     Raises:
         TypeError, ValueError: it is not an integer of at least 0.
     """
-    if not isinstance(attention_chunk, int | torch.SymInt):
+    if not isinstance(attention_chunk, int | Integral | torch.SymInt):
         raise TypeError(f"attention_chunk={attention_chunk!r} must be an integer")
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk={attention_chunk} must be 0 (off) or the positions in a chunk")
+    return attention_chunk if isinstance(attention_chunk, int | torch.SymInt) else int(attention_chunk)
 
 
 def attention(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:
@@ -87,6 +91,11 @@ def _starts(cu_seqlens: Tensor, sequence: Tensor, row: Tensor) -> Tensor:
     return torch.cat((cu_seqlens[..., sequence] + row, cu_seqlens[..., -1:]), -1)
 
 
+def _can_launch(inputs: Inputs) -> bool:
+    """Whether `tilewise.triton.chunks` can do in one launch what else are dozens of operations."""
+    return inputs.query.is_cuda and has_triton() and not torch.compiler.is_compiling()
+
+
 # Packed and dense
 
 
@@ -101,6 +110,22 @@ def _packed(inputs: Inputs, options: Options, chunk: int, most: int | None = Non
         batch = len(cu_seqlens_q) - 1
         most = batch * max(-(-longest_k // chunk), -(-longest_q // chunk) + 1)
         most = min(most, (total_q + total_k) // chunk + 2 * batch)
+    if _can_launch(inputs):
+        from tilewise.triton.chunks import packed_starts
+
+        starts_q, starts_k = packed_starts(cu_seqlens_q, cu_seqlens_k, chunk, most)
+    else:
+        starts_q, starts_k = _packed_starts(cu_seqlens_q, cu_seqlens_k, chunk, most)
+    if not torch.compiler.is_compiling():
+        vouch_for(starts_q)
+    options = options._replace(max_seqlen_q=min(chunk, longest_q), max_seqlen_k=min(chunk, longest_k))
+    return autograd.attention(inputs._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k), options, None)
+
+
+def _packed_starts(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, chunk: int, most: int
+) -> tuple[Tensor, Tensor]:
+    """The offsets of the pieces of queries and keys; those left over are empty, at the end."""
     cu_seqlens = torch.stack((cu_seqlens_q, cu_seqlens_k))
     seqlen_q, seqlen_k = cu_seqlens.diff()
     offset = seqlen_k - seqlen_q  # position of the first query
@@ -108,10 +133,7 @@ def _packed(inputs: Inputs, options: Options, chunk: int, most: int | None = Non
     position = number * chunk
     rows = torch.stack((position - offset[sequence], position))
     starts_q, starts_k = _starts(cu_seqlens, sequence, rows)
-    if not torch.compiler.is_compiling():
-        vouch_for(starts_q)
-    options = options._replace(max_seqlen_q=min(chunk, longest_q), max_seqlen_k=min(chunk, longest_k))
-    return autograd.attention(inputs._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k), options, None)
+    return starts_q, starts_k
 
 
 def _dense(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:
@@ -222,7 +244,7 @@ def _few_queries(inputs: Inputs, options: Options, chunk: int, parts: int) -> tu
     second there is a piece without the first chunk; it is empty where no query needs it.
     """
     batch = len(inputs.query)
-    if inputs.query.is_cuda and has_triton() and not torch.compiler.is_compiling():
+    if _can_launch(inputs):
         pieces, is_second = _few_pieces_at_once(inputs, chunk, parts)
     else:
         pieces, is_second = _few_pieces(_with_table(inputs, parts), chunk)

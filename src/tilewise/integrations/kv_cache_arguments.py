@@ -79,7 +79,7 @@ def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
         return Layout(len(x), x.shape[0] * x.shape[1], None)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name}.shape={tuple(cu_seqlens.shape)} must be (batch + 1,)")
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         counts_of(name, cu_seqlens, len(x))
     return Layout(len(cu_seqlens) - 1, len(x), cu_seqlens)
 
@@ -143,7 +143,8 @@ def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
             raise ValueError(f"k_cache.shape[0]={rows} must be at least the batch size {batch}")
         return None
     index = _per_sequence("cache_batch_idx", call.cache_batch_idx, batch)
-    if not index.is_cuda and not all(0 <= i < rows for i in index.tolist()):
+    is_read = not index.is_cuda and not torch.compiler.is_compiling()
+    if is_read and not all(0 <= i < rows for i in index.tolist()):
         raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
@@ -233,4 +234,9 @@ def rotary_of(call: KVCacheCall, held: Tensor) -> Rotary | None:
             f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(sin.shape)} must both be "
             f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {most}"
         )
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+        if t.device != call.q.device:
+            raise ValueError(f"{name}.device={t.device} must equal q.device={call.q.device}")
     return Rotary(cos, sin, starts)

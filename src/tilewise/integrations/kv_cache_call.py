@@ -35,8 +35,8 @@ from tilewise.values import check_values
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
 
-    Values of lengths and indices are checked on the CPU. On a GPU they are not read, so that nothing waits
-    for it and a CUDA graph can hold the call.
+    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code they are not read, so
+    that nothing waits and a graph can hold the call.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -51,7 +51,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = new_layout(call, batch)
     held = held_lengths(call, batch, capacity)
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         check_lengths(call, queries, new, held, capacity, table)
     rotary = rotary_of(call, held)
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
@@ -61,7 +61,8 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     if is_fp8:
         inputs = _eight_bit(call, inputs)
     whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
-    check_values(describe(whole, options), whole, options)  # the rest, also before the first write
+    if not torch.compiler.is_compiling():
+        check_values(describe(whole, options), whole, options)  # the rest, also before the first write
 
     if new is not None:
         if is_fused:
@@ -155,7 +156,7 @@ def _is_fusible(
 ) -> bool:
     """Whether one Triton kernel can turn and write everything."""
     assert call.k is not None and call.v is not None
-    if not (call.q.is_cuda and has_triton() and new.total > 0):
+    if not (call.q.is_cuda and has_triton() and new.total > 0) or torch.compiler.is_compiling():
         return False
     if rotary is not None and not (
         _is_local(call, options) and queries.total == new.total and rotary.starts is held

@@ -48,11 +48,12 @@ def append(
     Args:
         query, key, value: (batch, new_tokens, heads, dim) or (tokens, heads, dim), last dimension contiguous.
         key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
-        rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2).
+        rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2) of any strides.
     """
     turned = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
     cos, sin, is_interleaved = rotary or (None, None, False)
-    tokens = Tokens(*(None if t is None else t.contiguous() for t in tokens))
+    *places, cos, sin = (None if t is None else t.contiguous() for t in (*tokens, cos, sin))
+    tokens = Tokens(*places)
     tensors = (key, value, query if rotary else None, turned, key_storage, value_storage, *tokens, cos, sin)
     run(_launch, is_interleaved, tensors)
     return query if turned is None else turned

@@ -1,6 +1,7 @@
-"""What few queries of a cache see in chunks of positions, as rows of page tables, in one launch.
+"""Where attention in chunks of positions cuts its sequences: packed ones, or few queries of a cache.
 
-The arithmetic is that of `tilewise.integrations.chunks`, which takes a dozen operations for it and says why.
+The arithmetic is that of `tilewise.integrations.chunks`, which says why; there it takes dozens of operations,
+here one launch. A cut is made for each call, so that a CUDA graph replays with other lengths.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.triton.call import gpu_capability
 
 BLOCK = 512  # pages that a program writes at a time
+BLOCK_B = 128  # sequences that a program looks at at a time
 
 
 class Cut(NamedTuple):
@@ -54,14 +56,33 @@ def few_queries(seqlens_k: Tensor, leftpad_k: Tensor | None, page_table: Tensor 
         None if cut.seqlen_q == 1 else torch.empty(batch, cut.seqlen_q, dtype=torch.bool, device=device),
     )
     given = tuple(None if t is None else t.contiguous() for t in (seqlens_k, leftpad_k, page_table))
-    run(_launch, cut, given, fresh=made)
+    run(_few_launch, cut, given, fresh=made)
     return made
 
 
-def _launch(cut: Cut, tensors: Tensors) -> Launch:
+def packed_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, chunk: int, most: int) -> tuple[Tensor, Tensor]:
+    """The offsets (most + 1,) of the pieces of packed sequences; those left over are empty, at the end."""
+    starts = torch.empty(2, most + 1, dtype=torch.int32, device=cu_seqlens_q.device).unbind()
+    run(_packed_launch, chunk, (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()), fresh=starts)
+    return starts  # type: ignore[return-value]
+
+
+def _is_early(t: Tensor) -> bool:
+    return not is_interpreted() and gpu_capability(t.device) >= (9, 0)
+
+
+def _packed_launch(chunk: int, tensors: Tensors) -> Launch:
+    cu_seqlens_q, _, starts_q, _ = tensors
+    assert cu_seqlens_q is not None and starts_q is not None
+    is_early = _is_early(cu_seqlens_q)
+    arguments = (*tensors, len(cu_seqlens_q) - 1, chunk, BLOCK_B, is_early)
+    return Launch(packed_starts_kernel, len(starts_q), arguments, 4, launch_pdl=is_early)
+
+
+def _few_launch(cut: Cut, tensors: Tensors) -> Launch:
     seqlens_k, _, page_table, rows, *_ = tensors
     assert seqlens_k is not None and rows is not None
-    is_early = not is_interpreted() and gpu_capability(seqlens_k.device) >= (9, 0)
+    is_early = _is_early(seqlens_k)
     columns = 1 if page_table is None else page_table.shape[1]
     numbers = (len(seqlens_k), columns * cut.parts, *cut[:5])
     block_q = triton.next_power_of_2(cut.seqlen_q)
@@ -111,3 +132,49 @@ def few_queries_kernel(
         is_behind = seqlen - seqlen_q + i >= (first + 1) * chunk
         queries = tl.where(piece < batch, seqlen_q, 0)  # once for each sequence
         tl.store(is_second + b * seqlen_q + i, is_behind, mask=i < queries)
+
+
+@triton.jit
+def bounds(cu_seqlens_q, cu_seqlens_k, b, batch, chunk):
+    """(first query row, seqlen_q, first key row, seqlen_k, first chunk, end of the chunks) of sequences b.
+
+    Its chunks hold every query and every key. All is 0 where there is no such sequence.
+    """
+    exists = b < batch
+    start_q = tl.load(cu_seqlens_q + b, mask=exists, other=0).to(tl.int32)
+    start_k = tl.load(cu_seqlens_k + b, mask=exists, other=0).to(tl.int32)
+    seqlen_q = tl.load(cu_seqlens_q + b + 1, mask=exists, other=0).to(tl.int32) - start_q
+    seqlen_k = tl.load(cu_seqlens_k + b + 1, mask=exists, other=0).to(tl.int32) - start_k
+    queries_before = tl.maximum(seqlen_q - seqlen_k, 0)  # position 0
+    first = 0 - (queries_before + chunk - 1) // chunk
+    return start_q, seqlen_q, start_k, seqlen_k, first, (seqlen_k + chunk - 1) // chunk
+
+
+@triton.jit(do_not_specialize=["batch", "chunk"])
+def packed_starts_kernel(
+    cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, batch, chunk,
+    BLOCK_B: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid: (pieces + 1,). A piece's sequence is the number of those whose pieces all come before it."""
+    piece = tl.program_id(0)
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = piece * 0
+    before = piece * 0  # pieces of the sequences before
+    total = piece * 0
+    for b0 in range(0, batch, BLOCK_B):
+        b = b0 + tl.arange(0, BLOCK_B)
+        _, _, _, _, first, end = bounds(cu_seqlens_q, cu_seqlens_k, b, batch, chunk)
+        ends = total + tl.cumsum(end - first, 0)
+        is_before = (ends <= piece) & (b < batch)
+        sequence += tl.sum(is_before.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
+        total += tl.sum(end - first, 0)
+    b = tl.minimum(sequence, batch - 1)
+    start_q, seqlen_q, start_k, seqlen_k, first, end = bounds(cu_seqlens_q, cu_seqlens_k, b, batch, chunk)
+    position = tl.where(sequence < batch, first + piece - before, end) * chunk
+    row_q = tl.minimum(tl.maximum(position - seqlen_k + seqlen_q, 0), seqlen_q)
+    row_k = tl.minimum(tl.maximum(position, 0), seqlen_k)
+    tl.store(starts_q + piece, start_q + row_q)
+    tl.store(starts_k + piece, start_k + row_k)

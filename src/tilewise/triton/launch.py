@@ -41,11 +41,11 @@ def _is_installed() -> bool:
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Triton kernels serve the problem, else why not."""
     if not _is_installed():
-        return "the package triton is not installed"
+        return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
-        return f"Triton kernels run on GPUs, not on device type {problem.device_type!r}"
+        return f"runs on GPUs, not on device type {problem.device_type!r}"
     if problem.dtype == torch.float64:
-        return "float64 is not supported, only float32, bfloat16 and float16 are"
+        return "has no float64, only float32, bfloat16 and float16"
     return None
 
 
