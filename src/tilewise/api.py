@@ -160,7 +160,7 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, starts, starts).flatten()
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
-    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -231,7 +231,7 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
-    _check_tensors(query=query)
+    check_tensors(query=query)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -276,7 +276,7 @@ def canonical_inputs(
     dimension, masks with four dimensions, and a dropout seed if one is needed."""
     query, key, value = _to_bshd(layout, query=query, key=key, value=value)
     scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    _check_tensors(**{name: t for name, t in scores.items() if t is not None})
+    check_tensors(**{name: t for name, t in scores.items() if t is not None})
     seed = None
     check_number("dropout_p", dropout_p)
     if not isinstance(generator, torch.Generator | None):
@@ -299,7 +299,7 @@ def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={layout!r} must be 'bshd' or 'bhsd'")
-    _check_tensors(**tensors)
+    check_tensors(**tensors)
     views = []
     for t in tensors.values():
         if t.ndim and t.stride(-1) != 1 and t.shape[-1] > 1:
@@ -308,7 +308,8 @@ def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     return views
 
 
-def _check_tensors(**tensors: Any) -> None:
+def check_tensors(**tensors: Any) -> None:
+    """Refuse, by TypeError, what is no tensor, or is one whose memory has no strides."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")

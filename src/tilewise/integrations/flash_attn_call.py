@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
+from tilewise.api import canonical_inputs, check_tensors
 from tilewise.problem import Inputs, Options, check_number
 
 
@@ -44,8 +44,7 @@ def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ..
     Raises:
         ValueError, TypeError: the packed tensor does not fit.
     """
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name}={type(packed).__name__} must be a torch.Tensor")
+    check_tensors(**{name: packed})
     if packed.ndim != rank or packed.shape[-3] != parts:
         leading = "batch, seqlen" if rank == 5 else "total"
         raise ValueError(f"{name}.shape={tuple(packed.shape)} must be ({leading}, {parts}, heads, head_dim)")
@@ -60,9 +59,7 @@ def varlen_inputs(
     Raises:
         TypeError: the offsets are no tensors.
     """
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(q, k, v, **others)
     return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
@@ -73,9 +70,7 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ValueError, TypeError: qv does not fit.
     """
-    for name, t in (("q", q), ("k", k), ("v", v), ("qv", qv)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+    check_tensors(q=q, k=k, v=v, qv=qv)
     if q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
     kinds = {(t.dtype, t.device) for t in (q, k, v)}
