@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import DecodeConfig, DecodeSizes
-from tilewise.triton.call import Call, gpu_capability, launchable
+from tilewise.triton.call import Call, gpu_capability, has_pdl, launchable
 from tilewise.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
@@ -24,10 +24,8 @@ MERGE_ELEMENTS = 4096  # of the pieces that a merging program holds at a time
 _N = len(Inputs._fields)
 
 
-def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
-    """Few queries to many keys, on a GPU on which these kernels have run: Hopper."""
-    if problem.device_type == "cuda" and gpu_capability(inputs.query.device)[0] != 9:
-        return False
+def serves(problem: AttentionProblem) -> bool:
+    """Few queries to many keys."""
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
     if problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256:
         return False  # sums of so many products in one chain are off by more than the error rule allows
@@ -72,8 +70,7 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
     segments = problem.num_kv_heads * row_tiles
     most = problem.batch * segments * -(-problem.seqlen_k // tile.block_n)
     workers = min(_processors(device) * tile.workers, most)
-    has_pdl = device.type == "cuda" and gpu_capability(device)[0] >= 9
-    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl)
+    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl(device))
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
@@ -187,7 +184,7 @@ def _parts(head_dim: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:
-    if device.type != "cuda":
+    if is_interpreted():
         return DecodeTile(16, 16, 1, 4, 1)
     return decode_tile(
         gpu_capability(device),
