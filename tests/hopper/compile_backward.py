@@ -69,7 +69,8 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 
     def compile_instead(launch: Launch) -> None:
         compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.options())
-        reports.append({"case": name, "kernel": launch.kernel.__name__} | report(compiled))
+        early = {"is_early": launch.launch_pdl, "waits": "griddepcontrol.wait" in compiled.asm["ptx"]}
+        reports.append({"case": name, "kernel": launch.kernel.__name__} | early | report(compiled))
 
     launch_plan.start = compile_instead
     for module in (backward_launch, backward_wide_launch):

@@ -147,17 +147,24 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, is_wanted=True):
-    """Ask for the next tile that nobody has taken. The answer is not waited for: see `drawn`."""
+def draw(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
+    """Count one more, and ask how many were before. The answer is not waited for: see `answer`, `drawn`."""
+    SEM: gl.constexpr = "acquire" if IS_ACQUIRE else "relaxed"
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem="relaxed")
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem=SEM)
+
+
+@gluon.jit
+def answer(ticket):
+    """What `draw` has found."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
 def drawn(ticket):
-    """The index that a ticket of `draw` won."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+    """The index of the work that a ticket of `draw` won: the next that nobody has taken."""
+    return gl.num_programs(0) + answer(ticket)
 
 
 @gluon.jit
