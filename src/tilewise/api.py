@@ -18,7 +18,7 @@ from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PagedBatch
-from tilewise.problem import Inputs, Options, check_number, describe
+from tilewise.problem import Inputs, Options, check_number, check_tensors, describe, shown
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -164,7 +164,7 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    lengths = (_read(max_seqlen_q), _read(max_seqlen_k))
+    lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
@@ -280,7 +280,7 @@ def canonical_inputs(
     seed = None
     check_number("dropout_p", dropout_p)
     if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator={generator!r} must be None or a torch.Generator")
+        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
     return Inputs(
@@ -298,7 +298,7 @@ def canonical_inputs(
 def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
     if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout={layout!r} must be 'bshd' or 'bhsd'")
+        raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
     check_tensors(**tensors)
     views = []
     for t in tensors.values():
@@ -308,18 +308,13 @@ def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     return views
 
 
-def check_tensors(**tensors: Any) -> None:
-    """Refuse, by TypeError, what is no tensor, or is one whose memory has no strides."""
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
-        if t.layout != torch.strided:
-            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
-            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
-
-
-def _read(length: int | Tensor | None) -> int | None:
-    return int(length) if isinstance(length, Tensor) else length
+def read_length(name: str, length: int | Tensor | None) -> int | None:
+    """A length that may be a tensor of one number; raises TypeError if it has more."""
+    if not isinstance(length, Tensor):
+        return length
+    if length.numel() != 1:
+        raise TypeError(f"{name}={shown(length)} must be an integer")
+    return int(length)
 
 
 def _four_dimensions(t: Tensor | None) -> Tensor | None:
@@ -332,6 +327,8 @@ def window_bounds(window: Window | None) -> Window:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
     if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
-        raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")
+        raise ValueError(
+            f"window={shown(window)} must be (left, right), each None or an integer of at least 0"
+        )
     left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
     return left, right

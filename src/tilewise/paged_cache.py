@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key
 from tilewise.pages import PADDING, PagedBatch, PageTable, integers
-from tilewise.problem import DTYPES
+from tilewise.problem import DTYPES, shown
 
 PAGE_SIZES = (16, 64, 128, 256)
 QUANTIZED = torch.float8_e4m3fn
@@ -75,13 +75,17 @@ class PagedKVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         check_sizes(
-            num_pages=num_pages, num_kv_heads=num_kv_heads, max_seqlen=max_seqlen or 0, head_dim=head_dim,
+            num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim,
             head_dim_v=head_dim_v,
         )  # fmt: skip
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={page_size!r} must be 16, 64, 128 or 256")
+        if max_seqlen is not None:
+            check_sizes(max_seqlen=max_seqlen)
+        if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={shown(page_size)} must be 16, 64, 128 or 256")
         if dtype not in (*DTYPES, QUANTIZED):
-            raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16, float16 or float8_e4m3fn")
+            raise TypeError(
+                f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
+            )
         shape = (num_pages, page_size, num_kv_heads)
         self.value_in_key = value_in_key
         if value_in_key:
@@ -188,6 +192,8 @@ class PagedKVCache:
             TypeError: something is no integer. Nothing has changed.
         """
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
+        if not isinstance(into, PagedBatch | None):
+            raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
         counts = (
             [int(new_tokens)] * len(sequences)
             if isinstance(new_tokens, int | Integral)

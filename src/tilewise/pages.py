@@ -16,6 +16,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from tilewise.problem import shown
+
 PADDING = -1  # stands for a sequence where a batch has none
 
 
@@ -52,7 +54,7 @@ def integers(name: str, values: Iterable[int]) -> list[int]:
     try:
         return [operator.index(n) for n in values]
     except TypeError:
-        raise TypeError(f"{name}={values!r} must be a list of integers") from None
+        raise TypeError(f"{name}={shown(values)} must be a list of integers") from None
 
 
 class PageTable:
@@ -88,7 +90,7 @@ class PageTable:
         if not isinstance(length, Integral) or not 0 <= length <= self.lengths[sequence]:
             held = self.lengths[sequence]
             raise ValueError(
-                f"length={length!r} must be an integer from 0 to the {held} tokens of {sequence=}"
+                f"length={shown(length)} must be an integer from 0 to the {held} tokens of {sequence=}"
             )
         length = int(length)
         pages, keep = self.pages[sequence], -(-length // self.page_size)
@@ -103,10 +105,10 @@ class PageTable:
 
     def check(self, sequence: int) -> None:
         """Raises ValueError unless the sequence lives."""
-        if sequence not in self.pages:
+        if not isinstance(sequence, Integral) or sequence not in self.pages:
             raise ValueError(
-                f"sequence={sequence!r} is not in the cache: it was freed, or is none that allocate() or "
-                "fork() returned"
+                f"sequence={shown(sequence)} is not in the cache: it was freed, or is none that allocate() "
+                "or fork() returned"
             )
 
     def reserve(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> list[tuple[int, int]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs, check_tensors
-from tilewise.problem import Inputs, Options, check_number
+from tilewise.api import canonical_inputs, read_length
+from tilewise.problem import Inputs, Options, check_number, check_tensors, shown
 
 
 def options(
@@ -22,9 +22,14 @@ def options(
     """
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
-        raise ValueError(f"window_size={window_size!r} must be (left, right), two integers, -1 for unbounded")
+        raise ValueError(
+            f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
+        )
     check_number("softcap", softcap)
-    others = {name: int(x) if isinstance(x, Tensor) else x for name, x in others.items()}
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+    for name in others.keys() & {"max_seqlen_q", "max_seqlen_k"}:
+        others[name] = read_length(name, others[name])
     left, right = (
         None if bound < 0 else bound if isinstance(bound, int) else int(bound) for bound in window_size
     )

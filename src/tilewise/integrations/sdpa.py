@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise import repeat
-from tilewise.api import attention, canonical_inputs, check_tensors
+from tilewise.api import attention, canonical_inputs
 from tilewise.integrations.autocast import autocast
-from tilewise.problem import Options
+from tilewise.problem import Options, check_tensors
 
 
 def scaled_dot_product_attention(
