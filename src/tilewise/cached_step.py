@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache import KVCache
+from tilewise.launch_plan import has_triton
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PADDING, PagedBatch, integers
 from tilewise.problem import Inputs
@@ -41,6 +40,7 @@ def cached_step(
     if key is not None:
         cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
     if isinstance(batch, PagedBatch):
+        cache.check_batch(batch)
         if query.ndim == 3 and len(query) != batch.total:
             raise ValueError(
                 f"query.shape={tuple(query.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
@@ -64,11 +64,6 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 C = TypeVar("C", KVCache, PagedKVCache)

@@ -28,6 +28,7 @@ pytest.importorskip("triton")
         pytest.param("triton/test_attention.py", "slow", marks=pytest.mark.slow),
         ("triton/test_decode.py", "not slow"),
         pytest.param("triton/test_decode.py", "slow", marks=pytest.mark.slow),
+        ("triton/test_chunks.py", "not slow"),
         ("hopper/test_backward_rows.py", "not slow"),
     ],
 )

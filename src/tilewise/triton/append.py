@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
-from tilewise.triton.call import gpu_capability
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.triton.call import has_pdl
 
 BLOCK_H = tl.constexpr(16)
 WHOLE_TOKEN = 1024  # columns, of all blocks of heads together, that one program may hold
@@ -82,7 +82,7 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         columns,
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
-        is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
+        is_early := has_pdl(key.device),
         is_whole,
     )
     programs = key.shape[:-2].numel() * (1 if is_whole else sum(blocks))

@@ -7,7 +7,6 @@ that are already compiled.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, run, run_steps
+from tilewise.launch_plan import Launch, Step, Tensors, find, has_triton, is_interpreted, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 from tilewise.triton import launch_decode
@@ -33,14 +32,9 @@ SHORT_QUERY = 16
 Tiles = dict[str, KernelTile]
 
 
-@functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Triton kernels serve the problem, else why not."""
-    if not _is_installed():
+    if not has_triton():
         return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
         return f"runs on GPUs, not on device type {problem.device_type!r}"
