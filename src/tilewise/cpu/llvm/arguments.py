@@ -55,8 +55,7 @@ class Config:
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     is_paged: bool = False
-    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of the decoding kernel
-    # and, up to 4, of a backward of what it computed.
+    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of the decoding kernels.
     rows: int = 0
     pieces: int = (
         0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.arguments import CHANGING_BACKWARD
 from tilewise.cpu.llvm.compile import load
-from tilewise.cpu.llvm.configs import KINDS, backward_config
+from tilewise.cpu.llvm.configs import KINDS, backward_config, decode_backward_config, is_decoding
 from tilewise.cpu.llvm.plans import (
     BLOCK_K,
     CPU,
@@ -48,8 +48,12 @@ class BackwardPlan(Plan):
         super().__init__(problem, inputs)
         self.dbias_dtype = _dbias_dtype(problem, inputs)
         dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
-        config = backward_config(problem, inputs, may_cut)
-        self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
+        self.has_few_rows = is_decoding(problem)
+        if self.has_few_rows:
+            self.kernel = load("decode_backward", decode_backward_config(problem, inputs))
+        else:
+            config = backward_config(problem, inputs, may_cut)
+            self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
         shared_batches, shared_heads = _sharing(problem)
         self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
         self.block.update(
@@ -64,8 +68,11 @@ class BackwardPlan(Plan):
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
             self.block.update(**named("dbias", "bhi", broadcast_strides(dbias)))
-        first, end = problem.visibility().key_range(0, 1)
+        visible = problem.visibility()
+        first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        if self.has_few_rows:  # keys that no query sees are left out
+            self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         self.dlse_bytes = math.prod(lse_shape(problem, inputs)) * problem.compute_dtype.itemsize
         self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
         self.cut(problem.seqlen_q, problem.seqlen_k)
@@ -77,11 +84,17 @@ class BackwardPlan(Plan):
         while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
             split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = self.owners * splits, (seqlen_q, seqlen_k)
+        item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
+        self.items, self.lengths = self.owners * splits // item_heads, (seqlen_q, seqlen_k)
         self.threads = max(1, min(self.wanted_threads, self.items))
         self.thread_bytes = facts["scratch_bytes"]
         self.block.update(
-            items=self.items, splits=splits, split_keys=split, tiles=tiles, scratch_bytes=self.thread_bytes
+            items=self.items,
+            splits=splits,
+            split_keys=split,
+            tiles=tiles,
+            item_heads=item_heads,
+            scratch_bytes=self.thread_bytes,
         )
         turns = problem.batch * problem.num_heads * tiles
         self.turn_offset = self.threads * self.thread_bytes

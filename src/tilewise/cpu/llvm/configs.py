@@ -44,16 +44,17 @@ def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
     return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth)), rows=rows)
 
 
+def decode_backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    return replace(decode_config(problem, inputs), pieces=0)
+
+
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    config = _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
-    if config.has_amx or not is_decoding(problem) or (decoded := decode_config(problem, inputs)).has_amx:
-        return config
-    return replace(config, rows=min(decoded.rows, 4))  # scores are added up in the same order
+    return _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
 
 
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:

@@ -46,7 +46,7 @@ class AmxDecodeKernel(DecodeKernel):
     weight_step = 2
     block_k = BLOCK_K
 
-    def reserve(self, scratch: Scratch) -> tuple[int, int]:
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape = self.shape
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
@@ -57,7 +57,7 @@ class AmxDecodeKernel(DecodeKernel):
         self.raw_q_t = scratch.rows(shape.pad // 2, self.parts * ROWS)
         self.w = scratch.rows(self.parts * ROWS, self.block_k, "i16")
         self.pv = scratch.rows(ROWS, TILE)
-        return shape.pad // 2, self.parts * self.width
+        return [(shape.pad // 2, self.parts * self.width), *self.sums_areas()]
 
     def run(self) -> None:
         narrow, low = 4 * self.width, min(self.rows, ROWS)
@@ -69,7 +69,7 @@ class AmxDecodeKernel(DecodeKernel):
     def load_queries(self, head: Head, rows: Value) -> None:
         """q as it is, in pairs."""
         shape = self.shape
-        copy_rows(self.raw_q, self.query_rows(head), rows, self.parts * ROWS, self.config.head_dim)
+        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, self.parts * ROWS, self.config.head_dim)
         transpose_rows(shape, self.raw_q_t, words(self.raw_q), self.parts * ROWS, shape.pad // 2)
         for c in loop(0, shape.pad // 2):
             for part in range(self.parts):
@@ -104,7 +104,7 @@ class AmxDecodeKernel(DecodeKernel):
             with all_there:
                 whole()
 
-    def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:  # type: ignore[override]
+    def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:
         """s of the 32 keys from j on; `ahead` are every second row to ask for meanwhile."""
         shape, lanes, width = self.shape, self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
@@ -131,7 +131,7 @@ class AmxDecodeKernel(DecodeKernel):
         for j in loop(r * share, (r + 1) * share, 2):
             prefetch_row(later(j + 1), self.config.head_dim, L1)
 
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
         return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, key)
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:

@@ -103,6 +103,7 @@ class Plan:
             threshold=int(problem.dropout_p * 2**32),
             inverse_keep=1 / (1 - problem.dropout_p),
         )
+        self.are_heads_adjacent = inputs.key.stride(-2) <= inputs.key.stride(-3)
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
             self.set_strides(name, t.stride())
 
@@ -110,6 +111,13 @@ class Plan:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
         strides = (0, *strides) if len(strides) == 3 else strides
         self.block.update(**named(name, axes, strides))
+
+    def item_heads(self, items: int, threads: int) -> int:
+        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
+        most = self.kernel.facts["item_heads"] if self.are_heads_adjacent else 1
+        if threads > 1:
+            most = min(most, items // (4 * threads))
+        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
     def worth(self, threads: int) -> int:
         """How many of so many threads the work is worth."""
@@ -242,7 +250,7 @@ class DecodePlan(OutputPlan):
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        item_heads = self._item_heads(inputs, heads * splits, threads)
+        item_heads = self.item_heads(heads * splits, threads)
         self.items = heads * splits // item_heads
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
@@ -258,16 +266,6 @@ class DecodePlan(OutputPlan):
             turn=ctypes.addressof(self.turns),
         )
         self.size_scratch()
-
-    def _item_heads(self, inputs: Inputs, items: int, threads: int) -> int:
-        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
-        n, h = inputs.key.stride()[1:3]
-        if h > n:
-            return 1
-        most = self.kernel.facts["item_heads"]
-        if threads > 1:
-            most = min(most, items // (4 * threads))
-        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
 
 def rows_dense(t: Tensor) -> Tensor:

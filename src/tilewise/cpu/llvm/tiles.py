@@ -202,17 +202,6 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     return _chained_sums(shape, rows, vectors, n, a, b)
 
 
-def decoded_sums(shape: Shape, rows: int, vectors: int, n: int, a: Rows, b: Rows) -> Grid:
-    """The same in the order of the decoding kernel: `depth` sums, each of every `depth`-th product."""
-    sums = []
-    for d in range(shape.depth):
-        a_d, b_d = Rows(a[0, d], a.stride, shape.depth), Rows(b[d, 0], b.stride * shape.depth)
-        sums.append(_chained_sums(shape, rows, vectors, n // shape.depth, a_d, b_d))
-    while len(sums) > 1:
-        sums = [_total(x, y) for x, y in zip(sums[::2], sums[1::2])]
-    return sums[0]
-
-
 def _total(x: Grid, y: Grid) -> Grid:
     for x_row, y_row in zip(x, y):
         for total, term in zip(x_row, y_row):
