@@ -199,11 +199,11 @@ class DecodeKernel:
         self.group_rows(self.q, self.raw_q, self.args.vector("q_factor", self.shape))
 
     def group_rows(self, grouped: Rows, rows: Rows, factor: Operand | None = None) -> None:
-        """Rows (times a factor) in the order of the products of a vector."""
-        for i in range(self.rows):
+        """Rows (times a factor) in the order of the products of a vector; a group is filled up with the last."""
+        for i in range(self.row_groups * self.group):
             corner = grouped.at(i // self.group, i % self.group * self.depth)
             for c in loop(0, rows.stride, self.depth):
-                x = rows[i, c].load(self.depth)
+                x = rows[min(i, self.rows - 1), c].load(self.depth)
                 x = x if factor is None else x * lanes_of(factor, 0, self.depth)
                 corner[0, c * self.group].store(x)
 

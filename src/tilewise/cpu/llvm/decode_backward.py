@@ -92,18 +92,23 @@ class DecodeBackwardKernel(DecodeKernel):
         """q and do, also in the order of the products of a vector; the rows' statistics; dq = 0."""
         shape, config, args = self.shape, self.config, self.args
         load_rows(shape, self.q, self.query_rows(head, "q"), rows, self.rows, config.head_dim)
-        for name, area in (("do", self.do), ("out", self.out)):
-            load_rows(shape, area, self.query_rows(head, name), rows, self.rows, config.head_dim_v)
+        load_rows(shape, self.do, self.query_rows(head, "do"), rows, self.rows, config.head_dim_v)
         self.group_rows(self.q_grouped, self.q, args.vector("q_factor", shape))
         self.group_rows(self.do_grouped, self.do)
         fill_zero(shape, self.dq, self.rows)
+        load_rows(shape, self.out, self.query_rows(head, "out"), rows, self.rows, config.head_dim_v)
         for r in loop(0, self.rows):
             self.load_statistics(head, r, rows)
 
+    def query_of(self, head: Head, r: Value) -> tuple[Head, Value]:
+        """The query head of row r and its query; rows past the end are like the last."""
+        r = minimum(r, head.seqlen_q * self.args.group - 1)
+        return self.query_head(head, r), r % head.seqlen_q
+
     def load_statistics(self, head: Head, r: Value, rows: Value) -> None:
         """lse and delta = rowsum(do * out) - dlse of row r. Rows past the end get p = 0."""
-        shape, last = self.shape, minimum(r, rows - 1)
-        own, i = self.query_head(head, last), last % head.seqlen_q
+        shape = self.shape
+        own, i = self.query_of(head, r)
         total = Var(shape.constant(0.0))
         for c in loop(0, shape.pad_v, shape.lanes):
             total.set(fma(self.do[r, c].load(shape.lanes), self.out[r, c].load(shape.lanes), total))
@@ -120,25 +125,26 @@ class DecodeBackwardKernel(DecodeKernel):
         shape, config, n = self.shape, self.config, block.n
         for name, area, dim in (("k", self.k, config.head_dim), ("v", self.v, config.head_dim_v)):
             row, later = self.sources(head, name, block)
-            load_rows(shape, area, row, n, self.block_k, dim)
+            load_rows(shape, area, row, n, n, dim)
             for j in loop(0, n):
                 prefetch_row(later(j), dim)
-        for j in loop(0, n, self.tile_k):
-            for factor, area, products in (
-                (self.q_grouped, self.k, self.p),
-                (self.do_grouped, self.v, self.dp),
-            ):
-                keys = [area[j + key, 0] for key in range(self.tile_k)]
-                self.multiply(factor, keys, products.at(0, j), [])
+        self.multiply_rows(self.q_grouped, self.k, self.p, n)
+        self.multiply_rows(self.do_grouped, self.v, self.dp, n)
         for r in loop(0, self.rows):
             self.weigh_row(head, r, block)
         self.add_query_gradients(n)
-        self.store_key_gradients(head, block)
+        self.store_key_gradients(head, block.j0, n)
+
+    def multiply_rows(self, factor: Rows, rows: Rows, products: Rows, n: Value) -> None:
+        """products[r, j] = factor[r] rows[j] for all rows and the first n keys."""
+        for j in loop(0, n, self.tile_k):
+            keys = [rows[minimum(j + key, n - 1), 0] for key in range(self.tile_k)]
+            self.multiply(factor, keys, products.at(0, j), [])
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - lse) and ds = p * (dp - delta) of row r, 0 where not visible."""
-        shape, last = self.shape, minimum(r, head.seqlen_q * self.args.group - 1)
-        own, i = self.query_head(head, last), last % head.seqlen_q
+        shape = self.shape
+        own, i = self.query_of(head, r)
         k0, k1 = (splat(int32(k), shape.lanes) for k in own.key_range(i, i + 1))
         lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
         for j in loop(0, self.whole(block.n), shape.lanes):
@@ -159,21 +165,21 @@ class DecodeBackwardKernel(DecodeKernel):
                     part = outer_sums(shape, self.tile, vectors, n, self.dp.at(r, 0), self.k.at(0, column))
                     add_to(shape, self.dq.at(r, column), part)
 
-    def store_key_gradients(self, head: Head, block: Block) -> None:
+    def store_key_gradients(self, head: Head, j0: Value, n: Value) -> None:
         """dv = p^T do, dk = ds^T q."""
         shape, config = self.shape, self.config
         most, scale = 4 if shape.rows == 8 else 3, self.args.vector("scale", shape)
         for weights, rows, gradient in ((self.p, self.do, self.dv), (self.dp, self.q, self.dk)):
             for c, count, vectors in lane_chunks(shape, gradient.stride, most):
-                for j in loop(0, block.n, HEIGHT):
+                for j in loop(0, n, HEIGHT):
                     for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
                         a, b = weights.at(0, j).T, rows.at(0, column)
                         for i, sums in enumerate(outer_sums(shape, HEIGHT, vectors, self.rows, a, b)):
                             for x, total in enumerate(sums):
                                 total = total * scale if gradient is self.dk else total
                                 gradient.at(j, column)[i, x * shape.lanes].store(total)
-        store_rows(shape, head.key_rows("dk", block.j0), self.dk, block.n, config.head_dim)
-        store_rows(shape, head.key_rows("dv", block.j0), self.dv, block.n, config.head_dim_v)
+        store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
+        store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
 
     def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
         """Add dq to the head's sum when `place` splits have; the last one writes dq."""
@@ -189,16 +195,19 @@ class DecodeBackwardKernel(DecodeKernel):
                     self.dq[r, c].store(dq_sum[r, c].load(shape.lanes) + self.dq[r, c].load(shape.lanes))
         with either(is_last) as (write, pass_on):
             with write:
-                scale, target = args.vector("scale", shape), self.query_rows(head, "dq")
-                for r in loop(0, head.seqlen_q * args.group):
-                    for c in columns:
-                        self.dq[r, c].store(self.dq[r, c].load(shape.lanes) * scale)
-                store_rows(shape, target, self.dq, head.seqlen_q * args.group, self.config.head_dim)
+                self.store_dq(head, head.seqlen_q * args.group)
             with pass_on:
                 for r in loop(0, self.rows):
                     for c in columns:
                         dq_sum[r, c].store(self.dq[r, c].load(shape.lanes))
                 turn.store_release(place + 1)
+
+    def store_dq(self, head: Head, rows: Value) -> None:
+        shape, scale = self.shape, self.args.vector("scale", self.shape)
+        for r in loop(0, rows):
+            for c in range(0, shape.pad, shape.lanes):
+                self.dq[r, c].store(self.dq[r, c].load(shape.lanes) * scale)
+        store_rows(shape, self.query_rows(head, "dq"), self.dq, rows, self.config.head_dim)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import decode_config, forward_config
+from tilewise.cpu.llvm.configs import decode_config, forward_config, short_config
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
@@ -265,6 +265,19 @@ class DecodePlan(OutputPlan):
             scratch_bytes=self.thread_bytes,
             turn=ctypes.addressof(self.turns),
         )
+        self.size_scratch()
+
+
+class ShortPlan(OutputPlan):
+    """So few queries and keys that a key head is one work item."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+        super().__init__(problem, inputs)
+        self.kernel = load("short", short_config(problem, inputs, "forward"))
+        self.items = problem.batch * problem.num_kv_heads
+        self.threads = max(1, min(self.worth(threads), self.items))
+        self.thread_bytes = self.kernel.facts["scratch_bytes"]
+        self.block.update(items=self.items, scratch_bytes=self.thread_bytes)
         self.size_scratch()
 
 

@@ -56,7 +56,9 @@ class Shape:
         sizes = amx_block_k[config.pieces - 1] if amx_block_k and config.has_amx else (BLOCK_K, BLOCK_K)
         self.block_k = sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
-        self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
+        self.depth = min(4, self.lanes)
+        if not config.short:
+            self.depth = max(self.depth, self.lanes // max(1, config.rows))
         self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
 
     def constant(self, x: float) -> Value:
