@@ -16,12 +16,14 @@ splits, which depend on the problem alone: the same bits on any number of thread
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.backward import add_to, fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.decode import ITEM_HEADS, Block, DecodeKernel
-from tilewise.cpu.llvm.memory import Rows, prefetch_row
+from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.tiles import (
     INF,
@@ -34,7 +36,7 @@ from tilewise.cpu.llvm.tiles import (
     round_up,
     store_rows,
 )
-from tilewise.cpu.llvm.vector import Scalar, Value, Var, across, fma, int32, iota, maximum, minimum, select, splat
+from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, across, fma, int32, iota, maximum, minimum, select, splat
 
 SPLIT_KEYS = 512  # at most
 HEIGHT = 4  # keys whose dk or dv is summed at once
@@ -167,19 +169,27 @@ class DecodeBackwardKernel(DecodeKernel):
 
     def store_key_gradients(self, head: Head, j0: Value, n: Value) -> None:
         """dv = p^T do, dk = ds^T q."""
-        shape, config = self.shape, self.config
-        most, scale = 4 if shape.rows == 8 else 3, self.args.vector("scale", shape)
-        for weights, rows, gradient in ((self.p, self.do, self.dv), (self.dp, self.q, self.dk)):
-            for c, count, vectors in lane_chunks(shape, gradient.stride, most):
-                for j in loop(0, n, HEIGHT):
-                    for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                        a, b = weights.at(0, j).T, rows.at(0, column)
-                        for i, sums in enumerate(outer_sums(shape, HEIGHT, vectors, self.rows, a, b)):
-                            for x, total in enumerate(sums):
-                                total = total * scale if gradient is self.dk else total
-                                gradient.at(j, column)[i, x * shape.lanes].store(total)
-        store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
-        store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
+        scale, config = self.args.vector("scale", self.shape), self.config
+        self.store_outer(head.key_rows("dv", j0), n, self.p, self.do, self.dv, config.head_dim_v)
+        self.store_outer(head.key_rows("dk", j0), n, self.dp, self.q, self.dk, config.head_dim, scale)
+
+    def store_outer(
+        self, target: Callable[[Value], Ptr], n: Value, weights: Rows, rows: Rows, area: Rows, dim: int,
+        scale: Operand | float = 1.0,
+    ) -> None:  # fmt: skip
+        """target(j)[:dim] = scale times the sum of weights[r, j] rows[r] for j < n, through `area` if it is padded."""
+        shape, is_whole = self.shape, dim == area.stride
+        for c, count, vectors in lane_chunks(shape, area.stride, 4 if shape.rows == 8 else 3):
+            for j in loop(0, n, HEIGHT):
+                for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                    a, b = weights.at(0, j).T, rows.at(0, column)
+                    part = outer_sums(shape, HEIGHT, vectors, self.rows, a, b)
+                    for i in reversed(range(HEIGHT)):  # what is past the end is written over
+                        row = target(minimum(j + i, n - 1)) if is_whole else area[j + i, 0]
+                        for x, total in enumerate(part[i]):
+                            row[column][x * shape.lanes].store(total * scale)
+        if not is_whole:
+            store_rows(shape, target, area, n, dim)
 
     def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
         """Add dq to the head's sum when `place` splits have; the last one writes dq."""

@@ -49,7 +49,7 @@ def _forward_plan(
     if configs.is_short(problem):
         return ShortPlan(problem, inputs, threads)
     if configs.is_decoding(problem):
-        return DecodePlan(problem, inputs, threads)
+        return DecodePlan(problem, inputs, threads, may_cut)
     return ForwardPlan(problem, inputs, threads, may_cut)
 
 

@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def failed_to_cut(self) -> bool:
-        """Whether the last call met numbers that cannot be cut (`amx.SMALLEST`): what it wrote is void."""
+        """Whether the last call met numbers that tile registers cannot take: what it wrote is void."""
         return self.cuts and self.block.words[NOT_CUT] != 0
 
     @property
@@ -242,9 +242,9 @@ class ForwardPlan(OutputPlan):
 class DecodePlan(OutputPlan):
     """Few queries, split over keys, with one set of strides and one number of threads."""
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
-        config, threads = decode_config(problem, inputs), self.worth(threads)
+        config, threads = decode_config(problem, inputs, may_cut), self.worth(threads)
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))

@@ -19,6 +19,7 @@ from tilewise.cpu.llvm.arguments import (
     GIVEN,
     GIVEN_BACKWARD,
     GIVEN_RECOMPUTED,
+    NOT_CUT,
     WORDS,
     Block,
     EntryConfig,
@@ -157,7 +158,7 @@ def _entry(
     `zeros`: words at the address "turn" that it sets to 0 before.
     """
     fill = _fill_tensor()
-    if not fill or not plan.items or plan.cuts:
+    if not fill or not plan.items:
         return None
     block = Block()
     words, address, scratch = block.words, block.address, local.scratch
@@ -182,7 +183,7 @@ def _entry(
         if not is_short:
             parallel.run(plan.kernel, address, plan.threads)
             scratch.trim()
-        return True
+        return not words[NOT_CUT]
 
     return words, run
 
