@@ -433,7 +433,9 @@ def test_a_default_device_changes_nothing_for_packed_and_cached_tokens():
     paged = tilewise.PagedKVCache(2, 16, 2, 8, dtype=torch.float32)
     paged.allocate()
     plain = tilewise.attention_varlen(x, x, x, starts, starts)
-    expected = tilewise.attention_with_cache(x[None], tilewise.KVCache(1, 16, 2, 8, dtype=x.dtype), x[None], x[None])
+    expected = tilewise.attention_with_cache(
+        x[None], tilewise.KVCache(1, 16, 2, 8, dtype=x.dtype), x[None], x[None]
+    )
     with torch.device("meta"):
         assert torch.equal(tilewise.attention_varlen(x, x, x, starts, starts), plain)
         found = [tilewise.attention_with_cache(x[None], c, x[None], x[None]) for c in (contiguous, paged)]

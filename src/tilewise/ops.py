@@ -87,11 +87,12 @@ def recomputes(problem: AttentionProblem, backend: str | None) -> bool:
 def repeatable_backward(
     problem: AttentionProblem, backend: str | None, layout: str
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The gradients of query, key and value as a function of query, key, value, out, lse and dout, all in
-    the caller's layout, for a dense problem without optional tensors. Without out and lse if it `recomputes`."""
+    """The gradients of query, key and value as a function of query, key, value, out, lse (neither if it
+    `recomputes`) and dout, all in the caller's layout, for a dense problem without optional tensors."""
 
     def whole(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        out, lse, dout = rest if len(rest) == 3 else (None, None, *rest)
+        *results, dout = rest
+        out, lse = results or (None, None)
         if layout == "bhsd":
             query, key, value, dout = (t.transpose(1, 2) for t in (query, key, value, dout))
             out = None if out is None else out.transpose(1, 2)

@@ -56,7 +56,7 @@ class Config:
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     is_paged: bool = False
-    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of the decoding kernels.
+    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
     short: str = ""  # "forward" or "backward" of `short.py`
     pieces: int = (

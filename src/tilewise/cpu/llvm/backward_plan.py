@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.arguments import CHANGING_BACKWARD
 from tilewise.cpu.llvm.compile import load
-from tilewise.cpu.llvm.configs import KINDS, backward_config, decode_backward_config, is_decoding, is_short, short_config
+from tilewise.cpu.llvm.configs import (
+    KINDS,
+    backward_config,
+    decode_backward_config,
+    is_decoding,
+    is_short,
+    short_config,
+)
 from tilewise.cpu.llvm.plans import (
     BLOCK_K,
     CPU,

@@ -77,10 +77,10 @@ BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart d
 class Block:
     """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
 
-    j0: Value
+    j0: Scalar
     n: Value
     end: Value
-    head: Value
+    head: Operand
 
 
 class DecodeKernel:
@@ -199,7 +199,7 @@ class DecodeKernel:
         self.group_rows(self.q, self.raw_q, self.args.vector("q_factor", self.shape))
 
     def group_rows(self, grouped: Rows, rows: Rows, factor: Operand | None = None) -> None:
-        """Rows (times a factor) in the order of the products of a vector; a group is filled up with the last."""
+        """Rows (times a factor) in the order of the products of a vector; the last one fills up its group."""
         for i in range(self.row_groups * self.group):
             corner = grouped.at(i // self.group, i % self.group * self.depth)
             for c in loop(0, rows.stride, self.depth):

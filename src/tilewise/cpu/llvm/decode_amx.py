@@ -1,15 +1,15 @@
 """Decoding in tile registers: `decode.py` with other products, for bfloat16 and several rows a key head.
 
 Keys and values are read where they lie. What comes next is asked for in all steps of a block, so that the
-memory is never idle: half of the keys during the scores, half during the softmax, the values during the products
-with them. Products and sums:
+memory is never idle: half of the keys during the scores, half during the softmax, the values during the
+products with them. Products and sums:
 
     s_t = k q_t, 32 keys at a time; scaled when the options are applied                  [32, rows]
     w   = p, rounded, as words (p, 0) for even columns and (0, p) for odd ones           [2 rows, BLOCK_K]
     acc = c acc + w v, 16 keys and 32 columns at a time                                  [rows, head_dim_v]
 
-As v is not turned into pairs of keys, a word of it is two columns of one key, and the weight of one of them is 0.
-An infinite value makes a NaN of its neighbour so: where there is a NaN, the call is done again in vectors.
+As v is not turned into pairs of keys, a word of it is two columns of one key, and one of them has weight 0.
+An infinite value so makes its neighbour NaN: where there is a NaN, the call is done again in vectors.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class AmxDecodeKernel(DecodeKernel):
 
             self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
 
-    def take(
-        self, are_few: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]
-    ) -> None:
+    def take(self, are_few: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]) -> None:
         """Use keys where they lie, or a copy: of the last few, of pages, of rows to be padded."""
         if self.config.is_paged or dim % TILE:
             copied()
@@ -163,13 +161,14 @@ class AmxDecodeKernel(DecodeKernel):
     def add_rows(self, v: Rows, n: Value, later: Callable[[Value], Ptr]) -> None:
         """acc = c acc + w v, and what is to be asked for meanwhile."""
         pad = self.shape.pad_v
+        by_twos = pad // (2 * TILE) * 2 * TILE
         share = -(-self.block_k * TILE // pad)  # of the values: asked for with 32 columns
         for first in range(0, self.rows, self.half):
-            for c0, stop, count in ((0, pad // (2 * TILE) * 2 * TILE, 2), (pad // (2 * TILE) * 2 * TILE, pad, 1)):
-                for c in loop(c0, stop, count * TILE) if c0 < stop else []:
+            for start, stop, count in ((0, by_twos, 2), (by_twos, pad, 1)):
+                for c in loop(start, stop, count * TILE) if start < stop else []:
                     self.add_columns(first, c, count, v, n)
-                    start = c // TILE * share
-                    for r in loop(start, start + count * share) if first == 0 else []:
+                    r0 = c // TILE * share
+                    for r in loop(r0, r0 + count * share) if first == 0 else []:
                         prefetch_row(later(r), self.config.head_dim_v, L1)
 
     def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value) -> None:
@@ -197,7 +196,7 @@ class AmxDecodeKernel(DecodeKernel):
         total = Var(self.shape.constant(0.0))
         for r in loop(0, rows):
             for c in loop(0, self.shape.pad_v, self.shape.lanes):
-                total.set(fma(self.acc[r, c].load(self.shape.lanes), 0.0, total))
+                total.set(self.acc[r, c].load(self.shape.lanes) * 0.0 + total)
         with when(any_lane(total.equals(0.0) ^ 1)):
             self.args.not_cut.store(as_int(1))
 

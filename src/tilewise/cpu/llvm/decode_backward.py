@@ -36,7 +36,20 @@ from tilewise.cpu.llvm.tiles import (
     round_up,
     store_rows,
 )
-from tilewise.cpu.llvm.vector import Operand, Scalar, Value, Var, across, fma, int32, iota, maximum, minimum, select, splat
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    across,
+    fma,
+    int32,
+    iota,
+    maximum,
+    minimum,
+    select,
+    splat,
+)
 
 SPLIT_KEYS = 512  # at most
 HEIGHT = 4  # keys whose dk or dv is summed at once
@@ -167,7 +180,7 @@ class DecodeBackwardKernel(DecodeKernel):
                     part = outer_sums(shape, self.tile, vectors, n, self.dp.at(r, 0), self.k.at(0, column))
                     add_to(shape, self.dq.at(r, column), part)
 
-    def store_key_gradients(self, head: Head, j0: Value, n: Value) -> None:
+    def store_key_gradients(self, head: Head, j0: Scalar, n: Value) -> None:
         """dv = p^T do, dk = ds^T q."""
         scale, config = self.args.vector("scale", self.shape), self.config
         self.store_outer(head.key_rows("dv", j0), n, self.p, self.do, self.dv, config.head_dim_v)
@@ -177,7 +190,7 @@ class DecodeBackwardKernel(DecodeKernel):
         self, target: Callable[[Value], Ptr], n: Value, weights: Rows, rows: Rows, area: Rows, dim: int,
         scale: Operand | float = 1.0,
     ) -> None:  # fmt: skip
-        """target(j)[:dim] = scale times the sum of weights[r, j] rows[r] for j < n, through `area` if it is padded."""
+        """target(j)[:dim] = scale * sum of weights[r, j] rows[r], j < n; through `area` if that is padded."""
         shape, is_whole = self.shape, dim == area.stride
         for c, count, vectors in lane_chunks(shape, area.stride, 4 if shape.rows == 8 else 3):
             for j in loop(0, n, HEIGHT):

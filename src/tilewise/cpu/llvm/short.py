@@ -1,7 +1,7 @@
-"""Attention of a few queries to at most 16 keys, forward and backward: calls of which every microsecond counts.
+"""Attention of a few queries to a few keys, forward and backward: calls of which every microsecond counts.
 
-All keys of a head are at hand at once, so nothing is split or merged, and the backward takes the softmax again
-where reading and keeping out and lse would take longer. For each key head, with the rows of `decode.py`:
+All keys of a head are at hand at once: nothing is split or merged, and the backward takes the softmax again,
+which is faster than to keep out and lse for it. For each key head, with the rows of `decode.py`:
 
     q (scaled), k as float32;  s = k q                                              [rows, KEYS]
     for each row:  m = max(s);  l = sum(exp(s - m));  p = exp(s - m) / l
@@ -82,7 +82,7 @@ class ShortKernel(DecodeBackwardKernel):
     def softmax(self, head: Head, r: Value) -> tuple[Value, Value]:
         """p of row r, which is 0 where nothing is visible; m and l."""
         shape, n = self.shape, head.seqlen_k
-        block = Block(as_int(0), n, n, as_int(0))
+        block = Block(0, n, n, as_int(0))
         m = across(self.finish_scores(head, r, block, shape.constant(-INF)), maximum)
         total = Var(shape.constant(0.0))
         self.sum_weights(r, block, select(m.equals(-INF), 0.0, m), total)
@@ -95,18 +95,18 @@ class ShortKernel(DecodeBackwardKernel):
     def attend_keys(self, head: Head, rows: Value) -> None:
         """out = p v and lse."""
         shape, n = self.shape, head.seqlen_k
-        for r in loop(0, rows):
-            own, i = self.query_of(head, r)
-            m, l = self.softmax(own, r)
+        for row in loop(0, rows):
+            own, i = self.query_of(head, row)
+            m, l = self.softmax(own, row)
             self.dp[0, 0].store(select(l.equals(0.0), m, m + log(l)))
             own.statistic("lse", i).store(self.dp[0, 0].load())
         for c, count, vectors in lane_chunks(shape, shape.pad_v, self.vectors):
             for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
                 for r in range(0, self.rows, self.tile):
                     sums = outer_sums(shape, self.tile, vectors, n, self.p.at(r, 0), self.v.at(0, column))
-                    for i, row in enumerate(sums):
-                        for x, out in enumerate(row):
-                            self.out.at(r, column)[i, x * shape.lanes].store(out)
+                    for k, total in enumerate(sums):
+                        for x, out in enumerate(total):
+                            self.out.at(r, column)[k, x * shape.lanes].store(out)
         store_rows(shape, self.query_rows(head, "out"), self.out, rows, self.config.head_dim_v)
 
     def differentiate(self, head: Head, rows: Value) -> None:
@@ -123,7 +123,7 @@ class ShortKernel(DecodeBackwardKernel):
             self.softmax(own, r)
             self.differentiate_scores(own, i, r)
         self.add_query_gradients(n)
-        self.store_key_gradients(head, as_int(0), n)
+        self.store_key_gradients(head, 0, n)
         self.store_dq(head, rows)
 
     def differentiate_scores(self, head: Head, i: Value, r: Value) -> None:
