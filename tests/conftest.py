@@ -1,6 +1,13 @@
-"""Fresh randomness for every test, poisoned memory, and hypothesis profiles."""
+"""Fresh randomness for every test, poisoned memory, scripts of tests, and hypothesis profiles."""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +38,30 @@ def _poison_uninitialized_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def run_script(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """Runs a script beside the test in a process of its own; the lines that it prints.
+
+    In its own, since here Triton's interpreter may be on, or a real driver in use.
+    """
+
+    def run(name: str, *arguments: str) -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [sys.executable, str(request.path.with_name(name)), *arguments],
+            capture_output=True,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def compiled_by(run_script: Callable[..., list[str]]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a script that compiles kernels; what it says of each."""
+    return lambda name, *arguments: [json.loads(line) for line in run_script(name, *arguments)]

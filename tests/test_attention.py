@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import tilewise
 from tilewise import reference
+from tilewise.flash_attn import flash_attn_func
 from tilewise.testing import check_attention, compare
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -256,3 +258,22 @@ def test_the_longest_length_may_be_a_tensor():
     x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
     found = tilewise.attention_varlen(x, x, x, starts, starts, starts.diff().max(), starts.diff().max())
     assert torch.equal(found, tilewise.attention_varlen(x, x, x, starts, starts, 4, 4))
+
+
+def test_windows_in_numpy_integers():
+    q = torch.randn(1, 9, 2, 8)
+    exact = tilewise.attention(q, q, q, window=(2, 1))
+    left, right = np.int64(2), np.int32(1)
+    assert torch.equal(tilewise.attention(q, q, q, window=(left, right)), exact)
+    assert torch.equal(flash_attn_func(q, q, q, window_size=(left, right)), exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": torch.ones(4, device="meta")}])
+def test_meta_tensors_have_shapes_and_gradients(options):
+    q, k = (torch.empty(2, 9, heads, 8, device="meta", requires_grad=True) for heads in (4, 2))
+    v = torch.empty(2, 9, 2, 5, device="meta")
+    out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
+    assert out.is_meta and out.shape == (2, 9, 4, 5) and lse.shape == (2, 4, 9)
+    (out.sum() + lse.sum()).backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+    assert tilewise.attention(v, v, v, causal=True).shape == v.shape

@@ -16,6 +16,8 @@ def x(*shape, dtype=torch.float32):
 
 Q, KV, BATCH_3 = x(2, 4, 6, 8), x(2, 5, 3, 8), x(3, 5, 3, 8)
 
+JAGGED = torch.nested.nested_tensor([x(3, 3, 8), x(5, 3, 8)], layout=torch.jagged)
+
 ATTENTION = {
     "query is no tensor": (dict(query=[1.0]), TypeError, "query=list must be a torch.Tensor"),
     "rank": (dict(query=x(4, 6, 8)), ValueError, r"query.shape=(4, 6, 8) has 3 dimensions, must have 4"),
@@ -35,6 +37,9 @@ ATTENTION = {
     "window": (dict(window=(-1, 0)), ValueError, "window=(-1, 0) must be (left, right), each None or an integer"),
     "window length": (dict(window=(1,)), ValueError, "window=(1,) must be (left, right)"),
     "window type": (dict(window=(1.5, 0)), ValueError, "window=(1.5, 0) must be (left, right)"),
+    "sparse": (dict(query=Q.to_sparse()), TypeError, "query.layout=torch.sparse_coo must be torch.strided: pass to_dense"),
+    "nested": (dict(key=JAGGED), TypeError, "key.layout=torch.jagged must be torch.strided: attention_varlen takes"),
+    "generator": (dict(generator=3), TypeError, "generator=3 must be None or a torch.Generator"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap=-1.0 must be 0 (off) or a positive finite number"),
     "softcap nan": (dict(softcap=float("nan")), ValueError, "softcap=nan must be 0 (off) or a positive"),
     "dropout 1": (dict(dropout_p=1.0), ValueError, "dropout_p=1.0 must be in [0, 1)"),

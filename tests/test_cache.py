@@ -1,5 +1,9 @@
 """The contiguous cache: chunks give what the whole sequence gives."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -118,3 +122,74 @@ def test_left_padding_alone_and_paged_gradients():
     out, _ = autograd.attention(inputs, Options(), None)
     exact, _ = reference.attention(x[1:], x[1:, 4:], x[1:, 4:])
     torch.testing.assert_close(out[1:].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def check_continues(cache, held, x):
+    """What a step appends lands behind the tokens held, and is seen."""
+    lengths = [n + x.shape[1] for n in held]
+    out = tilewise.attention_with_cache(x, cache, x, None if cache.value_in_key else x)
+    assert out.shape == (*x.shape[:3], cache.value.shape[-1])
+    for n, (start, end) in enumerate(zip(held, lengths)):
+        for rows in (cache.key, cache.value):
+            assert torch.equal(rows[n, start:end], x[n, ..., : rows.shape[-1]])
+        assert not cache.key[n, end:].any()
+    assert cache.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("value_in_key", [False, True])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_cache_made_in_inference_mode(value_in_key, where):
+    x = torch.randn(2, 3, 2, 4)
+    with torch.inference_mode():
+        cache = tilewise.KVCache(2, 8, 2, 4, value_in_key=value_in_key, dtype=torch.float32)
+        pages = tilewise.PagedKVCache(4, 16, 2, 4, value_in_key=value_in_key, dtype=torch.float32)
+        check_continues(cache, [0, 0], x)
+    with torch.inference_mode(where == "inside"):
+        check_continues(cache, [3, 3], x)
+        pages.append(x[:1], None if value_in_key else x[:1], [pages.allocate()])
+        assert torch.equal(pages.gather(0)[1], x[0])
+
+
+def test_lengths_that_the_caller_replaces_or_changes():
+    x = torch.randn(2, 1, 2, 4)
+    cache = tilewise.KVCache(2, 8, 2, 4, dtype=torch.float32)
+    cache.lengths = torch.tensor([5, 3], dtype=torch.int32)
+    check_continues(cache, [5, 3], x)
+    cache.key.zero_()
+    cache.lengths -= 2
+    check_continues(cache, [4, 2], x)
+    cache.key.zero_()
+    with torch.inference_mode():
+        cache.lengths = torch.tensor([1, 6], dtype=torch.int32)
+        check_continues(cache, [1, 6], x)
+        cache.key.zero_()
+        cache.lengths.fill_(2)
+        check_continues(cache, [2, 2], x)
+
+
+def by_torch_save(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("value_in_key", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_torch_save, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_are_caches_of_their_own(duplicate, value_in_key):
+    x, token = torch.randn(2, 5, 2, 4), torch.randn(2, 1, 2, 4)
+    cache = tilewise.KVCache(2, 8, 2, 4, head_dim_v=3, value_in_key=value_in_key, dtype=torch.float32)
+    pages = tilewise.PagedKVCache(4, 16, 2, 4, head_dim_v=3, value_in_key=value_in_key, dtype=torch.float32)
+    value = None if value_in_key else x[..., :3]
+    cache.append(x, value)
+    pages.append(x[:1], None if value_in_key else value[:1], [pages.allocate()])
+    own = duplicate(cache)
+    own.lengths.fill_(2)  # roll back, as after one append: no more changes than the original has seen
+    own.append(token, None if value_in_key else token[..., :3])
+    assert own.lengths.tolist() == [3, 3] and cache.lengths.tolist() == [5, 5]
+    assert torch.equal(own.key[:, 2:3], token) and torch.equal(own.value[:, 2:3], token[..., :3])
+    assert torch.equal(cache.key[:, :5], x) and torch.equal(cache.value[:, :5], x[..., :3])
+    other = duplicate(pages)
+    other.append(token[:1], None if value_in_key else token[:1, ..., :3], [0])
+    assert (other.length(0), pages.length(0)) == (6, 5)
+    assert torch.equal(other.gather(0)[1][5:], token[0, ..., :3])

@@ -223,7 +223,6 @@ def test_qv_adds_scores_with_the_values(scale):
 def test_errors():
     q, starts = torch.ones(1, 3, 2, 8), torch.tensor([0, 3])
     refused(ValueError, "qv of shape (1, 3, 2, 7)", flash_attn_func, q, q, q, qv=torch.ones(1, 3, 2, 7))
-    refused(NotImplementedError, "attention_chunk=2", flash_attn_func, q, q, q, attention_chunk=2)
     refused(ValueError, "window_size=None", flash_attn_func, q, q, q, window_size=None)
     refused(ValueError, "qkv.shape=(1, 3, 2, 2, 8)", flash_attn_qkvpacked_func, torch.ones(1, 3, 2, 2, 8))
     refused(ValueError, "num_heads_q=None", flash_attn_qkvpacked_func, torch.ones(1, 3, 6, 8))

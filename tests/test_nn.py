@@ -88,6 +88,14 @@ def test_cache_with_sequences_of_different_lengths():
         torch.testing.assert_close(out[1], by_hand(layer, short)[0, 4:])
 
 
+def test_a_cache_under_autocast():
+    layer, x = FlashAttention(32, 4, 2, causal=True, rope=10000.0).eval(), torch.randn(2, 7, 32)
+    cache = layer.new_cache(2, 8, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        parts = [layer(part, cache) for part in x.split([5, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=0.03, rtol=0.03)
+
+
 def test_dropout_in_training_only():
     layer = FlashAttention(32, 4, dropout=0.5).double()
     x = torch.randn(2, 8, 32, dtype=torch.float64)

@@ -14,6 +14,13 @@ PAGE = 16
 HEADS, DIM, DIM_V = 2, 3, 2
 
 
+def bookkeeping(cache):
+    """Lengths, pages, free pages and how many sequences share each."""
+    lengths = {s: cache.length(s) for s in cache.sequences}
+    tables = {s: list(p) for s, p in cache._table.pages.items()}
+    return lengths, tables, sorted(cache._table.free_pages), list(cache._table.references)
+
+
 class ListModel(RuleBasedStateMachine):
     """The same operations on a cache of 7 pages and on lists of tokens; each token is a fresh number."""
 
@@ -26,12 +33,6 @@ class ListModel(RuleBasedStateMachine):
 
     def some(self, data):
         return data.draw(st.sampled_from(sorted(self.lists)))
-
-    def state(self):
-        cache = self.cache
-        lengths = {s: cache.length(s) for s in cache.sequences}
-        tables = {s: list(p) for s, p in cache._table.pages.items()}
-        return lengths, tables, sorted(cache._table.free_pages), list(cache._table.references)
 
     @rule()
     def allocate(self):
@@ -72,11 +73,11 @@ class ListModel(RuleBasedStateMachine):
         counts = [data.draw(st.sampled_from([0, 1, 1, 2, 15, 16, 17, 33])) for _ in chosen]
         tokens = [torch.randn(n, HEADS, DIM + DIM_V) for n in counts]
         k, v = [t[..., :DIM] for t in tokens], [t[..., DIM:] for t in tokens]
-        before = self.state()
+        before = bookkeeping(self.cache)
         try:
             batch = self.cache.reserve(chosen, counts)
         except ValueError as error:
-            assert self.state() == before
+            assert bookkeeping(self.cache) == before
             too_long = any(len(self.lists[s]) + n > 50 for s, n in zip(chosen, counts))
             assert too_long or "pages" in str(error)
             return
@@ -92,7 +93,7 @@ class ListModel(RuleBasedStateMachine):
         """Wrong calls are refused and change nothing."""
         dead = [s for s in (*self.ever, 10_000) if s not in self.lists]
         wrong = data.draw(st.sampled_from(dead))
-        before = self.state()
+        before = bookkeeping(self.cache)
         k, v = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 1, HEADS, DIM_V)
         for call in (
             lambda: self.cache.free(wrong),
@@ -110,7 +111,11 @@ class ListModel(RuleBasedStateMachine):
                 self.cache.reserve([sequence, sequence], 1)
             with pytest.raises(ValueError, match="length"):
                 self.cache.truncate(sequence, len(self.lists[sequence]) + 1)
-        assert self.state() == before
+            with pytest.raises(ValueError, match=r"softcap=-1|do not fit|pages"):  # refused after `reserve`
+                tilewise.attention_with_cache(k, self.cache, k, v, batch=[sequence], softcap=-1.0)
+            with pytest.raises(ValueError, match=r"into|do not fit|pages"):
+                self.cache.reserve([sequence], 1, into=self.cache.reserve([], []))
+        assert bookkeeping(self.cache) == before
 
     @precondition(lambda self: len(self.ever) > 4)
     @rule()
@@ -187,8 +192,10 @@ def check(out, lse, q, k, v, **options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"),
+    [(torch.float32, 16), (torch.bfloat16, 64), (torch.float16, 128), (torch.float64, 256)],
+)
 def test_prefill_chunks_and_decoding_in_one_packed_call(options, dtype, page_size):
     held, new = [37, 0, 5, 16, 30], [1, 20, 7, 1, 0]
     cache, k, v = filled(held, dtype, page_size=page_size)
@@ -356,6 +363,9 @@ def test_wrong_sizes(arguments, options, match):
         PagedKVCache(*arguments, dtype=torch.float32, **options)
 
 
+TABLE = torch.ones(64, 4)
+
+
 def test_wrong_tokens_leave_the_cache_unchanged():
     cache, _, _ = filled([20, 9])
     good = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 6)
@@ -367,6 +377,23 @@ def test_wrong_tokens_leave_the_cache_unchanged():
         (good, {"batch": [0]}, ValueError, "sequences"),
         (good, {"batch": [0, 7]}, ValueError, "sequence=7"),
         (good, {"scale": float("nan")}, ValueError, "scale"),
+        ((None, *good[1:]), {}, TypeError, "query=NoneType"),
+        (good, {"rotary_cos": TABLE}, TypeError, "rotary_sin=NoneType"),
+        (good, {"rotary_cos": [1.0], "rotary_sin": TABLE}, TypeError, "rotary_cos=list"),
+        (
+            good,
+            {"rotary_cos": TABLE.int(), "rotary_sin": TABLE.int()},
+            TypeError,
+            "rotary_cos.dtype=torch.int32",
+        ),
+        (good, {"rotary_cos": TABLE, "rotary_sin": TABLE.to("meta")}, ValueError, "rotary_sin.device=meta"),
+        (
+            good,
+            {"rotary_cos": TABLE[:, :0], "rotary_sin": TABLE[:, :0]},
+            ValueError,
+            r"rotary_cos.shape=\(64, 0\)",
+        ),
+        (good, {"rotary_cos": TABLE[:20], "rotary_sin": TABLE[:20]}, ValueError, "at least 21 positions"),
         (good, {"mask": torch.ones(3, 3, 3, 3, dtype=torch.bool)}, ValueError, "mask"),
         ((good[0][:, 0], good[1][:, 0], good[2][:, 0]), {}, ValueError, "reserve"),
     ]
@@ -404,3 +431,16 @@ def test_wrong_arguments_are_named_and_change_nothing():
         with pytest.raises(error, match=match):
             call()
         assert [cache.length(0), cache.length(1)] == [3, 5] and cache.free_pages == 38
+
+
+@pytest.mark.parametrize("forks", [1, 2])
+def test_a_refused_step_shares_its_pages_again(forks):
+    cache, _, _ = filled([20])
+    others = [cache.fork(0) for _ in range(forks)]
+    before = bookkeeping(cache)
+    q, k, v = (torch.randn(2, 13, h, d) for h, d in ((4, 8), (2, 8), (2, 6)))
+    with pytest.raises(ValueError, match="softcap"):
+        tilewise.attention_with_cache(q, cache, k, v, batch=[0, others[-1]], softcap=-1.0)
+    with pytest.raises(ValueError, match="into"):
+        cache.reserve([others[0], 0], [13, 1], into=cache.reserve([], []))
+    assert bookkeeping(cache) == before

@@ -100,3 +100,9 @@ def test_packed_is_each_sequence_alone():
         own_out, own_lse = reference.attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], causal=True)
         torch.testing.assert_close(out[q0:q1], own_out[0])
         torch.testing.assert_close(lse[:, q0:q1], own_lse[0])
+
+
+def test_unknown_options_are_refused():
+    q, k, v = draw()
+    with pytest.raises(TypeError, match="casual"):
+        reference.attention(q, k, v, casual=True)

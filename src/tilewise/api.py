@@ -7,6 +7,7 @@ refused is decided in `tilewise.problem`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -230,6 +231,7 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
+    _check_tensors(query=query)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -247,10 +249,10 @@ def attention_with_cache(
         options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
         if not torch.compiler.is_compiling():
             dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged
+        inputs = inputs._replace(query=step.store(query, key, value, rotary))
     except Exception:
         step.undo()
         raise
-    inputs = inputs._replace(query=step.store(query, key, value, rotary))
     out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
@@ -277,6 +279,8 @@ def canonical_inputs(
     _check_tensors(**{name: t for name, t in scores.items() if t is not None})
     seed = None
     check_number("dropout_p", dropout_p)
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator={generator!r} must be None or a torch.Generator")
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
     return Inputs(
@@ -308,6 +312,9 @@ def _check_tensors(**tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t.layout != torch.strided:
+            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
+            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
 
 
 def _read(length: int | Tensor | None) -> int | None:
@@ -323,6 +330,7 @@ def window_bounds(window: Window | None) -> Window:
     if window is None:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
-    if not fits or any(bound is not None and (not isinstance(bound, int) or bound < 0) for bound in window):
+    if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
         raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")
-    return window[0], window[1]
+    left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
+    return left, right

@@ -39,7 +39,7 @@ def attention(
         return torch.ops.tilewise.attention(*inputs, *options, backend)
     problem = describe(inputs, options)
     name = dispatch.choose(problem, backend)
-    if not problem.needs_grad and is_plain_eager(inputs.query):
+    if not problem.needs_grad and is_plain_eager(inputs.query) and not inputs.query.is_meta:
         if not are_values_known:
             check_values(problem, inputs, options)
         return ops.launch(problem, inputs, name)

@@ -49,6 +49,9 @@ class KVCache:
         ([3, 3], 8192)
     """
 
+    _held: list[int] | None  # the lengths, as far as the host knows
+    _known: Tensor | None  # what they were read from, at its version `_version`
+
     def __init__(
         self,
         batch: int,
@@ -71,23 +74,33 @@ class KVCache:
         )
         if dtype not in DTYPES:
             raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16 or float16")
-        self.key = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.value_in_key = value_in_key
         if value_in_key:
             check_value_in_key(head_dim, head_dim_v)
-            self.value = self.key[..., :head_dim_v]
-        else:
-            self.value = torch.zeros(batch, max_seqlen, num_kv_heads, head_dim_v, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts: see there
-        self._held: list[int] | None = [0] * batch
-        self._version = self.lengths._version
+        rows = (batch, max_seqlen, num_kv_heads)
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.key = torch.zeros(*rows, head_dim, dtype=dtype, device=device)
+            self.value = (
+                self.key[..., :head_dim_v]
+                if value_in_key
+                else torch.zeros(*rows, head_dim_v, dtype=dtype, device=device)
+            )
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts
+        self._know([0] * batch)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: its tensors count their versions anew, and pickled ones share no memory."""
+        self.__dict__.update(state)
+        self._known = None
+        if self.value_in_key:
+            self.value = self.key[..., : self.value.shape[-1]]
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
 
-        While a CUDA graph is captured, room cannot be checked: when it replays, a full sequence has its last
-        rows overwritten, and `lengths` counts on.
+        While a CUDA graph is captured, and in compiled code, room cannot be checked: a full sequence then has
+        its last rows overwritten, and `lengths` counts on.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
@@ -126,18 +139,31 @@ class KVCache:
     def mirror(self, held: list[int] | None, new_tokens: int) -> None:
         """Follow `lengths`, which were counted from `held` on."""
         if held is not None and self._held is not None:
-            self._held, self._version = [n + new_tokens for n in held], self.lengths._version
+            self._know([n + new_tokens for n in held])
+
+    def _know(self, held: list[int]) -> None:
+        self._held = held
+        is_inference = self.lengths.is_inference()  # such tensors do not tell when they change
+        self._known = None if is_inference else self.lengths
+        self._version = 0 if is_inference else self.lengths._version
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the host knows the lengths: nothing but this class has changed them."""
-        return self._held is not None and self._version == self.lengths._version
+        """Whether the host knows the lengths: nothing but this class has changed or replaced them."""
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return False
+        return (
+            self._held is not None and self._known is self.lengths and self._version == self.lengths._version
+        )
 
     def held(self) -> list[int] | None:
         """The lengths, without waiting for the device if nothing but this class changed them.
 
         None while a CUDA graph is captured: its replays will not be seen, so lengths are read from then on.
+        None in compiled code, after which they are read once.
         """
+        if torch.compiler.is_compiling():
+            return None
         if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             self._held = None
             return None
@@ -147,7 +173,7 @@ class KVCache:
         """Forget every token; the memory stays."""
         self.lengths.zero_()
         if self._held is not None:
-            self._held, self._version = [0] * len(self._held), self.lengths._version
+            self._know([0] * len(self._held))
 
     def memory_bytes(self) -> int:
         """Bytes of key and value storage, used or not."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache import KVCache
+from tilewise.launch_plan import has_triton
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PADDING, PagedBatch, integers
 from tilewise.problem import Inputs
@@ -66,11 +65,6 @@ class Rotary(NamedTuple):
     interleaved: bool
 
 
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 C = TypeVar("C", KVCache, PagedKVCache)
 
 
@@ -110,19 +104,21 @@ class Step(ABC, Generic[C]):
     def check_rotary(self, rotary: Rotary) -> None:
         """Raise ValueError or TypeError unless the tables fit."""
         cos, sin, _ = rotary
-        if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
-            raise TypeError("rotary_cos and rotary_sin must be given together, or neither")
-        most = self.cache.key.shape[-1] // 2
-        if (
-            cos.ndim != 2
-            or cos.shape != sin.shape
-            or len(cos) < max(1, self.longest())
-            or cos.shape[1] > most
-        ):
+        storage, most = self.cache.key, self.cache.key.shape[-1] // 2
+        for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+            if not isinstance(t, Tensor):
+                raise TypeError(
+                    f"{name}={type(t).__name__} must be a torch.Tensor: the tables are given together"
+                )
+            if not t.dtype.is_floating_point:
+                raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+            if t.device != storage.device:
+                raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
+        positions = max(1, self.longest())
+        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < positions or not 1 <= cos.shape[1] <= most:
             raise ValueError(
                 f"rotary_cos.shape={tuple(cos.shape)} and rotary_sin.shape={tuple(sin.shape)} must both be "
-                f"(positions, rotary_dim / 2) with at least {max(1, self.longest())} positions and at most "
-                f"{most} pairs"
+                f"(positions, rotary_dim / 2) with at least {positions} positions and 1 to {most} pairs"
             )
 
     def store(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotary: Rotary | None) -> Tensor:
@@ -187,6 +183,8 @@ class PagedStep(Step[PagedKVCache]):
         self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
 
     def longest(self) -> int:
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return 0
         return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
 
     def are_lengths_known(self) -> bool:

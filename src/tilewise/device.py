@@ -1,11 +1,13 @@
-"""What a device can do at best: the two numbers a roofline needs."""
+"""What a device can do at best, the two numbers a roofline needs, and what its processor is called."""
 
 from __future__ import annotations
 
 import functools
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -54,6 +56,15 @@ def _measure(name: str, device: torch.device, dtype: torch.dtype) -> Device:
     matmul = best_time(lambda: a @ a, device)
     copy = best_time(lambda: block.clone(), device)
     return Device(name, 2 * size**3 / matmul, 2 * block.nbytes / copy, "measured: matmul and copy")
+
+
+def processor_name() -> str:
+    """The CPU's model name, or what the platform says of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def best_time(run: Callable[[], object], device: torch.device, repeats: int = 4) -> float:

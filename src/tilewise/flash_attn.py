@@ -30,7 +30,8 @@ from tilewise import autograd, reference
 from tilewise.api import canonical_inputs
 from tilewise.dropout import keep_mask
 from tilewise.integrations import flash_attn_call
-from tilewise.integrations.kv_cache_call import KVCacheCall, attention_with_kv_cache
+from tilewise.integrations.kv_cache_arguments import KVCacheCall
+from tilewise.integrations.kv_cache_call import attention_with_kv_cache
 from tilewise.integrations.tokens import counts_of, gather_pages
 from tilewise.problem import Inputs, Options, describe, spans
 

@@ -9,9 +9,13 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
 - qv: (batch, seqlen_q, heads, head_dim_v), packed like q: scores are q k + qv v, as in absorbed latent
   attention, and softmax_scale None counts both head sizes. k and v are copied side by side each time, which
   `tilewise.PagedKVCache(..., value_in_key=True)` does not need.
-- attention_chunk: refused unless 0.
+- attention_chunk: C > 0 cuts positions into chunks of C, as Llama 4 does: query i, at position p = i +
+  seqlen_k - seqlen_q, sees of what causal and window leave it only the keys j with j // C == p // C, counted
+  from the first key behind cache_leftpad. A query before the first key (p < 0) sees nothing. No mask is made,
+  and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
+  which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
 - q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
-  None is 1. out is bfloat16 then, and there are no gradients.
+  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
 - num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.
@@ -32,11 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import autograd
 from tilewise.api import canonical_inputs
-from tilewise.integrations import flash_attn_call
+from tilewise.integrations import chunks, flash_attn_call
 from tilewise.integrations.fp8 import Descale, as_bfloat16
-from tilewise.integrations.kv_cache_call import KVCacheCall, attention_with_kv_cache
+from tilewise.integrations.kv_cache_arguments import KVCacheCall
+from tilewise.integrations.kv_cache_call import attention_with_kv_cache
 from tilewise.integrations.tokens import Tokens, counts_of
 from tilewise.problem import Inputs, Options
 
@@ -128,7 +132,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
-    _refuse(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k)
     if qv is not None:
@@ -138,7 +142,7 @@ def flash_attn_func(
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
-    out, lse = autograd.attention(canonical_inputs(q, k, v), options, None)
+    out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
     out = descale.output(out) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -188,7 +192,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
-    _refuse(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
     if qv is not None:
@@ -201,9 +205,9 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if seqused_q is None and seqused_k is None:
-        out, lse = autograd.attention(inputs, options, None)
+        out, lse = chunks.attention(inputs, options, chunk)
     else:
-        out, lse = _attend_used(inputs, options, seqused_q, seqused_k)
+        out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
     out = descale.output(out, cu_seqlens_q) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -251,8 +255,9 @@ def flash_attn_with_kvcache(
             position cache_seqlens on.
         v: likewise with head_dim_v.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k and q before use. k takes positions
-            start, start + 1, ...; so does q if causal or windowed, otherwise all of q takes start.
-            Only with k and v.
+            start, start + 1, ...; so does q if causal, windowed or in chunks, otherwise all of q takes start.
+            Only with k and v. float8_e4m3fn tokens are turned in float32: k is then rounded to 8 bits to be
+            stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
         cache_leftpad: (batch,) leading cache rows to ignore.
@@ -282,24 +287,19 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
-    _refuse(attention_chunk)
+    chunk = chunks.chunk_of(attention_chunk)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved,
-        qv=qv, descale=Descale(q_descale, k_descale, v_descale),
+        qv=qv, descale=Descale(q_descale, k_descale, v_descale), attention_chunk=chunk,
     )  # fmt: skip
     options = flash_attn_call.options(softmax_scale, causal, window_size, softcap, max_seqlen_q=max_seqlen_q)
     out, lse = attention_with_kv_cache(call, options)
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def _refuse(attention_chunk: int) -> None:
-    if attention_chunk != 0:
-        raise NotImplementedError(f"attention_chunk={attention_chunk} must be 0; window_size is there")
-
-
 def _attend_used(
-    inputs: Inputs, options: Options, seqused_q: Tensor | None, seqused_k: Tensor | None
+    inputs: Inputs, options: Options, chunk: int, seqused_q: Tensor | None, seqused_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Pack the rows that count, attend, and put the results back in their rows."""
     query, key = inputs.query, inputs.key
@@ -313,7 +313,7 @@ def _attend_used(
         cu_seqlens_q=rows_q.cu_seqlens,
         cu_seqlens_k=rows_k.cu_seqlens,
     )
-    out, lse = autograd.attention(used, options, None)
+    out, lse = chunks.attention(used, options, chunk)
     all_out = out.new_zeros(len(query), *out.shape[1:]).index_copy(0, used_q, out)
     all_lse = lse.new_full((lse.shape[0], len(query)), float("-inf")).index_copy(1, used_q, lse)
     return all_out, all_lse

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,12 @@ ALIGNMENT = 16  # bytes: what Triton specializes pointers on
 
 Tensors = tuple[Tensor | None, ...]
 Fill = Callable[[Tensors], Any]
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; asking does not import it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

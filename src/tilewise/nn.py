@@ -112,17 +112,17 @@ class FlashAttention(torch.nn.Module):
         assert isinstance(out, Tensor)
         return self.out_proj(out.flatten(-2))
 
-    def new_cache(self, batch: int, max_seqlen: int) -> KVCache:
-        """An empty cache that fits this layer, in its dtype and on its device.
+    def new_cache(self, batch: int, max_seqlen: int, *, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache that fits this layer, on its device.
 
         Args:
             batch: sequences.
             max_seqlen: capacity of each, in tokens.
+            dtype: of keys and values; None is the layer's own. For calls under autocast, give its dtype.
         """
         weight = self.qkv_proj.weight
-        return KVCache(
-            batch, max_seqlen, self.num_kv_heads, self.head_dim, dtype=weight.dtype, device=weight.device
-        )
+        dtype = weight.dtype if dtype is None else dtype
+        return KVCache(batch, max_seqlen, self.num_kv_heads, self.head_dim, dtype=dtype, device=weight.device)
 
     def extra_repr(self) -> str:
         return (

@@ -226,8 +226,8 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def call(name: str, tensor: Tensor, *arguments: Any) -> Any:
-    """The operator `name`, without PyTorch's dispatcher where nothing has to see it."""
-    if is_plain_eager(tensor):
+    """The operator `name`, without PyTorch's dispatcher where nothing has to see it and there are values."""
+    if is_plain_eager(tensor) and not tensor.is_meta:
         return _KERNELS[name][0](tensor, *arguments)
     return getattr(torch.ops.tilewise, name)(tensor, *arguments)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,15 +83,17 @@ class PagedKVCache:
         if dtype not in (*DTYPES, QUANTIZED):
             raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16, float16 or float8_e4m3fn")
         shape = (num_pages, page_size, num_kv_heads)
-        self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
         self.value_in_key = value_in_key
         if value_in_key:
             check_value_in_key(head_dim, head_dim_v)
-            self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
-        else:
-            self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
-            self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
+            if value_in_key:
+                self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
+            else:
+                self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
+                self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
         self._table = PageTable(num_pages, page_size, max_seqlen)
         self._layers = [self]
         if shares is not None:
@@ -103,6 +107,12 @@ class PagedKVCache:
                 )
             self._table, self._layers = table, shares._layers
             self._layers.append(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: pickled tensors share no memory."""
+        self.__dict__.update(state)
+        if self.value_in_key:
+            self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
 
     # ---- sequences
 
@@ -187,17 +197,13 @@ class PagedKVCache:
             raise ValueError(
                 f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"
             )
-        before = [0 if s == PADDING else self._table.lengths.get(s, 0) for s in sequences]
         copies = self._table.reserve(sequences, counts)
         try:
-            batch = self._table.batch(sequences, counts, self.key.device, into)
+            batch = self._table.batch(sequences, counts, copies, self.key.device, into)
         except Exception:
-            for sequence, length in zip(sequences, before):
-                if sequence != PADDING:
-                    self._table.truncate(sequence, length)
+            self._table.undo(sequences, counts, copies)
             raise
-        finally:
-            self._copy(copies)
+        self._copy(copies)
         return batch
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
@@ -210,9 +216,7 @@ class PagedKVCache:
 
     def undo(self, batch: PagedBatch) -> None:
         """Take back a `reserve` whose tokens were not written."""
-        for sequence, count in zip(batch.sequences, batch.new_tokens):
-            if sequence != PADDING:
-                self._table.truncate(sequence, self.length(sequence) - count)
+        self._table.undo(batch.sequences, batch.new_tokens, batch.copies)
 
     def append(
         self,
@@ -276,12 +280,10 @@ class PagedKVCache:
                     f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...)"
                 )
             if batch is not None:
-                even = {(len(batch.sequences), n) for n in batch.new_tokens}
-                fits = (
-                    even == {tuple(t.shape[:2])}
-                    if t.ndim == 4 and even
-                    else t.shape[:-2].numel() == batch.total
-                )
+                if t.ndim == 4 and batch.new_tokens:
+                    fits = len(t) == len(batch.sequences) and all(n == t.shape[1] for n in batch.new_tokens)
+                else:
+                    fits = math.prod(t.shape[:-2]) == batch.total
                 if not fits:
                     raise ValueError(
                         f"{name}.shape={tuple(t.shape)} must hold new_tokens={list(batch.new_tokens)}"

@@ -6,7 +6,9 @@ What a kernel needs of it travels to the device as one block of integers for eac
 
 from __future__ import annotations
 
+import itertools
 import operator
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -34,6 +36,7 @@ class PagedBatch:
     written: Tensor  # (written pages,) the pages that new tokens go to
     kept: Tensor  # (written pages,) rows of them that hold earlier tokens
     block: Tensor  # the memory of all these
+    copies: tuple[tuple[int, int], ...] = ()  # (source, copy): shared pages that the new tokens needed alone
 
     @property
     def total(self) -> int:
@@ -128,6 +131,21 @@ class PageTable:
             self.lengths[sequence] = length + count
         return copies
 
+    def undo(
+        self, sequences: Sequence[int], new_tokens: Sequence[int], copies: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take back a `reserve` just made: pages that it copied are shared again."""
+        sources = {copy: source for source, copy in copies}
+        for sequence, count in reversed(list(zip(sequences, new_tokens))):
+            if sequence == PADDING or count == 0:
+                continue
+            self.truncate(sequence, self.lengths[sequence] - count)
+            pages = self.pages[sequence]
+            if pages and pages[-1] in sources:
+                self._release(pages[-1])
+                pages[-1] = sources[pages[-1]]
+                self.references[pages[-1]] += 1
+
     def _check_room(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> None:
         living = [sequence for sequence in sequences if sequence != PADDING]
         for sequence in living:
@@ -170,17 +188,19 @@ class PageTable:
         self,
         sequences: Sequence[int],
         new_tokens: Sequence[int],
+        copies: Sequence[tuple[int, int]],
         device: torch.device,
         into: PagedBatch | None,
     ) -> PagedBatch:
-        """The sequences after `reserve`, on the device; `into`: in the memory of an earlier batch.
+        """The sequences after `reserve` (which gave `copies`), on the device; `into`: in the memory of an
+        earlier batch.
 
         Raises:
             ValueError: the earlier batch has other sizes.
         """
-        with torch.device("cpu"):  # whatever the default is
-            fields = self._fields(sequences, new_tokens, None if into is None else into.page_table.shape[1])
-        on_host = torch.cat([t.flatten() for t in fields.values()]).to(torch.int32)
+        width = None if into is None else into.page_table.shape[1]
+        fields, shapes = self._fields(sequences, new_tokens, width)
+        on_host = torch.frombuffer(sum(fields.values(), array("i")), dtype=torch.int32)
         if into is None:
             # A later batch of the same sizes may write to more pages: `written` and `kept` come last.
             most = sum(count // self.page_size + 2 for count in new_tokens)
@@ -189,54 +209,49 @@ class PageTable:
         else:
             block = into.block
             for name in ("lengths", "cu_seqlens", "page_table", "positions", "slots"):
-                shape, wanted = tuple(fields[name].shape), tuple(getattr(into, name).shape)
+                shape, wanted = shapes[name], tuple(getattr(into, name).shape)
                 if shape != wanted:
                     raise ValueError(f"into.{name} has shape {wanted}, must have {shape} for this batch")
         used = block[: len(on_host)]
         # Pinned, so that the copy does not wait for the device.
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
-        parts = used.split([t.numel() for t in fields.values()])
-        views = {name: part.view(t.shape) for (name, t), part in zip(fields.items(), parts)}
-        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block)
+        parts = used.split([len(numbers) for numbers in fields.values()])
+        views = {name: part.view(shapes[name]) for name, part in zip(fields, parts)}
+        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block, copies=tuple(copies))
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, array[int]], dict[str, tuple[int, ...]]]:
+        """The tensors of a `PagedBatch` as numbers one after the other, and their shapes."""
         size = self.page_size
-        lengths = [0 if s == PADDING else self.lengths[s] for s in sequences]
+        lengths = array("i", [0 if s == PADDING else self.lengths[s] for s in sequences])
         rows = [[] if s == PADDING else self.pages[s] for s in sequences]
         longest = max(map(len, rows), default=0)
         if width is None or width < longest:
             # As wide as a sequence can become, or a power of two: few shapes.
             most = None if self.max_seqlen is None else -(-self.max_seqlen // size)
             width = min(1 << max(0, longest - 1).bit_length(), self.num_pages) if most is None else most
-        table = torch.tensor([pages + [0] * (width - len(pages)) for pages in rows], dtype=torch.int32)
-        counts = torch.tensor(new_tokens, dtype=torch.int64)
-        row = torch.repeat_interleave(torch.arange(len(rows)), counts)  # of each new token
-        first = torch.tensor([max(0, n - c) for n, c in zip(lengths, new_tokens)], dtype=torch.int64)
-        ends = counts.cumsum(0)
-        positions = first[row] + torch.arange(int(counts.sum())) - (ends - counts)[row]
-        is_real = torch.tensor([s != PADDING for s in sequences], dtype=torch.bool)[row]
-        table = table.view(len(rows), width)
-        page = table[row, (positions // size).clamp(max=max(0, width - 1))] if width else row
-        written, kept = self._written(sequences, new_tokens)
+        table, positions, slots, written, kept = (array("i") for _ in range(5))
+        for sequence, pages, length, count in zip(sequences, rows, lengths, new_tokens):
+            table.extend(pages)
+            table.extend(itertools.repeat(0, width - len(pages)))
+            start = max(0, length - count)
+            positions.extend(range(start, start + count))
+            if sequence == PADDING:
+                slots.extend(itertools.repeat(-1, count))
+                continue
+            for at in range(start // size, len(pages) if count else 0):
+                first, end = max(start, at * size), min(length, (at + 1) * size)
+                place = (pages[at] - at) * size
+                slots.extend(range(place + first, place + end))
+                written.append(pages[at])
+                kept.append(first - at * size)
+        starts = array("i", itertools.accumulate(new_tokens, initial=0))
+        batch, total, changed = len(lengths), (len(positions),), (len(written),)
         return {
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
-            "cu_seqlens": torch.cat((counts.new_zeros(1), ends)),
-            "page_table": table,
-            "positions": positions,
-            "slots": torch.where(is_real, page * size + positions % size, -1),
-            "written": written,
-            "kept": kept,
-        }
-
-    def _written(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        pages, kept = [], []
-        for sequence, count in zip(sequences, new_tokens):
-            if sequence != PADDING and count > 0:
-                start = self.lengths[sequence] - count
-                first = start // self.page_size
-                own = self.pages[sequence][first:]
-                pages += own
-                kept += [start - first * self.page_size] + [0] * (len(own) - 1)
-        return torch.tensor(pages, dtype=torch.int32), torch.tensor(kept, dtype=torch.int32)
+            "lengths": lengths, "cu_seqlens": starts, "page_table": table, "positions": positions,
+            "slots": slots, "written": written, "kept": kept,
+        }, {
+            "lengths": (batch,), "cu_seqlens": (batch + 1,), "page_table": (batch, width),
+            "positions": total, "slots": total, "written": changed, "kept": changed,
+        }  # fmt: skip

@@ -46,8 +46,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Exact attention by the formula, O(N^2) memory.
 
-    Takes the options of `tilewise.attention` (and `cu_seqlens_q`, `cu_seqlens_k` for packed inputs;
-    `dropout_seed` fixes the dropout mask); tensors in the given `layout`.
+    Takes the options of `tilewise.attention` that say what to compute (and `cu_seqlens_q`, `cu_seqlens_k` for
+    packed inputs; `dropout_seed` fixes the dropout mask); tensors in the given `layout`.
 
     Args:
         query: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) if packed.
@@ -139,7 +139,8 @@ def _forward(
     layout: str = "bshd",
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
-    **unused: Any,
+    deterministic: bool = False,  # like the next, says how to compute, not what
+    precision: str = "ieee",
 ) -> _Forward:
     q, k, v = (_to_bhsd(t, {"layout": layout}).to(dtype) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -52,12 +52,20 @@ _checked: MutableMapping[Any, Any] = (
 )  # offsets on a GPU, and how they were found right
 
 
+_MADE_HERE = object()
+
+
+def vouch_for(cu_seqlens_q: Tensor) -> None:
+    """Offsets that the library has made of checked ones, with those of the keys: they need not be read."""
+    _checked[cu_seqlens_q] = _MADE_HERE
+
+
 def _were_checked(problem: AttentionProblem, inputs: Inputs) -> bool:
     """Whether the offsets need not be read, or can't: reading waits for the GPU."""
     if torch.cuda.is_current_stream_capturing():
         return True
     known = _checked.get(inputs.cu_seqlens_q)
-    return known is not None and known == _identity(problem, inputs)
+    return known is _MADE_HERE or (known is not None and known == _identity(problem, inputs))
 
 
 def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:

@@ -1,4 +1,4 @@
-"""Compile the Hopper backward kernels without a GPU, and print what ptxas and the disassembler say, as JSON.
+"""Compile the Hopper backward kernels without a GPU, and print what ptxas says of each, as JSON.
 
     python tests/hopper/compile_backward.py [CASE ...]
 
@@ -7,22 +7,18 @@ The launch code runs unchanged on meta tensors; only the last step, the launch, 
 
 from __future__ import annotations
 
-import functools
-import json
-import re
-import subprocess
 import sys
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
-from tilewise import launch_plan
 from tilewise.hopper import backward_launch, backward_wide_launch
-from tilewise.launch_plan import Launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise.problem import Options, describe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
@@ -42,68 +38,20 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
 }
 
 
-class CompileOnlyDriver:
-    """Stands where Triton asks which GPU there is."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 def compile_case(name: str) -> list[dict[str, Any]]:
     dim, dim_v, dtype, is_packed, options = CASES[name]
-    make = functools.partial(torch.empty, device="meta")
-    lead = (1024,) if is_packed else (2, 512)
-    offsets = torch.int64 if dtype == torch.float16 else torch.int32  # both compile
-    cu_seqlens = make(3, dtype=offsets) if is_packed else None
-    query, key = make(*lead, 4, dim, dtype=dtype), make(*lead, 2, dim, dtype=dtype)
-    value, out = make(*lead, 2, dim_v, dtype=dtype), make(*lead, 4, dim_v, dtype=dtype)
-    inputs = Inputs(query, key, value, cu_seqlens, cu_seqlens)
-    lse = make(*((4, 1024) if is_packed else (2, 4, 512)), dtype=torch.float32)
-    reports: list[dict[str, Any]] = []
-
-    def compile_instead(launch: Launch) -> None:
-        compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.options())
-        reports.append({"case": name, "kernel": launch.kernel.__name__} | report(compiled))
-
-    launch_plan.start = compile_instead
+    offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
+    extras = ("packed", *offsets) if is_packed else ()
+    inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2))
+    out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
+    lse = out.new_empty((4, 1024) if is_packed else (2, 4, 512), dtype=torch.float32)
     for module in (backward_launch, backward_wide_launch):
         module.num_sms = lambda index: 132
-        module.scheduler_counter = lambda device: make(2, dtype=torch.int32)
+        module.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
     problem = describe(inputs, Options(**options))
-    backward_launch.backward(problem, inputs, out, lse, out, lse)
-    return reports
-
-
-def report(compiled: Any) -> dict[str, Any]:
-    """Registers, spills, shared memory and matrix instructions of a compiled kernel."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        ptxas = get_ptxas(90)
-        command = [getattr(ptxas, "path", ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
-        "shared_bytes": compiled.metadata.shared,
-        "serialized": "wgmma.mma_async instructions are serialized" in said,
-        "hgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
-    }
-
-
-def main() -> None:
-    triton.runtime.driver.set_active(CompileOnlyDriver())
-    for name in sys.argv[1:] or CASES:
-        for row in compile_case(name):
-            print(json.dumps(row), flush=True)
+    return compiled_rows(name, lambda: backward_launch.backward(problem, inputs, out, lse, out, lse), 90)
 
 
 if __name__ == "__main__":
-    main()
+    triton.runtime.driver.set_active(CompileOnlyDriver(90))
+    print_rows(compile_case, sys.argv[1:] or CASES)

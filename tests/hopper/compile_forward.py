@@ -7,7 +7,6 @@ The launch code runs unchanged on meta tensors; only the last step, the launch, 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 import triton
 
-from tilewise import launch_plan
 from tilewise.hopper import launch
 from tilewise.problem import Options, describe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from compile_kernels import Case, CompileOnlyDriver, case_inputs, report
+from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
 
 CASES = {
     "d64": Case(64, 64),
@@ -58,28 +56,13 @@ CASES = {
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    case = CASES[name]
-    reports: list[dict[str, Any]] = []
-
-    def compile_instead(started: launch_plan.Launch) -> None:
-        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
-        row = {"case": name, "kernel": started.kernel.__name__, "has_hgmma": "HGMMA" in compiled.asm["sass"]}
-        reports.append(row | report(compiled, 90))
-
-    launch_plan.start = compile_instead
     launch.num_sms = lambda index: 132  # type: ignore[assignment]
     launch.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
-    inputs = case_inputs(case)
-    launch.forward(describe(inputs, Options(**case.options)), inputs)
-    return reports
-
-
-def main() -> None:
-    triton.runtime.driver.set_active(CompileOnlyDriver(90))
-    for name in sys.argv[1:] or list(CASES):
-        for row in compile_case(name):
-            print(json.dumps(row), flush=True)
+    inputs = case_inputs(CASES[name])
+    problem = describe(inputs, Options(**CASES[name].options))
+    return compiled_rows(name, lambda: launch.forward(problem, inputs), 90)
 
 
 if __name__ == "__main__":
-    main()
+    triton.runtime.driver.set_active(CompileOnlyDriver(90))
+    print_rows(compile_case, sys.argv[1:] or CASES)

@@ -115,8 +115,9 @@ def emulate(problem, inputs, dout):
     out, lse = reference_of(problem, inputs)
     tiles_q, starts, stats = row_statistics(problem, inputs, cfg, out, lse, dout)
     parts = cfg.BLOCK_M * cfg.BLOCK_D // CHUNK
-    turns = torch.zeros(stats.shape[0], dtype=torch.int32)
-    sums = torch.full((stats.shape[0] * parts * 32, 128), float("nan") if cfg.IS_DETERMINISTIC else 0.0)
+    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    turns = torch.zeros(stats.shape[0] + slots, dtype=torch.int32)
+    sums = torch.full((stats.shape[0] * parts * 32, 128), float("nan"))
     dk, dv = (torch.full(t.shape, float("nan"), dtype=t.dtype) for t in (key, value))
     flat = lambda t, block: Descriptor(t, list(t.shape), [t.shape[1], 1], block)  # noqa: E731
     tile = lambda t, rows: describe_tensor(t, (rows, 1, cfg.BLOCK_D), problem.is_packed)  # noqa: E731
@@ -141,8 +142,9 @@ def emulate(problem, inputs, dout):
         two_over_softcap_log2e=2 * launch.LOG2_E * problem.scale / (problem.softcap or 1.0),
         softcap_log2e=problem.softcap * launch.LOG2_E, cfg=cfg,
     )  # fmt: skip
-    if cfg.IS_DETERMINISTIC:  # the first in turn stores
-        sums.view(stats.shape[0], -1)[turns == 0] = 0
+    key_tiles = -(-problem.seqlen_k // 128) if first_tile is None else int(first_tile[-1])
+    assert (turns[stats.shape[0] :][:num_slots] == (key_tiles if cfg.ENDS_UNEVENLY else 0)).all()
+    sums.view(stats.shape[0], -1)[turns[: stats.shape[0]] == 0] = 0  # whoever comes first stores
     return gather_dq(problem, inputs, cfg, sums, tiles_q, starts), dk, dv
 
 

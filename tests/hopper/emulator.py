@@ -449,7 +449,7 @@ def install() -> None:
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")
     compat.__dict__.update(
-        gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=_jit,
+        gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=dataclass,
         HOLDS_NEXT_S=True, TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+Compiler = Callable[..., list[dict[str, Any]]]
 SHARED_BYTES = 227 << 10
 # Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers.
 SPILL_BYTES = {"softcap": 400, "d256": 64, "d192": 128, "d": 128}
 AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_kernel")
 
 
-def test_configurations_stay_within_registers_and_shared_memory():
-    script = Path(__file__).with_name("compile_backward.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
+def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
+    rows = compiled_by("compile_backward.py")
     assert len({row["case"] for row in rows}) >= 13
+    assert {row["kernel"] for row in rows if row["is_early"]} == {"attn_bwd_finish_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
-        assert not row["serialized"], row
+        assert not row["is_serialized"], row
+        assert row["waits_for_kernel_before"] == row["is_early"], row
         if row["kernel"] in AROUND:
-            assert row["spill_bytes"] == 0, row
+            assert row["spill_bytes"] <= 4, row  # ptxas sometimes keeps to 32 registers
         else:
             limit = next(limit for part, limit in SPILL_BYTES.items() if part in row["case"])
             assert row["spill_bytes"] <= limit, row
-            assert row["hgmma"] >= 64, row
+            assert row["warpgroup_instructions"] >= 64, row

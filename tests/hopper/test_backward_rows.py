@@ -28,38 +28,32 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     lse[..., 3] = -math.inf
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
-    sums = torch.full((slots * tiles_q, block_m, block_d), math.nan)
+    turns = torch.full((slots * tiles_q + slots,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
-        out, dout, lse, dlse, stats, sums, None, cu_seqlens, *strides, *strides, *sizes, total, batch,
+        out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
         dim, block_d, block_m,
     )  # fmt: skip
-    assert (sums == 0).all()
-    turns = torch.full((slots * tiles_q,), -1, dtype=torch.int32)
-    sums.fill_(math.nan)
-    backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
-        out, dout, lse, dlse, stats, sums, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
-        dim, block_d, block_m,
-    )  # fmt: skip
-    assert (turns == 0).all() and sums.isnan().all()
+    assert (turns == 0).all()
 
     x = torch.randn(slots * tiles_q, block_m, block_d)
     parts = x.view(-1, block_m // 64, 64, block_d // 64, 64).transpose(2, 3).reshape(-1, 4, 2, 8, 8, 4, 2)
     registers = parts.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
-    dq, dq_of_turns = (torch.full_like(out, math.nan) for _ in range(2))
+    dq = torch.full_like(out, math.nan)
     turns = torch.arange(slots * tiles_q, dtype=torch.int32) % 3
     was_written = (turns > 0).view(-1, 1, 1)
-    some = registers.view(len(turns), -1, 1).where(was_written, math.nan).view_as(registers)
-    for to, sums, count in ((dq, registers, None), (dq_of_turns, some, turns)):
-        backward_rows.attn_bwd_finish_kernel[(len(parts),)](
-            sums, count, to, cu_seqlens, *strides, 0.5, *sizes, batch, dim, block_d, block_m
-        )
+    sums = registers.view(len(turns), -1, 1).where(was_written, math.nan).view_as(registers)
+    key_tiles = torch.tensor([3] * (batch + 1), dtype=torch.int32)
+    counters = torch.cat([turns, key_tiles[:1].expand(slots)])
+    backward_rows.attn_bwd_finish_kernel[(len(parts),)](
+        sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
+        1, 3, dim, block_d, block_m, False,
+    )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
     exact = torch.where(lse == -math.inf, math.inf, lse) / math.log(2)
-    rows = x.view(slots, tiles_q * block_m, block_d)
-    rows_of_turns = x.where(was_written, 0.0).view(rows.shape)
-    found, found_of_turns = (t.transpose(-2, -3).reshape(slots, total, dim) for t in (dq, dq_of_turns))
+    rows = x.where(was_written, 0.0).view(slots, tiles_q * block_m, block_d)
+    found = dq.transpose(-2, -3).reshape(slots, total, dim)
     for n, (a, b) in enumerate(itertools.pairwise(starts)):
         first = (a // block_m + n) * block_m
         here, there = slice(first, first + b - a), slice(a, b)
@@ -70,4 +64,3 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
             stats[:, :, 1].reshape(slots, -1)[:, here], delta.reshape(slots, -1)[:, there]
         )
         torch.testing.assert_close(found[:, there], rows[:, here, :dim] * 0.5)
-        torch.testing.assert_close(found_of_turns[:, there], rows_of_turns[:, here, :dim] * 0.5)

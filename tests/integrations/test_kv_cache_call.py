@@ -201,6 +201,10 @@ BAD_CALLS = [
     ({"rotary_cos": torch.ones(9, 4)}, "rotary_cos and rotary_sin"),
     ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_cos.shape=(9, 5)"),
     ({"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}, "rotary_cos.shape[0]=3"),
+    (
+        {"rotary_cos": torch.ones(9, 2).to("meta"), "rotary_sin": torch.ones(9, 2)},
+        "rotary_cos.device=meta must equal q.device=cpu",
+    ),
     ({"rotary_cos": torch.ones(9, 2), "rotary_sin": torch.ones(9, 2), "k": None, "v": None}, "rotary_cos"),
     ({"window_size": (1,)}, "window_size=(1,)"),
     ({"softmax_scale": float("inf")}, "scale=inf"),
@@ -213,8 +217,9 @@ BAD_TYPES = [
     ({"block_table": torch.ones(2, 1)}, "block_table"),
     ({"cache_seqlens": [1, 2]}, "cache_seqlens"),
     ({"k": torch.ones(2, 2, 2, 8), "v": torch.ones(2, 2, 2, 8)}, "k.dtype=torch.float32"),
-    ({"q": torch.ones(2, 2, 2, 8)}, "key.dtype"),
+    ({"q": torch.ones(2, 2, 2, 8)}, "k_cache.dtype=torch.float64 must equal q.dtype=torch.float32"),
     ({"k_cache": None}, "k_cache=NoneType"),
+    ({"rotary_cos": torch.ones(9, 2), "rotary_sin": torch.ones(9, 2).int()}, "rotary_sin.dtype=torch.int32"),
 ]
 
 
@@ -357,6 +362,65 @@ def test_fa3_eight_bits(kind, is_packed):
     assert torch.equal(k_cache.double(), k64) and torch.equal(v_cache.double(), v64)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_fa3_rotary_of_eight_bits(is_packed, causal, tables):
+    """Turned in float32; k is stored rounded, q is not rounded to 8 bits."""
+    fp8, held = torch.float8_e4m3fn, [4, 6]
+    k_cache, v_cache = torch.randn(2, 12, 2, 8).to(fp8), torch.randn(2, 12, 2, 5).to(fp8)
+    q, k, v = (torch.randn(2, 3, heads, d).to(fp8) for heads, d in ((4, 8), (2, 8), (2, 5)))
+    angle, scales = torch.rand(20, 3) * 6, [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    cos, sin = angle.cos().to(tables), angle.sin().to(tables)
+    options = {f"{name}_descale": scale for name, scale in zip("qkv", scales)} | {"causal": causal}
+    if is_packed:
+        options |= {"cu_seqlens_q": int32(0, 3, 6), "max_seqlen_q": 3}
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q.flatten(0, 1) if is_packed else q, k_cache, v_cache, k, v, cache_seqlens=int32(*held),
+        rotary_cos=cos, rotary_sin=sin, **options,
+    )  # fmt: skip
+    wide = [s.double().repeat_interleave(2, 1)[..., None] for s in (scales[0] * scales[1], scales[2])]
+    for b, start in enumerate(held):
+        turned = rotate(k[b].double(), cos.double(), sin.double(), torch.arange(start, start + 3), True)
+        stored = k_cache[b, start : start + 3].double()
+        assert ((stored - turned).abs() <= turned.abs() / 16 + 2**-10).all()  # half a unit of 3 bits
+        assert torch.equal(stored[..., 6:], k[b, :, :, 6:].double())
+        positions = start + torch.arange(3) * causal
+        query = rotate(q[b].double(), cos.double(), sin.double(), positions, True) * wide[0][b]
+        keys, values = (t[b : b + 1, : start + 3].double() for t in (k_cache, v_cache))
+        expected, _ = reference.attention(query[None], keys, values, causal=causal)
+        found = out.view(2, 3, 4, 5)[b].double()
+        torch.testing.assert_close(found, expected[0] * wide[1][b], rtol=2e-2, atol=2e-2)
+
+
+def test_fa3_rotary_of_eight_bits_ends_at_the_largest_number():
+    fp8 = torch.float8_e4m3fn
+    k_cache, x = torch.zeros(1, 2, 1, 2).to(fp8), torch.full((1, 1, 1, 2), 448.0).to(fp8)
+    half = torch.full((2, 1), 0.5**0.5)
+    flash_attn_3.flash_attn_with_kvcache(
+        x, k_cache, k_cache.clone(), x, x, cache_seqlens=0, rotary_cos=half, rotary_sin=half
+    )
+    assert k_cache[0, 0, 0].float().tolist() == [0.0, 448.0]
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_fa3_one_tensor_of_other_bits(name, is_fp8):
+    """The error names the argument that differs from q; of q itself, the first cache."""
+    tensors = {
+        "q": randn(1, 2, 2, 8), "k_cache": randn(1, 8, 2, 8), "v_cache": randn(1, 8, 2, 8),
+        "k": randn(1, 2, 2, 8), "v": randn(1, 2, 2, 8),
+    }  # fmt: skip
+    arguments = {
+        key: t.to(torch.float8_e4m3fn if (key == name) == is_fp8 else torch.bfloat16)
+        for key, t in tensors.items()
+    }
+    before = arguments["k_cache"].clone()
+    with pytest.raises(TypeError, match=rf"^{'k_cache' if name == 'q' else name}.dtype=.* must equal"):
+        flash_attn_3.flash_attn_with_kvcache(**arguments, cache_seqlens=3)
+    assert torch.equal(arguments["k_cache"].float(), before.float())
+
+
 def test_fa3_qv_too_wide_writes_nothing():
     k_cache, v_cache = randn(1, 8, 1, 200), randn(1, 8, 1, 400)
     before = k_cache.clone()
@@ -383,7 +447,7 @@ FA3_BAD_CALLS = [
     ({"qv": randn(5, 2, 7)}, ValueError, "qv of shape (5, 2, 7)"),
     ({"qv": 3}, TypeError, "qv=int"),
     ({"k_descale": torch.ones(2, 2)}, ValueError, "k_descale must be None: q is torch.float64"),
-    ({"attention_chunk": 4}, NotImplementedError, "attention_chunk=4"),
+    ({"attention_chunk": -4}, ValueError, "attention_chunk=-4"),
     ({"cu_seqlens_q": int32(0, 2, 4)}, ValueError, "cu_seqlens_q=[0, 2, 4]"),
     ({"cu_seqlens_q": int32(0, 6, 5)}, ValueError, "cu_seqlens_q=[0, 6, 5]"),
     ({"cu_seqlens_q": int32(1, 2, 5)}, ValueError, "cu_seqlens_q=[1, 2, 5]"),

@@ -227,6 +227,19 @@ def test_compiles_in_one_graph():
     torch.testing.assert_close(compiled(q, k, v), both(q, k, v))
 
 
+@pytest.mark.parametrize("mask", [None, torch.randn(6, 6), torch.rand(6, 6) > 0.3])
+def test_autocast(mask):
+    """As torch's: keys that a rotary embedding left in float32 meet values in bfloat16."""
+    q, k, v = (torch.randn(2, 3, 6, 8) for _ in range(3))
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
+        for function in (scaled_dot_product_attention, scaled_dot_product_attention, compiled):
+            torch.testing.assert_close(function(q, k, v.bfloat16(), mask), expected)
+        assert scaled_dot_product_attention(q.double(), k.double(), v.double()).dtype == torch.float64
+    assert scaled_dot_product_attention(q, k, v).dtype == torch.float32
+
+
 X = torch.ones(2, 3, 4, 8)
 ERRORS = [
     (

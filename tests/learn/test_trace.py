@@ -8,8 +8,8 @@ import torch
 from tilewise import reference
 from tilewise.cpu import tiled
 from tilewise.learn import trace
+from tilewise.plan import TileConfig
 from tilewise.problem import Inputs, Options, describe
-from tilewise.tuning import TileConfig
 
 ALL_WAYS = list(itertools.product(trace.ORDERS, trace.NORMALIZE))
 # seqlen_q, seqlen_k, block_q, block_k, causal: blocks that divide and that do not, ragged, one, larger

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,23 +127,31 @@ def case_inputs(case: Case) -> Inputs:
 
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     case = CASES[name]
-    reports: list[dict[str, Any]] = []
-
-    def compile_instead(started: launch_plan.Launch) -> None:
-        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
-        cfg = started.arguments[-1]
-        tile = f"{cfg.BLOCK_M}x{cfg.BLOCK_N}, {started.num_warps} warps, {started.num_stages} stages"
-        name_and_tile = {"case": name, "kernel": started.kernel.__name__, "tile": tile}
-        reports.append(name_and_tile | report(compiled, capability))
-
-    launch_plan.start = compile_instead
     call.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
-    out, lse = launch.forward(problem, inputs)
-    if "paged" not in case.extras:
-        launch.backward(problem, inputs, out, lse, out, lse)
-    return reports
+
+    def run() -> None:
+        out, lse = launch.forward(problem, inputs)
+        if "paged" not in case.extras:
+            launch.backward(problem, inputs, out, lse, out, lse)
+
+    return compiled_rows(name, run, capability)
+
+
+def compiled_rows(case: str, run: Callable[[], object], capability: int) -> list[dict[str, Any]]:
+    """A report of each kernel that `run` launches, which is compiled instead."""
+    rows: list[dict[str, Any]] = []
+
+    def compile_instead(started: launch_plan.Launch) -> None:
+        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
+        row = {"case": case, "kernel": started.kernel.__name__, "is_early": started.launch_pdl}
+        tile = {"warps": started.num_warps, "stages": started.num_stages}
+        rows.append(row | tile | report(compiled, capability))
+
+    launch_plan.start = compile_instead
+    run()
+    return rows
 
 
 def report(compiled: Any, capability: int) -> dict[str, Any]:
@@ -180,15 +189,20 @@ def variants_over_lengths(capability: int) -> dict[str, int]:
     }
 
 
+def print_rows(compile_case: Callable[[str], list[dict[str, Any]]], names: Iterable[str]) -> None:
+    """The reports of some cases, as JSON."""
+    for name in names:
+        for row in compile_case(name):
+            print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
-        return
-    for name in sys.argv[2:] or list(CASES):
-        for row in compile_case(name, capability):
-            print(json.dumps(row), flush=True)
+    else:
+        print_rows(lambda name: compile_case(name, capability), sys.argv[2:] or CASES)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+Row = dict[str, Any]
+Compiler = Callable[..., list[Row]]
+SCRIPT = "compile_kernels.py"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
 QUICK = ("d64_causal", "d128_causal", "everything")
@@ -28,21 +27,7 @@ MEASURED = {("d128_causal", "attn_bwd_dkdv_kernel"): 160}
 EARLY = ("attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel")
 
 
-def compile_cases(capability: int, *cases: str) -> list[dict[str, Any]]:
-    """In a process of its own: the interpreter may be on here, and a real driver in use."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, str(script), str(capability), *cases],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-def check(rows: list[dict[str, Any]], capability: int) -> None:
+def check(rows: list[Row], capability: int) -> None:
     for row in rows:
         is_headline = row["case"] in HEADLINE and row["case"] != "d256_causal"
         assert row["shared_bytes"] <= SHARED_BYTES[capability], row
@@ -56,20 +41,20 @@ def check(rows: list[dict[str, Any]], capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_headline_shapes_compile_without_spills(capability: int):
-    rows = compile_cases(capability, *QUICK)
+def test_headline_shapes_compile_without_spills(capability: int, compiled_by: Compiler):
+    rows = compiled_by(SCRIPT, str(capability), *QUICK)
     assert {row["case"] for row in rows} == set(QUICK) and len(rows) == 4 * len(QUICK) + 1
     check(rows, capability)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_every_case_compiles(capability: int):
-    rows = compile_cases(capability, *HEADLINE, *REST)
+def test_every_case_compiles(capability: int, compiled_by: Compiler):
+    rows = compiled_by(SCRIPT, str(capability), *HEADLINE, *REST)
     assert {row["case"] for row in rows} == {*HEADLINE, *REST}
     check(rows, capability)
 
 
-def test_a_new_length_does_not_compile():
-    rows = compile_cases(90, "lengths")
+def test_a_new_length_does_not_compile(compiled_by: Compiler):
+    rows = compiled_by(SCRIPT, "90", "lengths")
     assert rows == [{"attn_fwd_kernel": 1, "attn_bwd_dkdv_kernel": 1, "attn_bwd_dq_kernel": 1}]

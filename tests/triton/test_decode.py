@@ -195,7 +195,8 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("form", ["packed", "dense", "contiguous"])
 def test_appending_turns_and_writes(form: str, interleaved: bool):
     """The fused kernel does what `apply_rotary` and indexing do; slots of -1 are written nowhere."""
-    cos, sin = (t.to(DEVICE) for t in rotary_tables(torch.arange(50), 12))
+    tables = (torch.cat((t, t), 1).to(DEVICE) for t in rotary_tables(torch.arange(50), 12))
+    cos, sin = (t[:, :6] for t in tables)  # views, as of a model's tables, which have each angle twice
     shape = {"packed": (6,), "dense": (3, 2), "contiguous": (3, 2)}[form]
     q, k, v = (randn(*shape, h, d) for h, d in ((18, 16), (2, 16), (2, 20)))
     storages = [torch.zeros(3, 16, 2, d, device=DEVICE) for d in (16, 20)]

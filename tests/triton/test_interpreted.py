@@ -1,4 +1,4 @@
-"""Without a GPU, the tests of this folder run under Triton's interpreter, in a process of their own.
+"""Without a GPU, tests of Triton kernels run under Triton's interpreter, in a process of their own.
 
 The interpreter has to be chosen before triton is imported, which other tests may do.
 """
@@ -24,14 +24,16 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("test_attention.py", "not slow"),
-        pytest.param("test_attention.py", "slow", marks=pytest.mark.slow),
-        ("test_decode.py", "not slow"),
-        pytest.param("test_decode.py", "slow", marks=pytest.mark.slow),
+        ("triton/test_attention.py", "not slow"),
+        pytest.param("triton/test_attention.py", "slow", marks=pytest.mark.slow),
+        ("triton/test_decode.py", "not slow"),
+        pytest.param("triton/test_decode.py", "slow", marks=pytest.mark.slow),
+        ("triton/test_chunks.py", "not slow"),
+        ("hopper/test_backward_rows.py", "not slow"),
     ],
 )
 def test_under_the_interpreter(name: str, kind: str):
-    tests = Path(__file__).with_name(name)
+    tests = Path(__file__).parents[1] / name
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},

@@ -20,6 +20,7 @@ import torch
 
 from tilewise.bench.cases import Case
 from tilewise.bench.errors import BenchError
+from tilewise.device import processor_name
 
 SCHEMA_VERSION = 1
 KIND = "tilewise-bench"
@@ -52,15 +53,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _cpu_device() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return {
         "type": "cpu",
-        "name": name,
+        "name": processor_name(),
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }

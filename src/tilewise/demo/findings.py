@@ -9,7 +9,6 @@ import platform
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from tilewise.demo.generate import SCORE_BOUND, Generation
 from tilewise.demo.lengths import PASSES, Cell, Table
 from tilewise.demo.methods import SDPA, STANDARD, TILEWISE
 from tilewise.demo.train import BOUND_SHARE, FIRST_BOUND, Training
+from tilewise.device import processor_name
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,7 @@ def facts(device: torch.device, text: str, model: str) -> Facts:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda})"
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{name}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+    return f"{processor_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
 
 
 def loss_sentence(training: Training) -> str:

@@ -34,7 +34,14 @@ from tilewise.hopper.backward_loads import (
     to_next_keys,
     to_next_queries,
 )
-from tilewise.hopper.backward_ranges import next_tile, query_tiles, scratch_tile, turn_of_keys
+from tilewise.hopper.backward_ranges import (
+    next_tile,
+    query_tiles,
+    scratch_tile,
+    slot_counter,
+    staggered,
+    turn_of_keys,
+)
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.hopper.compat import (
     add_tile,
@@ -46,6 +53,7 @@ from tilewise.hopper.compat import (
     mbarrier,
     meet,
     signal,
+    start_next_kernel,
     store_tile,
     wait_for_own_stores,
     wait_for_stores,
@@ -54,11 +62,12 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import receive
+from tilewise.hopper.schedule import answer, draw, receive
 
 UNSPECIALIZED = BackwardSizes._fields
 LEFT = gl.constexpr(9)  # + W: the signal that warpgroup W has left a part of dQ
 TAKEN = gl.constexpr(11)  # + W: that it has been read
+STORED = gl.constexpr(1 << 24)  # in the counter of a query tile's dQ: its first part is in memory
 
 
 @gluon.jit
@@ -236,51 +245,70 @@ def store_keys(W: gl.constexpr, dk, dv, keys, zero, place, dk_desc, dv_desc, ch,
 
 @gluon.jit
 def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
-    """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup."""
-    turn = 0
-    work = receive(ch.work, turn, 1)
+    """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup.
+
+    Nobody writes zeros: the first to claim a query tile, or deterministic the first in turn, stores.
+    """
+    use = 0
+    work = receive(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
-        for _ in range(tiles.count() * sizes.group_size):
-            scratch = scratch_tile(work, head, tile, sizes, cfg)
-            own_turn = 0 * scratch
+        scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
+        steps = tiles.count() * sizes.group_size
+        if not cfg.IS_DETERMINISTIC:
+            ticket = draw(turns + scratch, IS_ACQUIRE=True)
+        for step in range(steps):
+            counter = turns + scratch
             if cfg.IS_DETERMINISTIC:
-                own_turn = turn_of_keys(tile, work, sizes, cfg)
-                await_turn(turns + scratch, own_turn)
+                turn = turn_of_keys(tile, work, sizes, cfg)
+                await_count(counter, turn)
+            else:
+                turn = answer(ticket)
+                if (turn > 0) & (turn < STORED):
+                    await_count(counter, STORED)
             for w in gl.static_range(2):
                 await_signal(LEFT + w)
-                add_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), own_turn, cfg)
+                write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), turn)
+            head, tile = next_tile(head, tile, tiles)
+            scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
+            if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
+                ticket = draw(turns + scratch, step + 1 < steps, IS_ACQUIRE=True)
             for w in gl.static_range(2):
                 wait_for_stores(1 - w)
                 signal(TAKEN + w)
             if cfg.IS_DETERMINISTIC:
                 wait_for_writes()
-                gl.atomic_add(turns + scratch, gl.where(own_turn < 0, 0, 1), sem="release")
-            head, tile = next_tile(head, tile, tiles)
-        turn += 1
-        work = receive(ch.work, turn, 1)
+                gl.atomic_add(counter, gl.where(turn < 0, 0, 1), sem="release")
+            elif turn == 0:
+                wait_for_writes()
+                gl.atomic_add(counter, STORED, sem="release")
+        if cfg.ENDS_UNEVENLY:
+            wait_for_writes()
+            gl.atomic_add(slot_counter(turns, work, sizes, cfg), 1, sem="release")
+        use += 1
+        work = receive(ch.work, use, 1)
 
 
 @gluon.jit
-def add_dq(dq_desc, row, smem, turn, cfg: gl.constexpr):
-    """Start adding a part of dQ. In deterministic mode the first in turn stores: nobody wrote zeros."""
-    if cfg.IS_DETERMINISTIC:
-        if turn == 0:
-            store_tile(dq_desc, [row, 0], smem)
-        elif turn > 0:  # -1: no query sees these keys, and perhaps nobody has stored yet
-            add_tile(dq_desc, [row, 0], smem)
-    else:
+def write_dq(dq_desc, row, smem, turn):
+    """Start copying a part of dQ to memory: stored if nobody was there before, or added."""
+    if turn == 0:
+        store_tile(dq_desc, [row, 0], smem)
+    elif turn > 0:  # deterministic, -1: no query sees these keys, and perhaps nobody has stored yet
         add_tile(dq_desc, [row, 0], smem)
 
 
 @gluon.jit
-def await_turn(ptr, turn):
-    """Wait until `turn` others have added. They started earlier: work is drawn in order, so no deadlock."""
-    now = gl.atomic_add(ptr, 0, sem="acquire")
-    while now < turn:
-        now = gl.atomic_add(ptr, 0, sem="acquire")
+def await_count(counter, least):
+    """Wait for others, each of which has started already: no deadlock.
+
+    Whoever has claimed a tile waits for nobody before it stores. In turn, work is drawn in that order.
+    """
+    now = gl.atomic_add(counter, 0, sem="acquire")
+    while now < least:
+        now = gl.atomic_add(counter, 0, sem="acquire")
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -297,6 +325,8 @@ def attn_bwd_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    if cfg.ENDS_UNEVENLY:
+        start_next_kernel()  # its programs run on SMs that have nothing left to do
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [

@@ -30,6 +30,16 @@ class BackwardConfig:
         return self.IS_DETERMINISTIC and self.HAS_RIGHT
 
     @property
+    def ENDS_UNEVENLY(self) -> bool:
+        """Whether SMs are idle at the end, for the next kernel to start early. Where not, that costs 2%."""
+        return self.HAS_LEFT or not self.HAS_RIGHT
+
+    @property
+    def STAGGERED(self) -> bool:
+        """Whether tiles of keys start at different queries."""
+        return not (self.HAS_LEFT or self.HAS_RIGHT or self.IS_DETERMINISTIC)
+
+    @property
     def maxnreg(self) -> int:
         """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
         return 65536 // (3 * 128) // 8 * 8

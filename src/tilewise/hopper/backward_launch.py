@@ -75,14 +75,13 @@ def steps(
     query, key, value, out, lse, dout = given
     dq, dk, dv, stats, dq_sum = new
     dlse, cu_q, cu_k, *ordered = optional
-    turns = None
-    if cfg.IS_DETERMINISTIC:
-        turns = torch.empty(stats.shape[0], dtype=torch.int32, device=stats.device)
+    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    turns = torch.empty(stats.shape[0] + slots, dtype=torch.int32, device=stats.device)
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, dq_sum, turns)),
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
-        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns)),
+        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns, ordered[1])),
     ]
 
 
@@ -140,11 +139,11 @@ def scratch_shapes(
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, dlse, cu_seqlens_q, stats, dq, turns = tensors
+    out, dout, lse, dlse, cu_seqlens_q, stats, turns = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, dlse, stats, dq, turns, cu_seqlens_q)
+    pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
@@ -205,7 +204,7 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
         group_size=problem.group_size,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=section(problem, num_slots) if isinstance(cfg, WideBackwardConfig) else 1,
+        section=section(problem, num_slots),
         tiles_q=query_tiles_of(problem, rows, cfg),
         window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
         window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
@@ -215,27 +214,31 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
 def section(problem: AttentionProblem, num_slots: int) -> int:
     """How many slots' tiles are drawn together: causal, as many as the L2 cache holds queries or keys of.
 
-    The tiles that have least to do then come last, and the SMs end at the same time.
+    The tiles that have least to do then come last, and the SMs end at the same time. Of the query heads of a
+    group one after another is worked on.
     """
     visibility = problem.visibility()
     if visibility.right is None or visibility.left is not None:
         return 1
-    rows = max(problem.seqlen_q * problem.group_size, problem.seqlen_k)
-    return section_size(
-        num_slots, max(1, SECTION_BYTES // (2 * rows * (problem.head_dim + problem.head_dim_v)))
-    )
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    rows = max(problem.seqlen_q, problem.seqlen_k)
+    return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
 
 
 def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
-    dq, cu_seqlens_q, sums, turns = tensors
+    dq, cu_seqlens_q, sums, turns, first_tile = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
-    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch)
-    arguments = (sums, turns, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
-    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M)
-    return Launch(attn_bwd_finish_kernel, sums.numel() // CHUNK, (*arguments, *constants), num_warps=4)
+    key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size, key_tiles)
+    arguments = (sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
+    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M, cfg.ENDS_UNEVENLY)
+    programs, is_early = sums.numel() // CHUNK, cfg.ENDS_UNEVENLY
+    return Launch(
+        attn_bwd_finish_kernel, programs, (*arguments, *constants), num_warps=4, launch_pdl=is_early
+    )
 
 
 def row_strides(t: Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
     bits 8-11             parity of each slot's round
 """
 
-from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
+from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
@@ -137,11 +137,13 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tile = tiles.begin
         head = work.head * sizes.group_size
         state = load_keys(state, k_desc, work, ch, cfg)
-        state = load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+        first = staggered(tile, tiles, work, cfg)
+        state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free
         for _ in range(1, tiles.count() * sizes.group_size):
             head, tile = next_tile(head, tile, tiles)
-            state = load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+            place = staggered(tile, tiles, work, cfg)
+            state = load_queries(state, head, place, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = drawn(draw(counter))
         turn += 1
     finish(ch.work, turn, index, counter)

@@ -58,6 +58,18 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
+def staggered(tile, tiles, work, cfg: gl.constexpr):
+    """The query tile that comes as number `tile`.
+
+    If all keys see all queries, tiles of keys that start together start at different queries: they would
+    wait for each other at each query tile's dQ.
+    """
+    if cfg.STAGGERED:
+        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
+    return tile
+
+
+@gluon.jit
 def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
 
@@ -149,6 +161,16 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
+
+
+@gluon.jit
+def slot_counter(turns, work, sizes, cfg: gl.constexpr):
+    """Counts the tiles of keys of a slot whose dQ is complete. It comes after the counters of query tiles."""
+    slot = work.head
+    heads = sizes.num_slots * sizes.group_size
+    if not cfg.IS_PACKED:
+        slot = work.batch * (sizes.num_slots // sizes.batch) + work.head
+    return turns + heads * sizes.tiles_q + slot
 
 
 @gluon.jit

@@ -35,14 +35,14 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
 def attn_bwd_prepare_kernel(
-    out, do, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, turns_ptr, cu_seqlens_q,
+    out, do, lse_ptr, dlse_ptr, stats_ptr, turns_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
     tiles_q, num_heads, seqlen_q, total_q, batch,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """stats [2, BLOCK_M] of a query tile: lse in units of log2, delta = rowsum(dO * O) - dlse.
 
-    Zeros for dQ, or for the number of those that have added to it: then the first one stores.
+    A zero for those that have claimed a part in its dQ, of which the first one stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
     number = tl.program_id(0).to(tl.int64)
@@ -69,18 +69,18 @@ def attn_bwd_prepare_kernel(
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + number, 0)
-    elif dq_ptr is not None:
-        element = offset[:, None] * BLOCK_D + cols
-        tl.store(dq_ptr + number * (BLOCK_M * BLOCK_D) + element, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
+        tl.store(turns_ptr + tl.num_programs(0) + slot, 0, mask=tile == 0)
 
 
-@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch"])
+@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles"])
 def attn_bwd_finish_kernel(
-    sums_ptr, turns_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head, scale,
-    tiles_q, num_heads, seqlen_q, batch, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
+    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sums, in its own layout and dtype. A program undoes the order of a [64, 64] part.
 
+    If they start early, on SMs that have no work left in the main kernel, they wait for all keys of a head.
     Where nobody has had a turn the sums were never written, and dQ is 0.
     """
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
@@ -89,9 +89,13 @@ def attn_bwd_finish_kernel(
     tile = tl.program_id(0) // PARTS % tiles_q
     slot = tl.program_id(0) // PARTS // tiles_q
     b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
+    if IS_EARLY:
+        if first_tile_ptr is not None:
+            key_tiles = tl.load(first_tile_ptr + batch)
+        prefetch(sums_ptr + chunk * 4096 + tl.arange(0, 128) * 32)
+        await_count(turns_ptr + tl.num_programs(0) // PARTS + slot // group_size, key_tiles)
     x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
-    if turns_ptr is not None:
-        x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
+    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
     # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
     x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     x = tl.reshape(x, (64, 64)) * scale
@@ -100,3 +104,21 @@ def attn_bwd_finish_kernel(
     dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
     ptrs = dq_base + (start + i).to(tl.int64)[:, None] * dq_stride_row + col[None, :]
     tl.store(ptrs, x.to(dq.dtype.element_ty), mask=(i < own)[:, None] & (col < DIM)[None, :])
+    if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
+
+
+@triton.jit
+def await_count(counter, least):
+    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started."""
+    while tl.atomic_add(counter, 0, sem="acquire") < least:
+        while tl.load(counter, volatile=True) < least:
+            pass
+
+
+@triton.jit
+def prefetch(ptrs):
+    """Bring lines of 128 bytes to the L2 cache, where others may still add to them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -2,7 +2,7 @@
 
 from tilewise.hopper.backward_ranges import hide_transposed
 from tilewise.hopper.compat import gl, gluon
-from tilewise.hopper.softmax import exp2
+from tilewise.hopper.softmax import exp2, tanh_of_scores
 
 
 @gluon.jit
@@ -29,7 +29,7 @@ def pinned(x):
 def exponents(s, lse, factors, cfg: gl.constexpr):
     """(log2 of the weights, derivative of the softcap) of finished products; lse broadcasts to them."""
     if cfg.HAS_SOFTCAP:
-        t = 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))  # tanh
+        t = tanh_of_scores(s, factors)
         x, slope = t * factors.softcap_log2e - lse, 1.0 - t * t
     else:
         x, slope = s * factors.scale_log2e - lse, 1.0

@@ -16,14 +16,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import opaque_zero, pinned, probabilities, score_gradient
-from tilewise.hopper.backward_wide import (
-    accumulate_parts,
-    await_parts,
-    product,
-    scaled,
-    stats_of,
-    zero_parts,
-)
+from tilewise.hopper.backward_wide import stats_of
 from tilewise.hopper.channel import Ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
     HOLDS_NEXT_S,
@@ -43,9 +36,8 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
-
-UNSPECIALIZED = BackwardSizes._fields
+from tilewise.hopper.products import accumulate_parts, await_parts, product, scaled, zero_parts
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, receive, send
 
 
 @aggregate
@@ -59,23 +51,11 @@ class Channels:
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_DV] or packed [1, 1, ...] beside each q
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
 
-    @gluon.constexpr_function
-    def __init__(self, work, k, v, q, do, stats):
-        self.work = work
-        self.k = k
-        self.v = v
-        self.q = q
-        self.do = do
-        self.stats = stats
-
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -159,13 +139,13 @@ def finish_step(
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
     take_turn(W)
     if HOLDS_NEXT_S:
-        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        dp = product(v, do.permute((1, 0)))
         dv = warpgroup_mma(p, do, dv, is_async=True)
         pass_turn(W)
         dp = warpgroup_mma_wait(1, deps=(dp,))  # P^T dO may still run
     else:  # dP takes registers only when P is complete
         dv = warpgroup_mma(p, do, dv, is_async=True)
-        dp = product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+        dp = product(v, do.permute((1, 0)))
         pass_turn(W)
         dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
     ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
@@ -236,7 +216,7 @@ def store_parts(parts, desc, tiles, first, place):
         store_tile(desc, place[:-1] + (i * WIDTH,), as_block(tiles.index(first + i), desc))  # noqa: RUF005
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_slim_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -256,7 +236,7 @@ def attn_bwd_slim_keys_kernel(
         make_tile_ring(v_desc, 1, 2, 2),
         make_tile_ring(q_desc, cfg.STAGES, cfg.PARTS, 2),
         make_tiles(do_desc, cfg.STAGES),
-        gl.allocate_shared_memory(gl.float32, [cfg.STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+        make_tiles(stats_desc, cfg.STAGES),
     )
     gl.warp_specialize(
         [

@@ -21,7 +21,7 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.hopper.backward_scores import pinned, probabilities, score_gradient
-from tilewise.hopper.channel import Ring, make_ring, make_tile_ring
+from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import (
     aggregate,
     as_block,
@@ -29,7 +29,6 @@ from tilewise.hopper.compat import (
     gl,
     gluon,
     load_tile,
-    mbarrier,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -37,9 +36,15 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.forward import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
-from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, receive, send
-
-UNSPECIALIZED = BackwardSizes._fields
+from tilewise.hopper.products import (
+    accumulate_parts,
+    await_parts,
+    product,
+    product_of_parts,
+    scaled,
+    zero_parts,
+)
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, receive, send
 
 
 @aggregate
@@ -47,94 +52,18 @@ class Channels:
     """All that the roles exchange; shapes are of one slot. `work` has a reader in each warpgroup."""
 
     work: Ring
-    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; keys kernel: `stats` arrives on the same barrier
+    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; `stats` arrives on the same barrier
     do: Ring  # [BLOCK_M, BLOCK_DV]
     k: Ring  # [64, PART_WIDTH] x PARTS
     v: Ring  # [64, BLOCK_DV]
-    weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other; queries kernel: not used
+    weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
 
-    @gluon.constexpr_function
-    def __init__(self, work, q, do, k, v, weight, stats):
-        self.work = work
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.weight = weight
-        self.stats = stats
-
 
 @gluon.jit
-def product(a, b, layout: gl.constexpr):
-    """Start a @ b."""
-    zeros = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
-    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def product_of_parts(a, use_a, b, use_b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, cfg: gl.constexpr):
-    """Start a @ b^T [ROWS, COLUMNS] of two rings' tiles, one group of products for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    s = gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
-    for part in gl.static_range(PARTS):
-        a_part = a.part(use_a, part).reshape([ROWS, cfg.PART_WIDTH])
-        b_part = b.part(use_b, part).reshape([COLUMNS, cfg.PART_WIDTH])
-        s = warpgroup_mma(a_part, b_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def zero_parts(cfg: gl.constexpr):
-    """Accumulators of 64 rows, one for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    parts = ()
-    for _ in gl.static_range(PARTS):
-        zeros = gl.full([64, cfg.PART_WIDTH], 0.0, gl.float32, accumulator_layout(cfg.PART_WIDTH))
-        parts = parts + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
-    return parts
-
-
-@gluon.jit
-def accumulate_parts(a, ring, use, parts, cfg: gl.constexpr):
-    """Start parts += a @ the tile of a use, one group of products for each part of the head."""
-    PARTS: gl.constexpr = cfg.PARTS
-    sums = ()
-    for part in gl.static_range(PARTS):
-        b = ring.part(use, part).reshape([a.shape[1], cfg.PART_WIDTH])
-        sums = sums + (warpgroup_mma(a, b, parts[part], is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
-    return sums
-
-
-@gluon.jit
-def await_parts(parts, REST: gl.constexpr, cfg: gl.constexpr):
-    """Wait for all but the last REST products; those before have the sums `parts`."""
-    sums = warpgroup_mma_wait(REST, deps=parts)
-    if cfg.PARTS == 1:
-        sums = (sums,)
-    return sums
-
-
-@gluon.jit
-def scaled(parts, factor):
-    """Each of the parts times a number."""
-    scaled_parts = ()
-    for i in gl.static_range(len(parts)):
-        scaled_parts = scaled_parts + (parts[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
-    return scaled_parts
-
-
-@gluon.jit
-def keys_load_role(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr
-):
+def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    PARTS: gl.constexpr = cfg.PARTS
-    Q_BYTES: gl.constexpr = PARTS * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far
@@ -149,14 +78,9 @@ def keys_load_role(
         for step in range(tiles.count() * sizes.group_size):
             row = tile * cfg.BLOCK_M
             place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
-            ch.q.acquire(use)
-            bar_q = ch.q.full.index(use % cfg.STAGES)
-            mbarrier.expect(bar_q, Q_BYTES)
-            for part in gl.static_range(PARTS):
-                part_place = place[:-1] + (part * cfg.PART_WIDTH,)  # noqa: RUF005
-                load_tile(q_desc, part_place, bar_q, ch.q.part(use, part))
-            scratch = scratch_tile(work, head, tile, sizes, cfg)
-            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(use % cfg.STAGES))
+            ch.q.load(use, q_desc, place, cfg.PARTS, stats_desc.block_type.nbytes)
+            scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
+            load_tile(stats_desc, [scratch, 0], ch.q.full.index(slot), ch.stats.index(slot))
             if step == 0:
                 ch.v.load(turn, v_desc, place_k, 1)
             ch.do.load(use, do_desc, place, 1)
@@ -210,7 +134,7 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
 def start_s(turn, use, ch, cfg: gl.constexpr):
     """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
     ch.q.wait(use)
-    return product_of_parts(ch.k, turn, ch.q, use, 64, cfg.BLOCK_M, cfg)
+    return product_of_parts(ch.k, turn, ch.q, use, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit
@@ -271,7 +195,7 @@ def start_dp(v, use, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T [64, BLOCK_M] of a query tile, once its dO has arrived."""
     ch.do.wait(use)
     do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
-    return product(v, do.permute((1, 0)), accumulator_layout(cfg.BLOCK_M))
+    return product(v, do.permute((1, 0)))
 
 
 @gluon.jit
@@ -292,16 +216,23 @@ def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
     pieces = parts
     if parts[0].shape[1] > WIDTH:
         pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    tile = as_block(smem, desc)
     place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(pieces)):
-        tile.reshape([64, WIDTH]).store(pieces[i].to(desc.dtype))
-        fence_async_shared()  # the stores above are visible to the TMA copy
-        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+        store_part(pieces[i], i, desc, place, smem)
         wait_for_stores(0)  # the tile has been read
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit
+def store_part(x, i, desc, place, smem):
+    """Start a TMA copy of x [64, WIDTH] to columns [i * WIDTH, ...) of the rows at `place`."""
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    tile = as_block(smem, desc)
+    tile.reshape([64, WIDTH]).store(x.to(desc.dtype))
+    fence_async_shared()  # the stores above are visible to the TMA copy
+    store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -324,13 +255,13 @@ def attn_bwd_wide_keys_kernel(
         make_tile_ring(k_desc, 1, cfg.PARTS, 1),
         make_tile_ring(v_desc, 1, 1, 1),
         make_ring(gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], weight_layout), 2, 1, 1),
-        gl.allocate_shared_memory(gl.float32, [cfg.STAGES] + stats_desc.block_shape, stats_desc.layout),  # noqa: RUF005
+        make_tiles(stats_desc, cfg.STAGES),
     )
     gl.warp_specialize(
         [
             (weight_role, (dv_desc, ch, sizes, factors, cfg)),
             (gradient_role, (dk_desc, ch, sizes, factors, cfg)),
-            (keys_load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],

@@ -56,7 +56,7 @@ def steps(
     dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     counter, tensors = scheduler_counter(stats.device), (query, key, value, dout, cu_q, cu_k)
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None, None)),
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
         Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
         Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter)),
     ]

@@ -9,7 +9,20 @@ from tilewise.hopper.arguments import Packing
 from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
 from tilewise.hopper.backward_ranges import scratch_tile
 from tilewise.hopper.backward_scores import exponents, opaque_zero, pinned
-from tilewise.hopper.backward_wide import (
+from tilewise.hopper.backward_wide import store_part
+from tilewise.hopper.channel import Ring, make_tile_ring
+from tilewise.hopper.compat import (
+    aggregate,
+    gl,
+    gluon,
+    pass_turn,
+    take_turn,
+    wait_for_stores,
+    warpgroup_mma_wait,
+)
+from tilewise.hopper.forward import coords
+from tilewise.hopper.layouts import operand_layout, row_layout
+from tilewise.hopper.products import (
     accumulate_parts,
     await_parts,
     product,
@@ -17,24 +30,10 @@ from tilewise.hopper.backward_wide import (
     scaled,
     zero_parts,
 )
-from tilewise.hopper.channel import Ring, make_tile_ring
-from tilewise.hopper.compat import (
-    aggregate,
-    as_block,
-    fence_async_shared,
-    gl,
-    gluon,
-    pass_turn,
-    store_tile,
-    take_turn,
-    wait_for_stores,
-    warpgroup_mma_wait,
-)
-from tilewise.hopper.forward import coords
-from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
 from tilewise.hopper.ranges import hide, key_tiles
 from tilewise.hopper.schedule import (
     Work,
+    count_work,
     draw,
     drawn,
     finish,
@@ -46,8 +45,6 @@ from tilewise.hopper.schedule import (
 )
 from tilewise.hopper.softmax import exp2
 
-UNSPECIALIZED = BackwardSizes._fields
-
 
 @aggregate
 class Channels:
@@ -58,14 +55,6 @@ class Channels:
     do: Ring  # [64, BLOCK_DV], likewise
     k: Ring  # [BLOCK_N, PART_WIDTH] x PARTS
     v: Ring  # [BLOCK_N, BLOCK_DV]
-
-    @gluon.constexpr_function
-    def __init__(self, work, q, do, k, v):
-        self.work = work
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
 
 
 @gluon.jit
@@ -91,12 +80,9 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
-def queries_load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots * sizes.group_size
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots * sizes.group_size
+    num_work = count_work(sizes, packing, cfg) * sizes.group_size
     index = gl.program_id(0)
     turn = 0
     use = 0  # key tiles so far
@@ -184,14 +170,10 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
 @gluon.jit
 def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
     """Store dQ of 64 queries, part by part, through the tile of Q; rows past the end are cut."""
-    WIDTH: gl.constexpr = desc.block_shape[-1]
     place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(dq)):
-        tile = as_block(ring.part(use, i), desc)
-        tile.reshape([64, WIDTH]).store(dq[i].to(desc.dtype))
-        fence_async_shared()  # the stores above are visible to the TMA copy
-        store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
-    wait_for_stores(0)  # the tile has been read
+        store_part(dq[i], i, desc, place, ring.part(use, i))
+    wait_for_stores(0)  # the tiles have been read
 
 
 @gluon.jit
@@ -207,7 +189,7 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start S = Q K^T [64, BLOCK_N] of a key tile that has arrived."""
-    return product_of_parts(ch.q, W + zero, ch.k, use, 64, cfg.BLOCK_N, cfg)
+    return product_of_parts(ch.q, W + zero, ch.k, use, cfg.BLOCK_N, cfg)
 
 
 @gluon.jit
@@ -215,7 +197,7 @@ def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start dP = dO V^T [64, BLOCK_N]."""
     do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-    return product(do, v.permute((1, 0)), accumulator_layout(cfg.BLOCK_N))
+    return product(do, v.permute((1, 0)))
 
 
 @gluon.jit
@@ -233,7 +215,7 @@ def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
     return exp2(x), slope
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -258,7 +240,7 @@ def attn_bwd_wide_queries_kernel(
         [
             (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
             (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
-            (queries_load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],

@@ -26,14 +26,6 @@ class Ring:
     STAGES: gl.constexpr
     PARTS: gl.constexpr  # of a tile, side by side along its last dimension
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES, PARTS):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-        self.PARTS = gl.constexpr(PARTS)
-
     @gluon.jit
     def part(self, use, part):
         """Shared memory of one part of a use's tile."""
@@ -49,20 +41,23 @@ class Ring:
         mbarrier.wait(self.empty.index(use % self.STAGES), self.parity(use) ^ 1)
 
     @gluon.jit
-    def load(self, use, desc, coords, PARTS: gl.constexpr):
-        """Producer: acquire the slot and start TMA copies of its first PARTS parts."""
+    def load(self, use, desc, coords, PARTS: gl.constexpr, MORE_BYTES: gl.constexpr = 0):
+        """Producer: acquire the slot and start TMA copies of its first PARTS parts.
+
+        MORE_BYTES: of other copies that the producer then starts, for the barrier of the same slot.
+        """
         WIDTH: gl.constexpr = desc.block_shape[-1]
         self.acquire(use)
         bar_full = self.full.index(use % self.STAGES)
-        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes)
+        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes + MORE_BYTES)
         for part in gl.static_range(PARTS):
             part_coords = coords[:-1] + (part * WIDTH,)  # noqa: RUF005
             load_tile(desc, part_coords, bar_full, self.part(use, part))
 
     @gluon.jit
-    def publish(self, use, when=True):
+    def publish(self, use):
         """Producer: the slot was filled by ordinary stores."""
-        mbarrier.arrive(self.full.index(use % self.STAGES), count=1, pred=when)
+        mbarrier.arrive(self.full.index(use % self.STAGES), count=1)
 
     @gluon.jit
     def wait(self, use):

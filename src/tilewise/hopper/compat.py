@@ -1,5 +1,7 @@
 """Every name that Gluon changes between releases, under one name (Triton 3.6 to 3.9)."""
 
+from typing import dataclass_transform
+
 from triton._C.libtriton import ir as _ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core as _core
 
-aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
+_shared = gl.shared_memory_descriptor
+_reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else _core._aggregate
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
@@ -23,29 +27,35 @@ wait_for_stores = tma.store_wait
 # make of it needs more registers than there are, and ptxas would run all products one by one.
 HOLDS_NEXT_S = gl.constexpr(not hasattr(tma, "async_load"))
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
-    @gluon.jit
-    def as_blocks(smem, COUNT: gl.constexpr, desc):
-        """Shared memory as COUNT blocks of a TMA descriptor."""
-        return smem.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+@dataclass_transform()
+def aggregate(cls):
+    """Class decorator: values that go through a kernel under one name.
 
-    @gluon.jit
-    def as_block(smem, desc):
-        """Shared memory as one block of a TMA descriptor."""
-        return smem.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    The constructor takes one for each annotation, in their order, unless the class has its own.
+    """
+    kinds = cls.__annotations__
+    names = gl.constexpr(tuple(kinds))  # a constexpr: so they count in Triton's cache keys
 
-else:
+    def __init__(self, *values):
+        for name, value in zip(names.value, values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
 
-    @gluon.jit
-    def as_blocks(smem, COUNT: gl.constexpr, desc):
-        """Shared memory as COUNT blocks of a TMA descriptor."""
-        return smem._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+    if "__init__" not in cls.__dict__:
+        cls.__init__ = gluon.constexpr_function(__init__)
+    return _aggregate(cls)
 
-    @gluon.jit
-    def as_block(smem, desc):
-        """Shared memory as one block of a TMA descriptor."""
-        return smem._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+@gluon.jit
+def as_blocks(smem, COUNT: gl.constexpr, desc):
+    """Shared memory as COUNT blocks of a TMA descriptor."""
+    return _reinterpret(smem, desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def as_block(smem, desc):
+    """Shared memory as one block of a TMA descriptor."""
+    return _reinterpret(smem, desc.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
@@ -81,28 +91,36 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
 
 
+@gluon.constexpr_function
+def _with_result(instructions):
+    return instructions + " mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _execute(INSTRUCTIONS: gl.constexpr, operand=0):
+    """Run PTX instructions, which may read $1, where this stands; nothing comes of them."""
+    ASM: gl.constexpr = _with_result(INSTRUCTIONS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [operand], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def wait_for_own_stores():
     """Wait until the TMA copies that this thread has started have been read from shared memory.
 
     Unlike `wait_for_stores` no barrier: other threads know it after the next one.
     """
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group.read 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _execute("cp.async.bulk.wait_group.read 0;")
 
 
 @gluon.jit
 def wait_for_writes():
     """Wait until this thread's TMA copies to global memory are complete, not only read from shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _execute("cp.async.bulk.wait_group 0;")
 
 
 @gluon.constexpr_function
 def _turn(operation, number):
-    return f"bar.{operation} {number}, 256; mov.b32 $0, 0;"
+    return f"bar.{operation} {number}, 256;"
 
 
 @gluon.jit
@@ -112,13 +130,12 @@ def meet():
     One instruction. A wait on an mbarrier is a loop, and a loop between the start and the end of a product
     with a register operand would make ptxas run all products one by one.
     """
-    ASM: gl.constexpr = _turn("sync", 8)
-    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    _execute(_turn("sync", 8))
 
 
 @gluon.constexpr_function
 def _barrier(operation, number):
-    return f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p bar.{operation} {number}, 160; mov.b32 $0, 0; }}"
+    return f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p bar.{operation} {number}, 160; }}"
 
 
 @gluon.jit
@@ -128,45 +145,37 @@ def signal(NUMBER: gl.constexpr, when=1):
     A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`; turns take 8 and 9, in kernels without
     either. Like that one instruction, and nobody waits here. `when` is 0 or not, in all threads alike.
     """
-    ASM: gl.constexpr = _barrier("arrive", NUMBER)
-    gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
+    _execute(_barrier("arrive", NUMBER), when)
 
 
 @gluon.jit
 def await_signal(NUMBER: gl.constexpr, when=1):
     """Wait for a `signal` of the other side; each is waited for once before the next is given."""
-    ASM: gl.constexpr = _barrier("sync", NUMBER)
-    gl.inline_asm_elementwise(ASM, "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1)
+    _execute(_barrier("sync", NUMBER), when)
 
 
 @gluon.jit
 def take_turn(W: gl.constexpr):
     """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
-    ASM: gl.constexpr = _turn("sync", 8 + W)
-    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    _execute(_turn("sync", 8 + W))
 
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
     """Warpgroup W lets the other one go on, and does not wait."""
-    ASM: gl.constexpr = _turn("arrive", 9 - W)
-    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    _execute(_turn("arrive", 9 - W))
 
 
 @gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _execute("griddepcontrol.launch_dependents;")
 
 
 @gluon.jit
 def wait_for_previous_kernel():
     """Wait until the stream's previous kernel has ended and what it wrote can be read."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _execute("griddepcontrol.wait;")
 
 
 __all__ = [

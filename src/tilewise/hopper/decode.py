@@ -35,10 +35,9 @@ from tilewise.hopper.decode_load import load_role
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import hand_over, load_queries, store_piece, store_rows, take_over
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
+from tilewise.hopper.products import product
 from tilewise.hopper.ranges import hide
-from tilewise.hopper.softmax import Factors, online_softmax, softcapped
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from tilewise.hopper.softmax import LOG2_E, Factors, online_softmax, softcapped
 
 
 @aggregate
@@ -50,14 +49,6 @@ class Shared:
     q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
     half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, q, half, half_stats):
-        self.k = k
-        self.v = v
-        self.q = q
-        self.half = half
-        self.half_stats = half_stats
 
 
 @gluon.jit
@@ -133,9 +124,7 @@ def mma_role(
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         for n in range((W - use) & (cfg.WARPGROUPS - 1), piece.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
-            zero = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
-            k_tile = k_ring.part(use + n, 0).permute((1, 0))
-            s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+            s = product(q_tile, k_ring.part(use + n, 0).permute((1, 0)))
             s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
             k_ring.release(use + n)
             p, m, l, alpha = weigh(s, m, l, piece.tile + n, slope_log2, piece, sizes, factors, cfg)

@@ -25,8 +25,6 @@ MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiproces
 USUAL_SMS = 132
 GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
 
-_N = len(Inputs._fields)
-
 
 def supports(problem: AttentionProblem) -> str | None:
     """None if the decoding kernels serve the problem, of which the other kernels' reasons are known."""

@@ -4,9 +4,7 @@ from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.hopper.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.hopper.decode_plan import make_line, number_of, piece_index, worker_of
 from tilewise.hopper.decode_rows import places, store_rows
-from tilewise.hopper.softmax import exp2, finite_or_zero
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from tilewise.hopper.softmax import LOG2_E, exp2, finite_or_zero
 
 
 @gluon.constexpr_function

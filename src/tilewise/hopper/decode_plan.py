@@ -27,13 +27,6 @@ class Line:
     ends: gl.tensor
     start: gl.tensor  # units of a segment's start
 
-    @gluon.constexpr_function
-    def __init__(self, lengths, units, ends, start):
-        self.lengths = lengths
-        self.units = units
-        self.ends = ends
-        self.start = start
-
 
 @aggregate
 class Piece:
@@ -49,19 +42,6 @@ class Piece:
     kv_head: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, batch, segment, tile, count, units, is_whole, row, kv_head, seqlen_q, seqlen_k):
-        self.batch = batch
-        self.segment = segment
-        self.tile = tile
-        self.count = count
-        self.units = units
-        self.is_whole = is_whole
-        self.row = row
-        self.kv_head = kv_head
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
 
 
 @gluon.constexpr_function

@@ -5,9 +5,7 @@ Row r of a segment's tile is query r // PACK and, of the heads that share its ke
 
 from tilewise.hopper.compat import fence_async_shared, gl, gluon
 from tilewise.hopper.layouts import accumulator_layout, row_layout
-from tilewise.hopper.softmax import exp2, finite_or_zero
-
-LN_2 = gl.constexpr(0.6931471805599453)
+from tilewise.hopper.softmax import LN_2, exp2, finite_or_zero
 
 
 @gluon.jit

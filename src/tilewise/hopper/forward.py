@@ -31,9 +31,12 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
+from tilewise.hopper.products import product_of_parts
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
-from tilewise.hopper.schedule import draw, drawn, finish, locate, make_work_ring, peek, send
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
 from tilewise.hopper.softmax import (
+    LN_2,
+    LOG2_E,
     Factors,
     exp2,
     finite_or_zero,
@@ -44,12 +47,6 @@ from tilewise.hopper.softmax import (
     rescaled_sums,
     softcapped,
 )
-
-UNSPECIALIZED = [
-    *("batch", "seqlen_q", "seqlen_k", "group_size", "num_slots", "num_tiles", "section"),
-    *("window_left", "window_right"),
-]
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -77,25 +74,13 @@ class Rings:
     failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 128] int32, handed back: whose rows failed
     smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, work, failures, smem_o):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.work = work
-        self.failures = failures
-        self.smem_o = smem_o
-
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     older, newer = 0 * index - 1, 0 * index - 1  # works of the two turns before this one; -1: did not fail
     use = 0  # of the K and V rings
@@ -168,14 +153,8 @@ def key_coords(work, j, head_k, cfg: gl.constexpr):
 @gluon.jit
 def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
     """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
-    PARTS: gl.constexpr = cfg.PARTS
     k_ring.wait(use)
-    s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N))
-    for part in gl.static_range(PARTS):
-        q_part = q_ring.part(q_use, part).reshape([64, cfg.PART_WIDTH])
-        k_part = k_ring.part(use, part).reshape([cfg.BLOCK_N, cfg.PART_WIDTH])
-        s = warpgroup_mma(q_part, k_part.permute((1, 0)), s, use_acc=part > 0, is_async=True)
-    return s  # [64, BLOCK_N]
+    return product_of_parts(q_ring, q_use, k_ring, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
 
 
 @gluon.jit
@@ -330,7 +309,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     inside = position < work.seqlen_q
     factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if cfg.HAS_SINKS:
-        sink_log2 = gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
+        sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
         m_with_sink = gl.maximum(m, sink_log2)
         m_finite = finite_or_zero(m_with_sink)
         factor = exp2(m - m_finite)
@@ -350,7 +329,7 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,

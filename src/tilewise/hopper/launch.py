@@ -7,7 +7,6 @@ that are already compiled.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from tilewise import repeated_launch
 from tilewise.hopper import decode_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
-from tilewise.launch_plan import Launch, Tensors, find, run
+from tilewise.launch_plan import Launch, Tensors, find, has_triton, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
@@ -33,19 +32,14 @@ UNBOUNDED = 1 << 29  # a window edge beyond every length
 
 
 @functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
 def _is_hopper(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Hopper kernels serve the problem, else why not."""
-    if not _is_installed():
-        return "the package triton is not installed"
+    if not has_triton():
+        return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
         return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
     if problem.dtype not in (torch.bfloat16, torch.float16):

@@ -16,14 +16,6 @@ class KeyTiles:
     plain_end: gl.tensor
     num_steady: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, begin, end, plain_begin, plain_end, num_steady):
-        self.begin = begin
-        self.end = end
-        self.plain_begin = plain_begin
-        self.plain_end = plain_end
-        self.num_steady = num_steady
-
 
 @gluon.jit
 def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):

@@ -1,4 +1,4 @@
-"""Which tile of queries a thread block works on next.
+"""Which tile a thread block works on next: of queries, or in the backward of keys.
 
 Blocks are persistent: each starts with the tile of its own number and then draws from one atomic counter,
 so that no block idles while tiles remain, whatever their lengths. Tiles are numbered so that long ones come
@@ -12,30 +12,20 @@ from tilewise.hopper.compat import aggregate, gl, gluon
 
 @aggregate
 class Work:
-    """One tile of queries. `row` is its first query's position in its sequence; -1 says that all is done."""
+    """One tile. `row` is where its first query (or key) stands in its sequence; -1 says that all is done."""
 
     row: gl.tensor
-    head: gl.tensor  # first query head of the tile
-    batch: gl.tensor  # of a dense tensor; 0 if packed
+    head: gl.tensor  # first query head of the tile; of a tile of keys its key head
+    batch: gl.tensor  # of a dense tensor; packed: 0, but in the backward the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
     start_k: gl.tensor
     seqlen_k: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, row, head, batch, start_q, seqlen_q, start_k, seqlen_k):
-        self.row = row
-        self.head = head
-        self.batch = batch
-        self.start_q = start_q
-        self.seqlen_q = seqlen_q
-        self.start_k = start_k
-        self.seqlen_k = seqlen_k
-
 
 @gluon.jit
 def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
-    """(tile, slot) of an index into `num_tiles` query tiles x `num_slots` (batch, head) pairs.
+    """(tile, slot) of an index into `num_tiles` tiles x `num_slots` (batch, head) pairs.
 
     Sections of slots one after another; in a section the tiles of a slot are neighbours, or, if DESCENDING,
     the last (longest) tiles of all its slots come first.
@@ -51,6 +41,16 @@ def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
         tile = rest % num_tiles
         slot = first_slot + rest // num_tiles
     return tile, slot
+
+
+@gluon.jit
+def count_work(sizes, packing, cfg: gl.constexpr):
+    """Tiles of all slots; of packed sequences as many as `order_sequences_kernel` has counted."""
+    if cfg.IS_PACKED:
+        num_tiles = gl.load(packing.first_tile + sizes.batch)
+    else:
+        num_tiles = sizes.num_tiles
+    return num_tiles * sizes.num_slots
 
 
 @gluon.jit
@@ -147,17 +147,24 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, is_wanted=True):
-    """Ask for the next tile that nobody has taken. The answer is not waited for: see `drawn`."""
+def draw(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
+    """Count one more, and ask how many were before. The answer is not waited for: see `answer`, `drawn`."""
+    SEM: gl.constexpr = "acquire" if IS_ACQUIRE else "relaxed"
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem="relaxed")
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem=SEM)
+
+
+@gluon.jit
+def answer(ticket):
+    """What `draw` has found."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
 def drawn(ticket):
-    """The index that a ticket of `draw` won."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+    """The index of the work that a ticket of `draw` won: the next that nobody has taken."""
+    return gl.num_programs(0) + answer(ticket)
 
 
 @gluon.jit

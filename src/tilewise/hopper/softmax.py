@@ -3,6 +3,9 @@
 from tilewise.hopper.compat import aggregate, gl, gluon
 from tilewise.hopper.layouts import partial_layout
 
+LOG2_E = gl.constexpr(1.4426950408889634)  # log2(e): natural units to units of log2
+LN_2 = gl.constexpr(0.6931471805599453)  # and back
+
 
 @gluon.jit
 def exp2(x):
@@ -29,10 +32,15 @@ def reciprocal(x):
 
 
 @gluon.jit
+def tanh_of_scores(s, factors):
+    """tanh(scale * s / softcap), as tanh x = 1 - 2 / (1 + exp 2x)."""
+    return 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))
+
+
+@gluon.jit
 def softcapped(s, factors):
-    """softcap * tanh(scale * s / softcap), in units of log2; tanh x = 1 - 2 / (1 + exp 2x)."""
-    denominator = 1.0 + exp2(s * factors.two_over_softcap_log2e)
-    return factors.softcap_log2e * (1.0 - 2.0 / denominator)
+    """softcap * tanh(scale * s / softcap), in units of log2."""
+    return factors.softcap_log2e * tanh_of_scores(s, factors)
 
 
 @aggregate
@@ -42,12 +50,6 @@ class Factors:
     scale_log2e: gl.tensor
     two_over_softcap_log2e: gl.tensor
     softcap_log2e: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, scale_log2e, two_over_softcap_log2e, softcap_log2e):
-        self.scale_log2e = scale_log2e
-        self.two_over_softcap_log2e = two_over_softcap_log2e
-        self.softcap_log2e = softcap_log2e
 
 
 @gluon.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ def options(
         ValueError: window_size is not two integers.
     """
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not fits or not all(isinstance(bound, int) for bound in window_size):
+    if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
         raise ValueError(f"window_size={window_size!r} must be (left, right), two integers, -1 for unbounded")
     check_number("softcap", softcap)
     others = {name: int(x) if isinstance(x, Tensor) else x for name, x in others.items()}
-    left, right = (None if bound < 0 else bound for bound in window_size)
+    left, right = (
+        None if bound < 0 else bound if isinstance(bound, int) else int(bound) for bound in window_size
+    )
     return Options(
         causal=bool(causal),
         window_left=left,

@@ -87,3 +87,9 @@ def as_bfloat16(name: str, t: Tensor) -> Tensor:
         dtype = t.dtype if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name} is {dtype}, must be float8_e4m3fn as q is")
     return t.detach().to(torch.bfloat16)
+
+
+def to_fp8(t: Tensor) -> Tensor:
+    """The nearest 8-bit numbers; what is beyond the largest becomes it, as GPUs convert."""
+    largest = torch.finfo(FP8).max
+    return t.clamp(-largest, largest).to(FP8)

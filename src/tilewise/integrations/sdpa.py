@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import repeat
 from tilewise.api import attention, canonical_inputs
+from tilewise.integrations.autocast import autocast
 from tilewise.problem import Options
 
 
@@ -24,7 +26,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention`, with torch's semantics.
 
-    Unlike `tilewise.attention`, the causal mask is aligned top-left: query `i` sees keys `0..i`.
+    Unlike `tilewise.attention`, the causal mask is aligned top-left: query `i` sees keys `0..i`; and under
+    autocast all floating-point tensors but float64 take autocast's dtype.
 
     Args:
         query: (..., num_heads, seqlen_q, head_dim); any number of leading dimensions, also none.
@@ -50,6 +53,8 @@ def scaled_dot_product_attention(
         tensor([0.0000, 0.5000, 1.0000])
     """
     signature = None
+    if torch._C._is_any_autocast_enabled():
+        query, key, value, attn_mask = _cast(query, key, value, attn_mask)
     if attn_mask is None:
         scalars = ("sdpa", dropout_p, is_causal, scale, enable_gqa)
         signature, repeated = repeat.attempt(query, key, value, *scalars)
@@ -97,6 +102,13 @@ def scaled_dot_product_attention(
     if max(query.ndim, key.ndim, value.ndim) == 2:
         return out[0, 0]
     return out.reshape(*leading, *out.shape[1:])
+
+
+def _cast(*tensors: Any) -> list[Any]:
+    """The arguments in autocast's dtype; what is no tensor is left to the checks."""
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    cast = iter(autocast(*given) if given else ())
+    return [next(cast) if isinstance(t, Tensor) else t for t in tensors]
 
 
 def _four_dimensions(t: Tensor, leading: torch.Size) -> Tensor:

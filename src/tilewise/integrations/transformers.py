@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.api import attention, attention_varlen
+from tilewise.integrations.autocast import autocast
 from tilewise.integrations.transformers_mask import Pattern, PatternMask, visibility_mask
 from tilewise.integrations.transformers_paged import paged_attention_forward
 
@@ -107,7 +108,7 @@ def attention_forward(
     """
     if kwargs.get("output_attentions"):
         warnings.warn("tilewise forms no attention weights: output_attentions gives None", stacklevel=2)
-    query, key, value = (t.transpose(1, 2) for t in _autocast(query, key, value))
+    query, key, value = (t.transpose(1, 2) for t in autocast(query, key, value))
     used_k = seqlen_k = key.shape[1]
     options: dict[str, Any] = {
         "scale": scaling,
@@ -154,15 +155,6 @@ def _pattern(attention_mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> Pat
     if not isinstance(attention_mask, PatternMask) or attention_mask.shape[2:] != (seqlen_q, seqlen_k):
         return None
     return attention_mask.pattern
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast gives to matrix products, if it is on."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
-from tilewise.triton.call import gpu_capability
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.triton.call import has_pdl
 
 BLOCK_H = tl.constexpr(16)
 WHOLE_TOKEN = 1024  # columns, of all blocks of heads together, that one program may hold
@@ -48,11 +48,12 @@ def append(
     Args:
         query, key, value: (batch, new_tokens, heads, dim) or (tokens, heads, dim), last dimension contiguous.
         key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
-        rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2).
+        rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2) of any strides.
     """
     turned = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
     cos, sin, is_interleaved = rotary or (None, None, False)
-    tokens = Tokens(*(None if t is None else t.contiguous() for t in tokens))
+    *places, cos, sin = (None if t is None else t.contiguous() for t in (*tokens, cos, sin))
+    tokens = Tokens(*places)
     tensors = (key, value, query if rotary else None, turned, key_storage, value_storage, *tokens, cos, sin)
     run(_launch, is_interleaved, tensors)
     return query if turned is None else turned
@@ -81,7 +82,7 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
         columns,
         0 if cos is None else 2 * cos.shape[1],
         is_interleaved,
-        is_early := not is_interpreted() and gpu_capability(key.device) >= (9, 0),
+        is_early := has_pdl(key.device),
         is_whole,
     )
     programs = key.shape[:-2].numel() * (1 if is_whole else sum(blocks))

@@ -22,7 +22,15 @@ import triton
 import triton.language as tl
 
 from tilewise.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.triton.primitives import LN2, LOG2E, exponentials, load_scores, scores_log2
+from tilewise.triton.primitives import (
+    LN2,
+    LOG2E,
+    let_next_kernel_start,
+    load_scores,
+    online_softmax,
+    scores_log2,
+    wait_for_kernel_before,
+)
 
 # ---- the plan: which tiles a worker takes
 
@@ -107,19 +115,6 @@ def load_keys(
 
 
 @triton.jit
-def softmax_step(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
-    """`primitives.online_softmax` with the keys along AXIS."""
-    m_tile = tl.max(s, AXIS)
-    if cfg.IS_FOLDED:
-        m_tile = m_tile * (factors.scale * LOG2E)
-    m_new = tl.maximum(m, m_tile)
-    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    correction = tl.exp2(m - m_finite)
-    p = exponentials(s, tl.expand_dims(m_finite, AXIS), factors, cfg)
-    return p, correction, m_new, l * correction + tl.sum(p, AXIS)
-
-
-@triton.jit
 def decode_step(
     acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, place, ragged, scales, extras, sizes, factors,
     cfg: tl.constexpr,
@@ -153,7 +148,7 @@ def decode_step(
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
         s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = softmax_step(s, m, l, factors, cfg, 0)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
     else:
@@ -161,7 +156,7 @@ def decode_step(
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
         s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = softmax_step(s, m, l, factors, cfg, 1)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
     return acc, m, l
@@ -201,9 +196,8 @@ def attn_decode_kernel(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     worker = tl.program_id(0)
-    if cfg.HAS_PDL:  # the kernel before has ended; the merging kernel may start, up to its own wait
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_kernel_before(cfg)
+    let_next_kernel_start(cfg)  # the merging kernel, up to its own wait
     tiles, ends = tile_counts(sizes, ragged, cfg)
     total = tl.max(ends, 0)
     share = tl.cdiv(total, sizes.workers)
@@ -259,8 +253,7 @@ def attn_decode_merge_kernel(
         row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    if cfg.HAS_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_kernel_start(cfg)
     b = tl.program_id(0) // sizes.segments
     segment = tl.program_id(0) % sizes.segments
     # The first kernel started this one after its own wait, so the lengths are there to be read.
@@ -285,8 +278,7 @@ def attn_decode_merge_kernel(
         m = tl.load(sinks + h, mask=row_exists, other=0.0).to(tl.float32) * LOG2E
         l += 1.0
     acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
-    if cfg.HAS_PDL:  # until every piece is written
-        tl.extra.cuda.gdc_wait()
+    wait_for_kernel_before(cfg)  # until every piece is written
     for p in range(worker, last, MERGE_PIECES):
         w = p + tl.arange(0, MERGE_PIECES)
         piece = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]

@@ -112,7 +112,7 @@ def forward_step(
     mask = load_scores(extras.mask, i, j, place, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
-    p, correction, m, l = online_softmax(s, m, l, factors, cfg)
+    p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
         p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
     v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)

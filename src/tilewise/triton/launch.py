@@ -7,7 +7,6 @@ that are already compiled.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.launch_plan import Launch, Step, Tensors, find, is_interpreted, run, run_steps
+from tilewise.launch_plan import Launch, Step, Tensors, find, has_triton, is_interpreted, run, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 from tilewise.triton import launch_decode
@@ -33,19 +32,14 @@ SHORT_QUERY = 16
 Tiles = dict[str, KernelTile]
 
 
-@functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def supports(problem: AttentionProblem) -> str | None:
     """None if the Triton kernels serve the problem, else why not."""
-    if not _is_installed():
-        return "the package triton is not installed"
+    if not has_triton():
+        return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
-        return f"Triton kernels run on GPUs, not on device type {problem.device_type!r}"
+        return f"runs on GPUs, not on device type {problem.device_type!r}"
     if problem.dtype == torch.float64:
-        return "float64 is not supported, only float32, bfloat16 and float16 are"
+        return "has no float64, only float32, bfloat16 and float16"
     return None
 
 

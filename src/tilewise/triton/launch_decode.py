@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import DecodeConfig, DecodeSizes
-from tilewise.triton.call import Call, gpu_capability, launchable
+from tilewise.triton.call import Call, gpu_capability, has_pdl, launchable
 from tilewise.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
@@ -72,8 +72,7 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
     segments = problem.num_kv_heads * row_tiles
     most = problem.batch * segments * -(-problem.seqlen_k // tile.block_n)
     workers = min(_processors(device) * tile.workers, most)
-    has_pdl = device.type == "cuda" and gpu_capability(device)[0] >= 9
-    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl)
+    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl(device))
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:

@@ -298,20 +298,20 @@ def exponentials(s, m, factors, cfg: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(s, m, l, factors, cfg: tl.constexpr):
-    """(p, correction, m, l) after one more tile of scores [BLOCK_M, BLOCK_N].
+def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
+    """(p, correction, m, l) after one more tile of scores with its keys along AXIS: 1, or 0 if transposed.
 
     m and l are the running maximum (log2 units) and sum of exponentials; what was summed under the old
     maximum is worth `correction` of its value now. A row that saw only -inf keeps m = -inf and l = 0.
     """
-    m_tile = tl.max(s, 1)
+    m_tile = tl.max(s, AXIS)
     if cfg.IS_FOLDED:
         m_tile = m_tile * (factors.scale * LOG2E)  # the scale is positive, so it commutes with the maximum
     m_new = tl.maximum(m, m_tile)
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
     correction = tl.exp2(m - m_finite)
-    p = exponentials(s, m_finite[:, None], factors, cfg)
-    return p, correction, m_new, l * correction + tl.sum(p, 1)
+    p = exponentials(s, tl.expand_dims(m_finite, AXIS), factors, cfg)
+    return p, correction, m_new, l * correction + tl.sum(p, AXIS)
 
 
 # ---- dropout

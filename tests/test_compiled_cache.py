@@ -1,0 +1,102 @@
+"""Steps of a cache in compiled code: one graph, no matter how many tokens the cache holds."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tilewise
+from tilewise import flash_attn, flash_attn_3
+from tilewise.rotary import rotary_tables
+
+STEPS = (5, 1, 1, 1, 3, 1, 1, 1, 1)
+COS, SIN = rotary_tables(torch.arange(64), 8)
+
+
+def compile_whole(function):
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def step(new_tokens):
+    return [torch.randn(2, new_tokens, heads, 8) for heads in (4, 2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_graphs():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@torch.no_grad()
+def test_attention_with_cache(is_paged):
+    def call(cache, batch, q, k, v):
+        return tilewise.attention_with_cache(
+            q, cache, k, v, batch=batch, rotary_cos=COS, rotary_sin=SIN, return_lse=True
+        )
+
+    if is_paged:
+        caches = [tilewise.PagedKVCache(8, 16, 2, 8, dtype=torch.float32) for _ in range(2)]
+        for cache in caches:
+            cache.allocate(), cache.allocate()
+    else:
+        caches = [tilewise.KVCache(2, 32, 2, 8, dtype=torch.float32) for _ in range(2)]
+    compiled, counter = compile_whole(call)
+    for new_tokens in STEPS:
+        tensors = step(new_tokens)
+        found, exact = (
+            function(cache, cache.reserve(None, new_tokens) if is_paged else None, *tensors)
+            for function, cache in zip((compiled, call), caches)
+        )
+        torch.testing.assert_close(found, exact)
+    assert counter.frame_count <= 3  # the first shape, one token, any number of them
+    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
+    if not is_paged:
+        assert caches[0].lengths.tolist() == [sum(STEPS)] * 2
+        tensors = step(1)
+        torch.testing.assert_close(*(call(cache, None, *tensors) for cache in caches))
+
+
+@pytest.mark.parametrize(("version", "kind"), [(2, "contiguous"), (2, "batch_idx"), (3, "paged")])
+def test_flash_attn_with_kvcache(version, kind):
+    face = flash_attn if version == 2 else flash_attn_3
+    extra = {
+        "contiguous": {},
+        "batch_idx": {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)},
+        "paged": {"page_table": torch.tensor([[0, 2], [3, 1]])},
+    }[kind]
+
+    def call(q, k, v, k_cache, v_cache, held):
+        return face.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=COS,
+            rotary_sin=SIN,
+            cache_seqlens=held,
+            causal=True,
+            **extra,
+        )
+
+    caches = [torch.randn(4, 16, 2, 8) for _ in range(2)]
+    others = [t.clone() for t in caches]
+    compiled, counter = compile_whole(call)
+    held = torch.tensor([3, 0], dtype=torch.int32)
+    for new_tokens in STEPS[:6]:
+        tensors = step(new_tokens)
+        torch.testing.assert_close(compiled(*tensors, *caches, held), call(*tensors, *others, held))
+        held = held + new_tokens
+    assert all(torch.equal(a, b) for a, b in zip(caches, others))
+    assert counter.frame_count <= 3
+
+
+def test_a_layer_with_its_cache():
+    layer = tilewise.nn.FlashAttention(16, 2, causal=True, rope=1e4).eval()
+    caches = [layer.new_cache(2, 16) for _ in range(2)]
+    compiled, counter = compile_whole(layer)
+    with torch.no_grad():
+        for new_tokens in (4, 1, 1, 1):
+            x = torch.randn(2, new_tokens, 16)
+            torch.testing.assert_close(compiled(x, caches[0]), layer(x, caches[1]))
+    assert counter.frame_count <= 3
