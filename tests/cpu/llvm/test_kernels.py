@@ -303,6 +303,19 @@ def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen
     torch.testing.assert_close(out.float(), standard, equal_nan=True, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("group", [4, 12])
+def test_an_infinite_value_stays_in_its_column(group):
+    """In tile registers two columns share a product: such a call is done again, a finite one after it is not."""
+    finite = qkv(1, 1, 700, 2 * group, 2, 64, torch.bfloat16)
+    infinite = finite._replace(value=finite.value.clone())
+    infinite.value[0, 33, 1, 5] = float("inf")
+    for inputs in (finite, infinite, infinite, infinite, finite):
+        out = tilewise.attention(*inputs[:3], backend="llvm")
+        where = torch.zeros_like(out, dtype=torch.bool)
+        where[:, :, group:, 5] = inputs is infinite
+        assert torch.equal(out.isinf(), where) and not out.isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
     inputs = qkv(seqlen_q=70, seqlen_k=70, dtype=dtype)
@@ -396,6 +409,18 @@ class Attention(torch.autograd.Function):
         query, key, value, bias, sinks, out, lse = ctx.saved_tensors
         inputs = Inputs(query, key, value, bias=bias, sinks=sinks)
         return (*launch.backward(ctx.problem, inputs, out, lse, dout, dlse), None)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(2, 5), (3, 40)])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0, "window": (30, None)}])
+def test_gradients_of_few_queries_pass_gradcheck(seqlen_q, seqlen_k, options):
+    inputs = qkv(2, seqlen_q, seqlen_k, 4, 2, 3, torch.float64)
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+
+    def attend(*tensors):
+        return tilewise.attention(*tensors, return_lse=True, backend="llvm", **options)
+
+    assert torch.autograd.gradcheck(attend, leaves)
 
 
 def test_gradients_in_float64_pass_gradcheck():
