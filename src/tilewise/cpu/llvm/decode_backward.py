@@ -24,7 +24,7 @@ from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.decode import ITEM_HEADS, Block, DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
-from tilewise.cpu.llvm.numerics import exp
+from tilewise.cpu.llvm.numerics import exp_of_difference
 from tilewise.cpu.llvm.tiles import (
     INF,
     Head,
@@ -166,7 +166,7 @@ class DecodeBackwardKernel(DecodeKernel):
             key = splat(int32(block.j0 + j), shape.lanes) + iota(shape.lanes)
             is_visible = (key >= k0) & (key < k1)
             s, slope = self.with_options(self.p[r, j].load(shape.lanes), own, i, key)
-            p = exp(select(is_visible, s, -INF) - lse, shape.exp_degree)
+            p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
             ds = p * (self.dp[r, j].load(shape.lanes) - delta)
             self.p[r, j].store(p)
             self.dp[r, j].store(select(is_visible, ds if slope is None else ds * slope, 0.0))

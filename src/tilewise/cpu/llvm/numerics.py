@@ -76,6 +76,15 @@ def exp(x: Operand, degree: int) -> Value:
     return power * (fraction + 1.0)
 
 
+def exp_of_difference(x: Operand, y: Operand, degree: int) -> Value:
+    """e^(x - y) as if x - y were not rounded, which would count more than all else where y is a large lse."""
+    high = x - y
+    part = x - high
+    low = (x - (high + part)) + (part - y)  # what rounding left out; NaN where x or y is infinite
+    power = exp(high, degree)
+    return fma(power, select(low.equals(low), low, 0.0), power)
+
+
 def exp2_avx512(x: Operand, degree: int) -> Value:
     """2^x in `degree` + 2 instructions of AVX-512: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN."""
     return _scaled_power(_avx512("reduce", x, x, FLOOR), x, degree)  # f = x - floor(x)
