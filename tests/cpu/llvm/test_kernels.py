@@ -305,7 +305,7 @@ def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen
 
 @pytest.mark.parametrize("group", [4, 12])
 def test_an_infinite_value_stays_in_its_column(group):
-    """In tile registers two columns share a product: such a call is done again, a finite one after it is not."""
+    """In tile registers two columns share a product: such a call is done again, a finite one after it not."""
     finite = qkv(1, 1, 700, 2 * group, 2, 64, torch.bfloat16)
     infinite = finite._replace(value=finite.value.clone())
     infinite.value[0, 33, 1, 5] = float("inf")

@@ -36,11 +36,14 @@ from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    LONG_SUM,
     AmxBlockK,
     Arguments,
+    Grid,
     Head,
     Scratch,
     Shape,
+    added,
     build_kernel,
     lane_chunks,
     load_rows,
@@ -246,24 +249,33 @@ class DecodeKernel:
             self.multiply_groups(groups, q, k, s, [] if first else ahead)
 
     def multiply_groups(self, groups: range, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
-        shape, depth, lanes = self.shape, self.depth, self.shape.lanes
-        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
-        line, pad = 64 // k[0].item, q.stride // self.group
-        step = line if pad % line == 0 else lanes
-        for c in loop(0, pad, step):
-            for row in ahead:
-                prefetch(row[c])
-            for d in range(0, step, depth):
-                q_d = [q[g, c * self.group + d * self.group].load(lanes) for g in groups]
-                for key, row in enumerate(k):
-                    k_d = repeated(row[c][d].load(depth), self.group)
-                    for factor, sums in zip(q_d, dots):
-                        sums[key].set(fma(k_d, factor, sums[key]))
+        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
+        step = line if pad % line == 0 else self.shape.lanes
+        is_long = self.config.kind == "f32" and pad > depth * LONG_SUM
+        cut = round_up(pad // 2, step) if is_long else pad
+        dots = self.dots(groups, q, k, range(0, cut, step), ahead)
+        if is_long:
+            dots = added(dots, self.dots(groups, q, k, range(cut, pad, step), ahead))
         for g, sums in zip(groups, dots):
             for key in range(0, self.tile_k, depth):
                 folded = fold_sums(sums[key : key + depth])
                 for i in range(min(self.group, self.rows - g * self.group)):
                     s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
+
+    def dots(self, groups: range, q: Rows, k: list[Ptr], columns: range, ahead: list[Ptr]) -> Grid:
+        """Sums of `depth` products side by side, over some columns."""
+        shape, lanes, group = self.shape, self.shape.lanes, self.group
+        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
+        for c in loop(columns.start, columns.stop, columns.step):
+            for row in ahead:
+                prefetch(row[c])
+            for d in range(0, columns.step, self.depth):
+                q_d = [q[g, c * group + d * group].load(lanes) for g in groups]
+                for key, row in enumerate(k):
+                    k_d = repeated(row[c][d].load(self.depth), group)
+                    for factor, sums in zip(q_d, dots):
+                        sums[key].set(fma(k_d, factor, sums[key]))
+        return dots
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""

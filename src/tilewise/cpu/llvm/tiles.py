@@ -200,11 +200,11 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     if isinstance(n, int) and n > LONG_SUM and shape.config.kind == "f32":
         half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
         first = outer_sums(shape, rows, vectors, half, a, b)
-        return _total(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
+        return added(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
     return _chained_sums(shape, rows, vectors, n, a, b)
 
 
-def _total(x: Grid, y: Grid) -> Grid:
+def added(x: Grid, y: Grid) -> Grid:
     for x_row, y_row in zip(x, y):
         for total, term in zip(x_row, y_row):
             total.set(total + term)
