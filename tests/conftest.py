@@ -24,7 +24,10 @@ settings.load_profile("tilewise")
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Small tensors are slower on several threads, and xdist's workers share the cores."""
+    """Small tensors are slower on several threads, and xdist's workers share the cores.
+
+    A test may take another number: it is put back.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

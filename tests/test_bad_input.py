@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import tilewise
+from tilewise import flash_attn
 from tilewise.problem import Inputs, Options, describe
+from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.values import check_values
 
 
@@ -48,6 +50,7 @@ ATTENTION = {
     "scale inf": (dict(scale=float("inf")), ValueError, "scale=inf must be a finite number"),
     "scale in a list": (dict(scale=[1.0]), TypeError, "scale=[1.0] must be a number"),
     "scale in a tensor": (dict(scale=torch.tensor(0.5)), TypeError, "scale=tensor(0.5000) must be a number"),
+    "a tensor of many numbers": (dict(softcap=x(9, 9)), TypeError, "softcap=tensor([[0., 0., 0., 0., 0., 0., 0., 0., 0.], [0., "),
     "softcap None": (dict(softcap=None), TypeError, "softcap=None must be a number"),
     "dropout in a string": (dict(dropout_p="0.1"), TypeError, "dropout_p='0.1' must be a number"),
     "causal in a string": (dict(causal="no"), TypeError, "causal='no' must be True or False"),
@@ -206,6 +209,46 @@ def test_unused_page_entries_may_hold_anything():
         x(1, 1, 2, 8), x(5, 4, 2, 8), x(5, 4, 2, 8), page_table=T([[3, -1, 99]]), seqlens_k=T([4])
     )
     check_values(describe(inputs, Options()), inputs, Options())
+
+
+CACHE_OF_ONE = tilewise.PagedKVCache(2, 16, 1, 4, dtype=torch.float32)
+ELSEWHERE = {
+    "layer width": (lambda: tilewise.nn.FlashAttention("16", 2), ValueError, "d_model='16' must be an integer"),
+    "layer heads": (lambda: tilewise.nn.FlashAttention(16, 2.5), ValueError, "num_heads=2.5 must be an integer"),
+    "layer dropout": (lambda: tilewise.nn.FlashAttention(16, 2, dropout=None), TypeError, "dropout=None must be a number"),
+    "layer base": (lambda: tilewise.nn.FlashAttention(16, 2, rope="x"), TypeError, "rope='x' must be a number"),
+    "layer input": (lambda: tilewise.nn.FlashAttention(16, 2)(None), TypeError, "x=NoneType must be a torch.Tensor"),
+    "warmup": (lambda: tilewise.warmup(Q, None, KV), TypeError, "key=NoneType must be a torch.Tensor"),
+    "warmup dtype": (lambda: tilewise.warmup(Q.int(), KV, KV), TypeError, "query.dtype=torch.int32 must be float64"),
+    "positions": (lambda: rotary_tables([0, 1], 8), TypeError, "positions=list must be a torch.Tensor"),
+    "rotary size": (lambda: rotary_tables(T([0]), "8"), TypeError, "rotary_dim='8' must be a number"),
+    "rotary input": (lambda: apply_rotary([1.0], Q, Q), TypeError, "x=list must be a torch.Tensor"),
+    "sequence": (lambda: CACHE_OF_ONE.free([0]), ValueError, "sequence=[0] is not in the cache"),
+    "into": (lambda: CACHE_OF_ONE.reserve([], [], into=3), TypeError, "into=3 must be None or what reserve() returned"),
+    "page size": (lambda: tilewise.PagedKVCache(2, x(2), 1, 4, dtype=torch.float32), ValueError, "page_size=tensor([0., 0.])"),
+    "longest": (
+        lambda: tilewise.attention_varlen(x(6, 2, 8), x(7, 2, 8), x(7, 2, 8), T([0, 6]), T([0, 7]), T([6, 6])), TypeError,
+        "max_seqlen_q=tensor([6, 6]) must be an integer",
+    ),
+    "flash-attn scale": (lambda: flash_attn.flash_attn_func(KV, KV, KV, 0.0, "1"), TypeError, "softmax_scale='1' must be a number"),
+    "flash-attn length": (
+        lambda: flash_attn.flash_attn_varlen_func(*[x(6, 2, 8)] * 3, T([0, 6]), T([0, 6]), T([6, 6]), 6), TypeError,
+        "max_seqlen_q=tensor([6, 6]) must be an integer",
+    ),
+    "flash-attn tables": (
+        lambda: flash_attn.flash_attn_with_kvcache(KV, KV, KV, KV[:, :0], KV[:, :0], T(1.0), T(1.0), 5), ValueError,
+        "rotary_cos.shape=() and rotary_sin.shape=() must both be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_elsewhere(name):
+    call, error, message = ELSEWHERE[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_explain_refuses_what_the_call_would():

@@ -82,13 +82,9 @@ def test_quick_calls_equal_a_first(layout, return_lse, threads, dtype, seqlen):
     options = {"layout": layout, "return_lse": return_lse, "causal": True}
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     sets = [[t.permute(axes).contiguous() for t in qkv(seqlen, seqlen, dtype=dtype)] for _ in range(5)]
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        found = [tilewise.attention(*tensors, **options) for tensors in sets]
-        expected = [without_quick_ways(*tensors, **options) for tensors in sets]
-    finally:
-        torch.set_num_threads(before)
+    found = [tilewise.attention(*tensors, **options) for tensors in sets]
+    expected = [without_quick_ways(*tensors, **options) for tensors in sets]
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(*((t if return_lse else (t,)) for t in (a, b)), strict=True):
             assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
@@ -160,14 +156,11 @@ def test_a_quick_call_takes_only_tensors_with_memory(quick):
 
 def test_a_quick_call_follows_the_number_of_threads(quick):
     q, k, v = quick
-    plain, before = tilewise.attention(q, k, v), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            for _ in range(3):
-                assert torch.equal(tilewise.attention(q, k, v), plain)
-    finally:
-        torch.set_num_threads(before)
+    plain = tilewise.attention(q, k, v)
+    for threads in (1, 2, 3, 1):
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            assert torch.equal(tilewise.attention(q, k, v), plain)
 
 
 def test_calls_that_take_turns_keep_their_signatures():
@@ -286,16 +279,13 @@ def quick_gradients():
 def test_quick_gradients_equal_a_first(layout, threads, dtype, seqlen_q, seqlen_k):
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     sets = [[t.permute(axes).contiguous() for t in qkv(seqlen_q, seqlen_k, dtype=dtype)] for _ in range(5)]
-    dout, before = torch.randn_like(sets[0][0]), torch.get_num_threads()
+    dout = torch.randn_like(sets[0][0])
     torch.set_num_threads(threads)
-    try:
-        found = [gradients(tensors, layout, dout, {"causal": True}) for tensors in sets]
-        for tensors, grads in zip(sets, found, strict=True):
-            repeat.clear()
-            for a, b in zip(grads, gradients(tensors, layout, dout, {"causal": True}), strict=True):
-                assert torch.equal(a, b) and a.stride() == b.stride()
-    finally:
-        torch.set_num_threads(before)
+    found = [gradients(tensors, layout, dout, {"causal": True}) for tensors in sets]
+    for tensors, grads in zip(sets, found, strict=True):
+        repeat.clear()
+        for a, b in zip(grads, gradients(tensors, layout, dout, {"causal": True}), strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
 
 
 def test_quick_gradients_of_tensors_unlike_the_last(quick_gradients):

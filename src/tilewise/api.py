@@ -18,7 +18,7 @@ from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PagedBatch
-from tilewise.problem import Inputs, Options, check_number, describe
+from tilewise.problem import Inputs, Options, check_number, check_tensors, describe, shown
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -160,11 +160,11 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, starts, starts).flatten()
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
-    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    lengths = (_read(max_seqlen_q), _read(max_seqlen_k))
+    lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
@@ -231,7 +231,7 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
-    _check_tensors(query=query)
+    check_tensors(query=query)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -276,11 +276,11 @@ def canonical_inputs(
     dimension, masks with four dimensions, and a dropout seed if one is needed."""
     query, key, value = _to_bshd(layout, query=query, key=key, value=value)
     scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    _check_tensors(**{name: t for name, t in scores.items() if t is not None})
+    check_tensors(**{name: t for name, t in scores.items() if t is not None})
     seed = None
     check_number("dropout_p", dropout_p)
     if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator={generator!r} must be None or a torch.Generator")
+        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
     return Inputs(
@@ -298,8 +298,8 @@ def canonical_inputs(
 def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
     if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout={layout!r} must be 'bshd' or 'bhsd'")
-    _check_tensors(**tensors)
+        raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
+    check_tensors(**tensors)
     views = []
     for t in tensors.values():
         if t.ndim and t.stride(-1) != 1 and t.shape[-1] > 1:
@@ -308,17 +308,13 @@ def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     return views
 
 
-def _check_tensors(**tensors: Any) -> None:
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
-        if t.layout != torch.strided:
-            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
-            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
-
-
-def _read(length: int | Tensor | None) -> int | None:
-    return int(length) if isinstance(length, Tensor) else length
+def read_length(name: str, length: int | Tensor | None) -> int | None:
+    """A length that may be a tensor of one number; raises TypeError if it has more."""
+    if not isinstance(length, Tensor):
+        return length
+    if length.numel() != 1:
+        raise TypeError(f"{name}={shown(length)} must be an integer")
+    return int(length)
 
 
 def _four_dimensions(t: Tensor | None) -> Tensor | None:
@@ -331,6 +327,8 @@ def window_bounds(window: Window | None) -> Window:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
     if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
-        raise ValueError(f"window={window!r} must be (left, right), each None or an integer of at least 0")
+        raise ValueError(
+            f"window={shown(window)} must be (left, right), each None or an integer of at least 0"
+        )
     left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
     return left, right

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.problem import DTYPES, MAX_HEAD_DIM
+from tilewise.problem import DTYPES, MAX_HEAD_DIM, shown
 
 
 def check_sizes(**sizes: int) -> None:
@@ -16,9 +16,9 @@ def check_sizes(**sizes: int) -> None:
         is_integer = isinstance(size, int) and not isinstance(size, bool)
         if name.startswith("head_dim"):
             if not is_integer or not 1 <= size <= MAX_HEAD_DIM:
-                raise ValueError(f"{name}={size!r} must be an integer from 1 to {MAX_HEAD_DIM}")
+                raise ValueError(f"{name}={shown(size)} must be an integer from 1 to {MAX_HEAD_DIM}")
         elif not is_integer or size < 0:
-            raise ValueError(f"{name}={size!r} must be an integer of at least 0")
+            raise ValueError(f"{name}={shown(size)} must be an integer of at least 0")
 
 
 class KVCache:
@@ -73,7 +73,7 @@ class KVCache:
             head_dim_v=head_dim_v,
         )
         if dtype not in DTYPES:
-            raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16 or float16")
+            raise TypeError(f"dtype={shown(dtype)} must be float64, float32, bfloat16 or float16")
         self.value_in_key = value_in_key
         if value_in_key:
             check_value_in_key(head_dim, head_dim_v)

@@ -40,6 +40,7 @@ def cached_step(
     if key is not None:
         cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
     if isinstance(batch, PagedBatch):
+        cache.check_batch(batch)
         if query.ndim == 3 and len(query) != batch.total:
             raise ValueError(
                 f"query.shape={tuple(query.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"

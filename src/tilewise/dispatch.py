@@ -6,7 +6,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, shown
 
 # In order of preference; a module is imported when it is first considered.
 BACKENDS = {
@@ -45,7 +45,7 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} must be None or a string")
+        raise TypeError(f"backend={shown(backend)} must be None or a string")
     return _choose(problem, backend, is_backward)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, attention, attention_varlen, attention_with_cache, window_bounds
-from tilewise.cache import KVCache
+from tilewise.cache import KVCache, check_sizes
+from tilewise.problem import check_number
 from tilewise.rotary import apply_rotary, rotary_tables
 
 
@@ -55,6 +56,10 @@ class FlashAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_sizes(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_number("dropout", dropout)
+        if rope is not None:
+            check_number("rope", rope)
         if num_heads < 1 or d_model < 1 or d_model % num_heads:
             raise ValueError(f"d_model={d_model} must be a positive multiple of num_heads={num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -141,6 +146,9 @@ class FlashAttention(torch.nn.Module):
         return position
 
     def _check(self, x: Tensor, cache: KVCache | None, cu_seqlens: Tensor | None) -> None:
+        for name, t in (("x", x), ("cu_seqlens", cu_seqlens)):
+            if not isinstance(t, Tensor) and (t is not None or name == "x"):
+                raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
         rank, shape = (3, "(batch, seqlen, d_model)") if cu_seqlens is None else (2, "(total, d_model)")
         if x.ndim != rank or x.shape[-1] != self.d_model:
             given = "without" if cu_seqlens is None else "with"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key
 from tilewise.pages import PADDING, PagedBatch, PageTable, integers
-from tilewise.problem import DTYPES
+from tilewise.problem import DTYPES, shown
 
 PAGE_SIZES = (16, 64, 128, 256)
 QUANTIZED = torch.float8_e4m3fn
@@ -75,13 +75,17 @@ class PagedKVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         check_sizes(
-            num_pages=num_pages, num_kv_heads=num_kv_heads, max_seqlen=max_seqlen or 0, head_dim=head_dim,
+            num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim,
             head_dim_v=head_dim_v,
         )  # fmt: skip
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={page_size!r} must be 16, 64, 128 or 256")
+        if max_seqlen is not None:
+            check_sizes(max_seqlen=max_seqlen)
+        if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={shown(page_size)} must be 16, 64, 128 or 256")
         if dtype not in (*DTYPES, QUANTIZED):
-            raise TypeError(f"dtype={dtype} must be float64, float32, bfloat16, float16 or float8_e4m3fn")
+            raise TypeError(
+                f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
+            )
         shape = (num_pages, page_size, num_kv_heads)
         self.value_in_key = value_in_key
         if value_in_key:
@@ -188,6 +192,8 @@ class PagedKVCache:
             TypeError: something is no integer. Nothing has changed.
         """
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
+        if not isinstance(into, PagedBatch | None):
+            raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
         counts = (
             [int(new_tokens)] * len(sequences)
             if isinstance(new_tokens, int | Integral)
@@ -213,6 +219,10 @@ class PagedKVCache:
         for layer in self._layers:
             for t in layer._tensors():
                 t[pages[1]] = t[pages[0]]
+
+    def check_batch(self, batch: PagedBatch) -> None:
+        """Raise ValueError unless the batch is this cache's and its sequences are as long as it says."""
+        self._table.check_batch(batch)
 
     def undo(self, batch: PagedBatch) -> None:
         """Take back a `reserve` whose tokens were not written."""
@@ -254,8 +264,10 @@ class PagedKVCache:
             value: likewise with head_dim_v; None with `value_in_key`.
 
         Raises:
-            ValueError, TypeError: key or value does not fit. Nothing is written then.
+            ValueError, TypeError: key or value does not fit, or a sequence of the batch was freed since, or
+                truncated. Nothing is written then.
         """
+        self.check_batch(batch)
         self.check_new(key, value, batch)
         real = _real_rows(batch).to(key.device) if batch.has_padding else None
         slots = (batch.slots if real is None else batch.slots[real]).long()
@@ -359,7 +371,7 @@ def _real_rows(batch: PagedBatch) -> Tensor:
 def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:
     """Quantize each written page anew with the smallest power of two that holds all its tokens.
 
-    Tokens held before keep their bits unless the scale grows.
+    Tokens held before keep their bits unless the scale grows. Infinity, which e4m3 does not have, is NaN.
     """
     pages, page_size = batch.written.long(), storage.shape[1]
     content = dequantized(storage[pages], scale[pages])  # (written pages, page_size, heads, dim)
@@ -368,7 +380,8 @@ def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor,
     place = torch.empty(len(storage), dtype=torch.int64, device=storage.device)
     place[pages] = torch.arange(len(pages), device=storage.device)
     content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
-    mantissa, exponent = torch.frexp(content.abs().amax((1, 3)) / LARGEST)
+    content.masked_fill_(content.isinf(), torch.nan)
+    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)
     power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
     storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)

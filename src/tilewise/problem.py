@@ -341,10 +341,26 @@ def _check_packed_shapes(s: Any) -> int:
     return s.cu_seqlens_q.shape[0] - 1
 
 
+def shown(value: Any) -> str:
+    """A value in the line of an error."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raises TypeError if something is no tensor, or one of another layout than strided."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t.layout != torch.strided:
+            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
+            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
+
+
 def check_number(name: str, value: Any) -> None:
     """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at."""
     if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{name}={value!r} must be a number")
+        raise TypeError(f"{name}={shown(value)} must be a number")
 
 
 def _check_types(options: Options) -> None:
@@ -355,13 +371,13 @@ def _check_types(options: Options) -> None:
     for name in ("max_seqlen_q", "max_seqlen_k"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, Integral | torch.SymInt):
-            raise TypeError(f"{name}={value!r} must be an integer")
+            raise TypeError(f"{name}={shown(value)} must be an integer")
     if not isinstance(options.precision, str):
-        raise TypeError(f"precision={options.precision!r} must be a string")
+        raise TypeError(f"precision={shown(options.precision)} must be a string")
     for name in ("causal", "deterministic"):
         value = getattr(options, name)
         if isinstance(value, Sized):  # strings, lists, tensors
-            raise TypeError(f"{name}={value!r} must be True or False")
+            raise TypeError(f"{name}={shown(value)} must be True or False")
 
 
 def _check_scalars(options: Options, has_seed: bool) -> None:

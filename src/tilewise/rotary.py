@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.problem import check_number, check_tensors
+
 
 def rotary_tables(
     positions: Tensor, rotary_dim: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float32
@@ -25,13 +27,16 @@ def rotary_tables(
         cos, sin: (..., seqlen, rotary_dim / 2).
 
     Raises:
-        ValueError: rotary_dim or base does not fit.
+        ValueError, TypeError: positions, rotary_dim or base does not fit.
 
     Example:
         >>> cos, sin = rotary_tables(torch.tensor([0, 1]), rotary_dim=2)
         >>> cos.flatten().tolist()
         [1.0, 0.5403022766113281]
     """
+    check_tensors(positions=positions)
+    check_number("rotary_dim", rotary_dim)
+    check_number("base", base)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim} must be even and at least 2")
     if not 0 < base < float("inf"):
@@ -56,7 +61,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         A new tensor like x.
 
     Raises:
-        ValueError: the shapes of x, cos and sin do not fit.
+        ValueError, TypeError: x, cos and sin do not fit.
 
     Example:
         >>> cos, sin = rotary_tables(torch.arange(3), rotary_dim=4)
@@ -64,6 +69,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         >>> apply_rotary(x, cos, sin)[0, 0, 0].tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
+    check_tensors(x=x, cos=cos, sin=sin)
     rotary_dim = 2 * cos.shape[-1] if cos.ndim else 0
     if cos.ndim < 2 or cos.shape != sin.shape or not 2 <= rotary_dim <= x.shape[-1]:
         raise ValueError(

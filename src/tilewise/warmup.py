@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
+from tilewise.problem import check_tensors
 
 
 def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, **options: Any) -> None:
@@ -30,7 +31,8 @@ def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, 
         >>> x = torch.zeros(1, 64, 8, 32)
         >>> warmup(x, x, x, causal=True)
     """
-    leaves = [t.detach().requires_grad_(backward) for t in (query, key, value)]
+    check_tensors(query=query, key=key, value=value)
+    leaves = [t.detach().requires_grad_(backward and t.is_floating_point()) for t in (query, key, value)]
     bias = options.get("bias")
     if isinstance(bias, Tensor):
         options["bias"] = bias.detach().requires_grad_(backward and bias.requires_grad)

@@ -277,9 +277,6 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
             return function(args[0])
-    if "wait_group" in asm:
-        wait_for_stores(0)
-        return 0
     return 0 if "$0, 0;" in asm else args[0]
 
 
@@ -327,14 +324,14 @@ def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     assert not signals or _failures, "a signal that nobody waited for"
 
 
-def run_grid(kernel: Any, num_programs: int, *args: Any, **kwargs: Any) -> None:
+def run_grid(kernel: Any, num_programs: int, *args: Any) -> None:
     """Run a kernel's programs at the same time."""
     _failures.clear()
 
     def run(program: int) -> None:
         _local.program = (program, num_programs)
         try:
-            kernel(*args, **kwargs)
+            kernel(*args)
         except BaseException as error:
             _failures.append(error)
 
@@ -345,6 +342,18 @@ def run_grid(kernel: Any, num_programs: int, *args: Any, **kwargs: Any) -> None:
         thread.join()
     if _failures:
         raise next((e for e in _failures if not isinstance(e, RuntimeError)), _failures[0])
+
+
+def start(launched: Any, num_programs: int) -> None:
+    """Run what `tilewise.launch_plan.start` would launch on a GPU."""
+    if launched.kernel.__name__ == "order_sequences_kernel":
+        tiled, other, order, first_tile, _, rows = launched.arguments
+        order.copy_(torch.argsort(other.diff(), descending=True, stable=True))
+        first_tile[0] = 0
+        first_tile[1:] = ((tiled.diff()[order.long()] + rows - 1) // rows).cumsum(0)
+        return
+    pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
+    run_grid(launched.kernel, num_programs, *pointers)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
@@ -427,7 +436,7 @@ def _layout(*_: Any, **__: Any) -> None:
 
 def install() -> None:
     """Stand in for `tilewise.hopper.compat` in this process."""
-    shared_layout = types.SimpleNamespace(get_default_for=_layout)
+    _layout.get_default_for = _layout  # type: ignore[attr-defined]
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
@@ -444,7 +453,7 @@ def install() -> None:
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
         SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,
-        DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared_layout,
+        DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=_layout,
         SharedLinearLayout=_layout,
     )  # fmt: skip
     compat = types.ModuleType("tilewise.hopper.compat")

@@ -374,6 +374,22 @@ def test_compiled(is_packed, is_dynamic):
         same((out, out.sum()), (theirs, theirs.sum()), (q, k))
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3, 20])
+def test_kvcache_compiled(seqlen_q):
+    def function(q, k_cache, v_cache, lengths, **where):
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, causal=True, attention_chunk=16, **where
+        )
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for kind, capacity in [("contiguous", 64), ("paged", 48)]:
+        k_cache, v_cache, rows, where = cache_of(kind, capacity, 16)
+        q, lengths = randn(3, seqlen_q, 4, 8), [40, 17, 3]
+        out = compiled(q, k_cache, v_cache, int32(*lengths), **where)
+        outs, _ = cached_exact(q, k_cache, v_cache, rows, lengths, [0] * 3, 16, causal=True)
+        torch.testing.assert_close(out, torch.stack(outs))
+
+
 @pytest.mark.parametrize("chunk, error", [(-1, ValueError), (2.0, TypeError), (None, TypeError)])
 def test_bad_chunks(chunk, error):
     q, starts, cache = randn(1, 4, 2, 8), int32(0, 4), randn(1, 9, 2, 8)

@@ -51,10 +51,6 @@ DECODERS = {
 def registered():
     register()
     transformers.utils.logging.set_verbosity_error()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small to share
-    yield
-    torch.set_num_threads(threads)
 
 
 def decoder(kind: str, **changes) -> nn.Module:

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import backward, call, forward, launch
+from tilewise.triton import backward, call, forward, launch, launch_decode
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,22 @@ CASES = {
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "cache": Case(128, 128, options={"causal": True}, extras=("lengths",), seqlen_q=8),
     "paged": Case(128, 128, options={"causal": True}, extras=("paged",), seqlen_q=1),
+    "decode_d64": Case(64, 64, extras=("lengths",), seqlen_q=1, kv_heads=1),
+    "decode_d128": Case(128, 128, extras=("lengths",), seqlen_q=1, kv_heads=1),
+    "decode_long": Case(128, 128, extras=("lengths",), seqlen_q=1, kv_heads=4, batch=16, seqlen_k=8192),
+    "decode_rows": Case(128, 128, extras=("lengths",), seqlen_q=16, kv_heads=1),
+    "decode_rows_paged": Case(128, 128, extras=("paged",), seqlen_q=16, kv_heads=1),
+    "decode_d256": Case(256, 256, extras=("lengths",), seqlen_q=1, kv_heads=1),
+    "decode_float32": Case(128, 128, torch.float32, extras=("paged",), seqlen_q=4, kv_heads=1),
+    "decode_absorbed": Case(576, 512, extras=("lengths",), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_absorbed_paged": Case(576, 512, extras=("paged",), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_everything": Case(
+        128,
+        128,
+        options={"causal": True, "softcap": 20.0, "window_left": 64},
+        extras=("paged", "mask", "alibi", "sinks"),
+        seqlen_q=4,
+    ),
 }
 
 
@@ -127,13 +143,14 @@ def case_inputs(case: Case) -> Inputs:
 
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     case = CASES[name]
-    call.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    for module in (call, launch_decode):
+        module.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
 
     def run() -> None:
         out, lse = launch.forward(problem, inputs)
-        if "paged" not in case.extras:
+        if not name.startswith("decode") and "paged" not in case.extras:
             launch.backward(problem, inputs, out, lse, out, lse)
 
     return compiled_rows(name, run, capability)

@@ -15,9 +15,12 @@ SCRIPT = "compile_kernels.py"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
 QUICK = ("d64_causal", "d128_causal", "everything")
+QUICK_DECODING = ("decode_d128", "decode_rows_paged", "decode_absorbed")
 REST = (
     *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256"),
     *("tf32_d64", "tf32_d128", "tf32_d256", "tf32_everything", "everything", "packed", "cache", "paged"),
+    *("decode_d64", "decode_long", "decode_rows", "decode_d256", "decode_float32"),
+    *("decode_absorbed_paged", "decode_everything"),
 )
 # Bytes of registers that may spill: with headline shapes; with every option or very wide heads.
 FEW, SOME = 64, 1024
@@ -42,8 +45,9 @@ def check(rows: list[Row], capability: int) -> None:
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_headline_shapes_compile_without_spills(capability: int, compiled_by: Compiler):
-    rows = compiled_by(SCRIPT, str(capability), *QUICK)
-    assert {row["case"] for row in rows} == set(QUICK) and len(rows) == 4 * len(QUICK) + 1
+    rows = compiled_by(SCRIPT, str(capability), *QUICK, *QUICK_DECODING)
+    assert {row["case"] for row in rows} == {*QUICK, *QUICK_DECODING}
+    assert len(rows) == 4 * len(QUICK) + 1 + 2 * len(QUICK_DECODING)
     check(rows, capability)
 
 

@@ -181,6 +181,8 @@ def _in_pages(inputs: Inputs, chunk: int) -> tuple[Inputs, int]:
     """Keys and values in pages that divide the chunk, if those that there are can be cut into such; and into
     how many parts each was cut. The page table is still that of the whole ones."""
     page = inputs.key.shape[1]
+    if torch.compiler.is_compiling():  # sizes may be symbols, which have no common divisor
+        return inputs, 1
     common = math.gcd(page, chunk)
     small = common & -common  # a power of two, which decoding kernels take
     folds = all(len(t) == 1 or t.stride(0) == page * t.stride(1) for t in inputs[1:3])

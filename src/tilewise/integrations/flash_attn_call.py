@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
-from tilewise.problem import Inputs, Options, check_number
+from tilewise.api import canonical_inputs, read_length
+from tilewise.problem import Inputs, Options, check_number, check_tensors, shown
 
 
 def options(
@@ -22,9 +22,14 @@ def options(
     """
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
-        raise ValueError(f"window_size={window_size!r} must be (left, right), two integers, -1 for unbounded")
+        raise ValueError(
+            f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
+        )
     check_number("softcap", softcap)
-    others = {name: int(x) if isinstance(x, Tensor) else x for name, x in others.items()}
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+    for name in others.keys() & {"max_seqlen_q", "max_seqlen_k"}:
+        others[name] = read_length(name, others[name])
     left, right = (
         None if bound < 0 else bound if isinstance(bound, int) else int(bound) for bound in window_size
     )
@@ -44,8 +49,7 @@ def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ..
     Raises:
         ValueError, TypeError: the packed tensor does not fit.
     """
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name}={type(packed).__name__} must be a torch.Tensor")
+    check_tensors(**{name: packed})
     if packed.ndim != rank or packed.shape[-3] != parts:
         leading = "batch, seqlen" if rank == 5 else "total"
         raise ValueError(f"{name}.shape={tuple(packed.shape)} must be ({leading}, {parts}, heads, head_dim)")
@@ -60,9 +64,7 @@ def varlen_inputs(
     Raises:
         TypeError: the offsets are no tensors.
     """
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(q, k, v, **others)
     return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
@@ -73,9 +75,7 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ValueError, TypeError: qv does not fit.
     """
-    for name, t in (("q", q), ("k", k), ("v", v), ("qv", qv)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+    check_tensors(q=q, k=k, v=v, qv=qv)
     if q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
     kinds = {(t.dtype, t.device) for t in (q, k, v)}

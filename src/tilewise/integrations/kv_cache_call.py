@@ -51,9 +51,9 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = new_layout(call, batch)
     held = held_lengths(call, batch, capacity)
+    rotary = rotary_of(call, held)
     if device.type == "cpu" and not torch.compiler.is_compiling():
         check_lengths(call, queries, new, held, capacity, table)
-    rotary = rotary_of(call, held)
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
     is_fp8 = call.descale.is_needed(call.q, call.k_cache, call.cu_seqlens_q)
     lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()

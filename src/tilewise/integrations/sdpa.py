@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import repeat
 from tilewise.api import attention, canonical_inputs
 from tilewise.integrations.autocast import autocast
-from tilewise.problem import Options
+from tilewise.problem import Options, check_tensors
 
 
 def scaled_dot_product_attention(
@@ -60,9 +60,8 @@ def scaled_dot_product_attention(
         signature, repeated = repeat.attempt(query, key, value, *scalars)
         if repeated is not None:
             return repeated  # type: ignore[no-any-return]
+    check_tensors(query=query, key=key, value=value)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
         if t.ndim < 2:
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} must have at least 2 dimensions: (..., seqlen, head_dim)"

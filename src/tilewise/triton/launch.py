@@ -47,7 +47,7 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    if tile is None and launch_decode.serves(problem, inputs):
+    if tile is None and launch_decode.serves(problem):
         return launch_decode.forward(problem, inputs)
     if problem.is_quantized:
         problem, inputs = _dequantized(problem, inputs)

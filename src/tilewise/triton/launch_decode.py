@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.triton.arguments import DecodeConfig, DecodeSizes
 from tilewise.triton.call import Call, gpu_capability, has_pdl, launchable
@@ -24,10 +24,8 @@ MERGE_ELEMENTS = 4096  # of the pieces that a merging program holds at a time
 _N = len(Inputs._fields)
 
 
-def serves(problem: AttentionProblem, inputs: Inputs) -> bool:
-    """Few queries to many keys, on a GPU on which these kernels have run: Hopper."""
-    if problem.device_type == "cuda" and gpu_capability(inputs.query.device)[0] != 9:
-        return False
+def serves(problem: AttentionProblem) -> bool:
+    """Few queries to many keys."""
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
     if problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256:
         return False  # sums of so many products in one chain are off by more than the error rule allows
@@ -186,7 +184,7 @@ def _parts(head_dim: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:
-    if device.type != "cuda":
+    if is_interpreted():
         return DecodeTile(16, 16, 1, 4, 1)
     return decode_tile(
         gpu_capability(device),
