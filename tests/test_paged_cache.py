@@ -318,6 +318,49 @@ def test_eight_bit_storage_keeps_its_error():
     assert cache.memory_bytes() == 4 * 16 * 2 * 8 * 2 + 2 * 4 * 2 * 4
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_eight_bit_pages_keep_what_stands_beside_nan_and_infinity(bad):
+    """Also numbers over 448, which need a scale."""
+    cache = PagedKVCache(2, 16, 2, 8, dtype=torch.float8_e4m3fn)
+    sequence, tokens = cache.allocate(), 1000 * torch.randn(9, 2, 8)
+    tokens[3, 1, 2] = bad
+    cache.append(tokens[None], tokens[None], [sequence])
+    is_bad = torch.zeros_like(tokens, dtype=torch.bool)
+    is_bad[3, 1, 2] = True
+    for found in cache.gather(sequence):
+        assert torch.equal(found.isnan(), is_bad)
+        error = (found - tokens).abs()[~is_bad]
+        assert (error <= tokens.abs()[~is_bad] / 16 + tokens[~is_bad].abs().max() / 114688).all()
+
+
+def test_batches_that_are_out_of_date():
+    cache, _, _ = filled([20, 9])
+    tokens = [torch.randn(2, 1, h, d) for h, d in ((4, 8), (2, 8), (2, 6))]
+
+    def call(batch):
+        return tilewise.attention_with_cache(tokens[0], cache, *tokens[1:], batch=batch)
+
+    early = cache.reserve([0, 1], 1)
+    third = cache.allocate()
+    cache.reserve([0, 1, third], 1)
+    cache.free(third)  # as when another sequence ends
+    call(early)
+    other = PagedKVCache(40, 16, 2, 8, head_dim_v=6, dtype=torch.float32)
+    other.allocate(), other.allocate()
+    with pytest.raises(ValueError, match="another cache"):
+        call(other.reserve([0, 1], 1))
+    batch = cache.reserve([1, 0], 1)
+    cache.free(1)
+    cache.append(torch.ones(1, 20, 2, 8), torch.ones(1, 20, 2, 6), [cache.allocate()])  # takes its page
+    before = bookkeeping(cache), cache.key.clone()
+    for step in (lambda: call(batch), lambda: cache.write(*tokens[1:], batch)):
+        with pytest.raises(ValueError, match="sequence=1 was freed or truncated"):
+            step()
+    with pytest.raises(ValueError, match="sequence=1 was freed or truncated"):
+        tilewise.attention_with_cache(tokens[0], cache, batch=batch)
+    assert bookkeeping(cache) == before[0] and torch.equal(cache.key.nan_to_num(), before[1].nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_eight_bit_pages_is_exact_for_what_they_hold(dtype):
     held, new = [40, 3], [1, 5]

@@ -147,12 +147,13 @@ class RepeatedCall:
     `forward` and `backward` take and give tensors as the caller has them.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+    forward: Callable[[Tensor, Tensor, Tensor], Any]  # out, lse; out alone if nobody wants lse
     problem: AttentionProblem
     options: Options
     backend: str | None
     layout: str
     return_lse: bool
+    recomputes: bool  # in the backward, which then needs neither out nor lse
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         query, key, value = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
@@ -169,13 +170,23 @@ class RepeatedCall:
         """Found by the first backward, whose kernels a forward need not load."""
         return ops.repeatable_backward(self.problem, self.backend, self.layout)
 
-    def watched_backward(self, dlse: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def watched_backward(
+        self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The gradients where something has to see them made, or lse has one."""
-        query, key, value, out, lse, dout = tensors
+        query, key, value, *results = saved
         if self.layout == "bhsd":
-            query, key, value, out, dout = (t.transpose(1, 2) for t in (query, key, value, out, dout))
-        arguments = (out, lse, *Inputs(query, key, value), *self.options, self.backend, False)
-        grads = _eager_backward(dout, dlse, *arguments)[:3]
+            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+            dout = None if dout is None else dout.transpose(1, 2)
+        arguments = (*Inputs(query, key, value), *self.options, self.backend)
+        if self.recomputes:
+            with torch.no_grad():
+                out, lse = ops.call("attention", *arguments)
+        else:
+            out, lse = results
+            out = out.transpose(1, 2) if self.layout == "bhsd" else out
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = _eager_backward(dout, dlse, out, lse, *arguments, False)[:3]
         return tuple(t.transpose(1, 2) for t in grads) if self.layout == "bhsd" else grads
 
 
@@ -189,11 +200,14 @@ class RepeatedAttention(torch.autograd.Function):
         found = call.forward(query, key, value)
         if found is None:
             return None
-        out, lse = found
-        ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return (out, lse) if call.return_lse else out
+        if call.recomputes:
+            ctx.save_for_backward(query, key, value)
+            return found
+        out, lse = found
+        ctx.save_for_backward(query, key, value, out, lse)
+        return found if call.return_lse else out
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -201,11 +215,10 @@ class RepeatedAttention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None
-        call, tensors = ctx.call, ctx.saved_tensors
+        call, saved = ctx.call, ctx.saved_tensors
         if dout is not None and dlse is None and not _is_watched(dout, dlse):
-            return (None, *call.backward(*tensors, dout))
-        dout = torch.zeros_like(tensors[3]) if dout is None else dout
-        return (None, *call.watched_backward(dlse, *tensors, dout))
+            return (None, *call.backward(*saved, dout))
+        return (None, *call.watched_backward(saved, dout, dlse))
 
 
 # What `apply` ends in. It takes 2 us more to look for transforms, which repeated calls are free of.

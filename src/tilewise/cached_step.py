@@ -40,6 +40,7 @@ def cached_step(
     if key is not None:
         cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
     if isinstance(batch, PagedBatch):
+        cache.check_batch(batch)
         if query.ndim == 3 and len(query) != batch.total:
             raise ValueError(
                 f"query.shape={tuple(query.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
@@ -141,7 +142,7 @@ class Step(ABC, Generic[C]):
             key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
         )
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
-        return is_plain and same_tokens and key.is_cuda and has_triton() and not torch.compiler.is_compiling()
+        return is_plain and same_tokens and key.is_cuda and not torch.compiler.is_compiling() and has_triton()
 
 
 class ContiguousStep(Step[KVCache]):

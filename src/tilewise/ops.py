@@ -63,28 +63,39 @@ def launch_backward(
     inputs: Inputs,
     backend: str | None,
     bias_needs_grad: bool,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """Run the backward of the backend asked for, or of the one that is chosen."""
+    """Run the backward of the backend asked for, or of the one that is chosen.
+
+    out and lse may be None where it `recomputes`.
+    """
     problem = _with_gradients(problem, bias_needs_grad, dlse is not None)
     name = dispatch.choose(problem, backend, is_backward=True)
     with _own_dtypes(problem.device_type):
         return dispatch.load(name).backward(problem, inputs, out, lse, dout, dlse)
 
 
+def recomputes(problem: AttentionProblem, backend: str | None) -> bool:
+    """Whether the backward of a dense problem without optional tensors needs neither out nor lse."""
+    module = dispatch.load(dispatch.choose(_with_gradients(problem, False, False), backend, is_backward=True))
+    return hasattr(module, "recomputes") and module.recomputes(problem)
+
+
 def repeatable_backward(
     problem: AttentionProblem, backend: str | None, layout: str
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The gradients of query, key and value as a function of query, key, value, out, lse and dout, all in
-    the caller's layout, for a dense problem without optional tensors."""
+    """The gradients of query, key and value as a function of query, key, value, out, lse (neither if it
+    `recomputes`) and dout, all in the caller's layout, for a dense problem without optional tensors."""
 
-    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, out, lse, dout = tensors
+    def whole(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *results, dout = rest
+        out, lse = results or (None, None)
         if layout == "bhsd":
-            query, key, value, out, dout = (t.transpose(1, 2) for t in (query, key, value, out, dout))
+            query, key, value, dout = (t.transpose(1, 2) for t in (query, key, value, dout))
+            out = None if out is None else out.transpose(1, 2)
         inputs = Inputs(query, key, value)
         grads = launch_backward(problem, inputs, backend, False, out, lse, dout, None)[:3]
         return tuple(t.transpose(1, 2) for t in grads) if layout == "bhsd" else grads

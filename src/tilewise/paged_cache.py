@@ -220,6 +220,10 @@ class PagedKVCache:
             for t in layer._tensors():
                 t[pages[1]] = t[pages[0]]
 
+    def check_batch(self, batch: PagedBatch) -> None:
+        """Raise ValueError unless the batch is this cache's and its sequences are as long as it says."""
+        self._table.check_batch(batch)
+
     def undo(self, batch: PagedBatch) -> None:
         """Take back a `reserve` whose tokens were not written."""
         self._table.undo(batch.sequences, batch.new_tokens, batch.copies)
@@ -260,8 +264,10 @@ class PagedKVCache:
             value: likewise with head_dim_v; None with `value_in_key`.
 
         Raises:
-            ValueError, TypeError: key or value does not fit. Nothing is written then.
+            ValueError, TypeError: key or value does not fit, or a sequence of the batch was freed since, or
+                truncated. Nothing is written then.
         """
+        self.check_batch(batch)
         self.check_new(key, value, batch)
         real = _real_rows(batch).to(key.device) if batch.has_padding else None
         slots = (batch.slots if real is None else batch.slots[real]).long()
@@ -365,7 +371,7 @@ def _real_rows(batch: PagedBatch) -> Tensor:
 def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:
     """Quantize each written page anew with the smallest power of two that holds all its tokens.
 
-    Tokens held before keep their bits unless the scale grows.
+    Tokens held before keep their bits unless the scale grows. Infinity, which e4m3 does not have, is NaN.
     """
     pages, page_size = batch.written.long(), storage.shape[1]
     content = dequantized(storage[pages], scale[pages])  # (written pages, page_size, heads, dim)
@@ -374,7 +380,8 @@ def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor,
     place = torch.empty(len(storage), dtype=torch.int64, device=storage.device)
     place[pages] = torch.arange(len(pages), device=storage.device)
     content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
-    mantissa, exponent = torch.frexp(content.abs().amax((1, 3)) / LARGEST)
+    content.masked_fill_(content.isinf(), torch.nan)
+    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)
     power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
     storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)

@@ -38,7 +38,10 @@ class PagedBatch:
     written: Tensor  # (written pages,) the pages that new tokens go to
     kept: Tensor  # (written pages,) rows of them that hold earlier tokens
     block: Tensor  # the memory of all these
-    copies: tuple[tuple[int, int], ...] = ()  # (source, copy): shared pages that the new tokens needed alone
+    table: PageTable  # whose `reserve` this is of
+    ends: tuple[int, ...]  # `lengths` as the host knows them
+    shrinks: int  # how often sequences of the table had become shorter
+    copies: tuple[tuple[int, int], ...]  # (source, copy): shared pages that the new tokens needed alone
 
     @property
     def total(self) -> int:
@@ -64,9 +67,11 @@ class PageTable:
         self.num_pages, self.page_size = num_pages, page_size
         self.max_seqlen = max_seqlen
         self._next = 0
+        self.shrinks = 0
         self.clear()
 
     def clear(self) -> None:
+        self.shrinks += 1
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.references = [0] * self.num_pages
@@ -93,6 +98,7 @@ class PageTable:
                 f"length={shown(length)} must be an integer from 0 to the {held} tokens of {sequence=}"
             )
         length = int(length)
+        self.shrinks += 1
         pages, keep = self.pages[sequence], -(-length // self.page_size)
         for page in reversed(pages[keep:]):
             self._release(page)
@@ -110,6 +116,18 @@ class PageTable:
                 f"sequence={shown(sequence)} is not in the cache: it was freed, or is none that allocate() "
                 "or fork() returned"
             )
+
+    def check_batch(self, batch: PagedBatch) -> None:
+        """Raises ValueError unless the batch is of this table and its tokens still count."""
+        if torch.compiler.is_compiling():  # one graph serves all batches
+            return
+        if batch.table is not self:
+            raise ValueError("batch is of another cache: it must be what reserve() of this one returned")
+        if batch.shrinks == self.shrinks:
+            return
+        for sequence, end in zip(batch.sequences, batch.ends):
+            if sequence != PADDING and self.lengths.get(sequence, -1) < end:
+                raise ValueError(f"batch is out of date, reserve() again: {sequence=} was freed or truncated")
 
     def reserve(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Lengthen the sequences; the (source, copy) pages that must be copied before tokens are written.
@@ -219,7 +237,10 @@ class PageTable:
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
         parts = used.split([len(numbers) for numbers in fields.values()])
         views = {name: part.view(shapes[name]) for name, part in zip(fields, parts)}
-        return PagedBatch(tuple(sequences), tuple(new_tokens), **views, block=block, copies=tuple(copies))
+        return PagedBatch(
+            tuple(sequences), tuple(new_tokens), **views, block=block,
+            table=self, ends=tuple(fields["lengths"]), shrinks=self.shrinks, copies=tuple(copies),
+        )  # fmt: skip
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
-from tilewise import autograd, dispatch
+from tilewise import autograd, dispatch, ops
 from tilewise.eager import PLAIN_TYPES, is_plain_eager
 from tilewise.launch_plan import ALIGNMENT
 from tilewise.problem import Inputs, Options, describe
@@ -131,9 +131,11 @@ def keep(
         problem = describe(inputs, options)
     module = dispatch.load(dispatch.choose(problem, backend))
     make: Callable[..., Run | None] | None = getattr(module, "repeatable", None)
-    run = None if make is None else make(problem, inputs, layout, return_lse or needs_grad)
+    recomputes = needs_grad and ops.recomputes(problem, backend)
+    wants_lse = return_lse or (needs_grad and not recomputes)
+    run = None if make is None else make(problem, inputs, layout, wants_lse)
     if run is not None and needs_grad:
-        run = autograd.RepeatedCall(run, problem, options, backend, layout, return_lse)
+        run = autograd.RepeatedCall(run, problem, options, backend, layout, return_lse, recomputes)
     _local.runs[signature] = run
 
 

@@ -62,9 +62,9 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
+from tilewise.hopper.products import product
 from tilewise.hopper.schedule import answer, draw, receive
 
-UNSPECIALIZED = BackwardSizes._fields
 LEFT = gl.constexpr(9)  # + W: the signal that warpgroup W has left a part of dQ
 TAKEN = gl.constexpr(11)  # + W: that it has been read
 STORED = gl.constexpr(1 << 24)  # in the counter of a query tile's dQ: its first part is in memory
@@ -73,10 +73,8 @@ STORED = gl.constexpr(1 << 24)  # in the counter of a query tile's dQ: its first
 @gluon.jit
 def start_product(keys, queries, cfg: gl.constexpr):
     """Start S^T = K Q^T or dP^T = V dO^T [64, BLOCK_M] of tiles that have arrived."""
-    zeros = gl.full([64, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    k = keys.reshape([64, cfg.BLOCK_D])
     q = queries.reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return product(keys.reshape([64, cfg.BLOCK_D]), q.permute((1, 0)))
 
 
 @gluon.jit
@@ -311,7 +309,7 @@ def await_count(counter, least):
         now = gl.atomic_add(counter, 0, sem="acquire")
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,

@@ -22,11 +22,12 @@ from tilewise.hopper.launch import (
     UNBOUNDED,
     descriptor,
     num_sms,
+    order_sequences,
     scheduler_counter,
     section_size,
     tma_ready,
 )
-from tilewise.launch_plan import Launch, Step, Tensors, run, run_steps
+from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 from tilewise.repeated_launch import RepeatedBackward, Whole
 
@@ -148,25 +149,6 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
-
-
-def order_sequences(
-    problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Packed: those with most to do first, and the tiles of `rows` of the tiled side before each."""
-    if tiled is None:
-        return None, None
-    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=tiled.device)
-    order, first_tile = table[: problem.batch], table[problem.batch :]
-    run(order_launch, problem, (tiled, other), rows, fresh=(order, first_tile))
-    return order, first_tile
-
-
-def order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
-    """Packed sequences by falling length of the second side, and the tiles of the first before each."""
-    from tilewise.hopper.schedule import order_sequences_kernel
-
-    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, rows), num_warps=4)
 
 
 def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:

@@ -14,7 +14,7 @@ from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles,
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
-from tilewise.hopper.schedule import draw, drawn, finish, make_work_ring, send
+from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -30,15 +30,6 @@ class Channels:
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 for each slot: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
 
-    @gluon.constexpr_function
-    def __init__(self, work, slots, v, dq, stats, ds):
-        self.work = work
-        self.slots = slots
-        self.v = v
-        self.dq = dq
-        self.stats = stats
-        self.ds = ds
-
 
 @gluon.jit
 def make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg: gl.constexpr):
@@ -49,9 +40,7 @@ def make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
-    STATS: gl.constexpr = 4 if cfg.K_STAGES == 1 else 2
-    stats_shape: gl.constexpr = [STATS] + stats_desc.block_shape  # noqa: RUF005
-    stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
+    stats = make_tiles(stats_desc, 4 if cfg.K_STAGES == 1 else 2)
     BLOCKS: gl.constexpr = 8 if cfg.K_STAGES == 1 else 6
     return Channels(
         make_work_ring(3),
@@ -123,10 +112,7 @@ def acquire_slot(state, slot, ch):
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K, V, and Q and dO of each query tile of each head of the group."""
-    if cfg.IS_PACKED:
-        num_work = gl.load(packing.first_tile + sizes.batch) * sizes.num_slots
-    else:
-        num_work = sizes.num_tiles * sizes.num_slots
+    num_work = count_work(sizes, packing, cfg)
     index = gl.program_id(0)
     turn = 0  # tiles of keys so far
     state = 0 * index + FIRST_STATE

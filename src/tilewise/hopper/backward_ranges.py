@@ -13,13 +13,6 @@ class QueryTiles:
     plain_begin: gl.tensor
     plain_end: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, begin, end, plain_begin, plain_end):
-        self.begin = begin
-        self.end = end
-        self.plain_begin = plain_begin
-        self.plain_end = plain_end
-
     @gluon.jit
     def count(self):
         return self.end - self.begin

@@ -12,13 +12,12 @@ from tilewise.hopper.backward_arguments import WideBackwardConfig
 from tilewise.hopper.backward_launch import (
     flat_descriptor,
     kernel_sizes,
-    order_sequences,
     prepare_launch,
     score_factors,
     sinks_gradient,
     stats_shape,
 )
-from tilewise.hopper.launch import descriptor, num_sms, scheduler_counter, tma_ready
+from tilewise.hopper.launch import descriptor, num_sms, order_sequences, scheduler_counter, tma_ready
 from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 

@@ -32,7 +32,7 @@ HOLDS_NEXT_S = gl.constexpr(not hasattr(tma, "async_load"))
 def aggregate(cls):
     """Class decorator: values that go through a kernel under one name.
 
-    The constructor takes one for each annotation, in their order, unless the class has its own.
+    The constructor takes one for each annotation, in their order.
     """
     kinds = cls.__annotations__
     names = gl.constexpr(tuple(kinds))  # a constexpr: so they count in Triton's cache keys
@@ -41,8 +41,7 @@ def aggregate(cls):
         for name, value in zip(names.value, values, strict=True):
             setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
 
-    if "__init__" not in cls.__dict__:
-        cls.__init__ = gluon.constexpr_function(__init__)
+    cls.__init__ = gluon.constexpr_function(__init__)
     return _aggregate(cls)
 
 

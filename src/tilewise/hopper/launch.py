@@ -104,12 +104,8 @@ def forward(
     lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    order = first_tile = None
-    if problem.is_packed:
-        table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=query.device)
-        order, first_tile = table[: problem.batch], table[problem.batch :]
-        run(_order_launch, problem, cu_seqlens, cfg, fresh=(order, first_tile))
-    fresh = (out, lse, order, first_tile, scheduler_counter(query.device))
+    ordered = order_sequences(problem, *cu_seqlens, cfg.BLOCK_M // cfg.PACK)
+    fresh = (out, lse, *ordered, scheduler_counter(query.device))
     run(_forward_launch, problem, (query, key, value, sinks, *cu_seqlens), cfg, fresh=fresh)
     return out, lse
 
@@ -135,11 +131,23 @@ def repeatable(
     return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange)
 
 
-def _order_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
-    """Packed sequences, longest first, and the query tiles before each, found on the device."""
+def order_sequences(
+    problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Packed: those with most to do first, and the tiles of `rows` of the tiled side before each."""
+    if tiled is None:
+        return None, None
+    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=tiled.device)
+    order, first_tile = table[: problem.batch], table[problem.batch :]
+    run(_order_launch, problem, (tiled, other), rows, fresh=(order, first_tile))
+    return order, first_tile
+
+
+def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
+    """Packed sequences by falling length of the second side, and the tiles of the first before each."""
     from tilewise.hopper.schedule import order_sequences_kernel
 
-    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, cfg.BLOCK_M // cfg.PACK), num_warps=4)
+    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, rows), num_warps=4)
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:

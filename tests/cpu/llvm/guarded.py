@@ -46,7 +46,7 @@ def guarded(t: Tensor | None, at_end: bool) -> Tensor | None:
     return copy.copy_(t.detach()).requires_grad_(t.requires_grad)
 
 
-def run(case: random_cases.Case, at_end: bool, has_gradients: bool = True) -> None:
+def run(case: random_cases.Case, at_end: bool) -> None:
     if random_cases.launch.supports(case.problem):
         return
     problem = case.problem
@@ -80,7 +80,7 @@ def run(case: random_cases.Case, at_end: bool, has_gradients: bool = True) -> No
     )
     with mock.patch.object(plans, "torch", stand_in), mock.patch.object(backward_plan, "torch", stand_in):
         out, lse = random_cases.launch.forward(problem, inputs)
-        if has_gradients and not problem.is_paged:
+        if not problem.is_paged:
             dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)
             random_cases.launch.backward(problem, inputs, out, lse, dout, dlse)
 
@@ -90,5 +90,5 @@ if __name__ == "__main__":
     for seed in range(0, 25 * 24, 5):
         run(random_cases.draw(seed), at_end=seed % 10 == 0)
     for seed in range(0, 10 * 24, 3):
-        run(random_cases.draw_decoding(seed), at_end=seed % 2 == 0, has_gradients=False)
+        run(random_cases.draw_decoding(seed), at_end=seed % 2 == 0)
     print("no access out of bounds")

@@ -229,6 +229,13 @@ def rounded(low: Operand, high: Operand) -> Value:
     return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
 
 
+def rounded_words(x: Operand) -> Value:
+    """A float32 vector rounded to bfloat16, a number in the low half of each word."""
+    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFloat(), LANES), x.raw)
+    bits = builder().bitcast(half, ir.VectorType(I16, LANES))
+    return Value(builder().zext(bits, ir.VectorType(I32, LANES)))
+
+
 def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
     """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
     if is_exact:

@@ -33,6 +33,7 @@ ENTERED = SLOTS + 2  # not 0: the tensors are what `entry.py` expects
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
 # What `entry.py` expects of each tensor: device, type and dimensions, up to 4 sizes, up to 4 strides.
 GIVEN, GIVEN_BACKWARD = ("q", "k", "v"), ("q", "k", "v", "out", "lse", "do")
+GIVEN_RECOMPUTED = ("q", "k", "v", "do")
 EXPECTED, EXPECTED_WORDS = FIRST + len(FIELDS), 10
 DLTENSOR = EXPECTED + len(GIVEN_BACKWARD) * EXPECTED_WORDS  # room for the struct, 6 words
 WORDS = DLTENSOR + 6
@@ -55,9 +56,9 @@ class Config:
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     is_paged: bool = False
-    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of the decoding kernel
-    # and, up to 4, of a backward of what it computed.
+    # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
+    short: str = ""  # "forward" or "backward" of `short.py`
     pieces: int = (
         0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
     )

@@ -39,7 +39,6 @@ from tilewise.cpu.llvm.tiles import (
     Scratch,
     Shape,
     build_kernel,
-    decoded_sums,
     fitting,
     lane_chunks,
     load_rows,
@@ -206,10 +205,7 @@ class BackwardKernel:
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
         for r0 in loop(begin, end, shape.rows):
             k = self.k.at(j + r0, 0)
-            if self.config.rows:
-                s = decoded_sums(shape, shape.rows, shape.vectors, shape.pad, k, self.q_t)
-            else:
-                s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
+            s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
             scores.apply(s, r0, self.cap_slope)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):

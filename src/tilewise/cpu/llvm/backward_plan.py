@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tilewise.cpu.llvm.arguments import CHANGING_BACKWARD
 from tilewise.cpu.llvm.compile import load
-from tilewise.cpu.llvm.configs import KINDS, backward_config
+from tilewise.cpu.llvm.configs import (
+    KINDS,
+    backward_config,
+    decode_backward_config,
+    is_decoding,
+    is_short,
+    short_config,
+)
 from tilewise.cpu.llvm.plans import (
     BLOCK_K,
     CPU,
@@ -48,8 +55,14 @@ class BackwardPlan(Plan):
         super().__init__(problem, inputs)
         self.dbias_dtype = _dbias_dtype(problem, inputs)
         dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
-        config = backward_config(problem, inputs, may_cut)
-        self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
+        self.has_few_rows = is_decoding(problem)
+        if is_short(problem):
+            self.kernel = load("short", short_config(problem, inputs, "backward"))
+        elif self.has_few_rows:
+            self.kernel = load("decode_backward", decode_backward_config(problem, inputs))
+        else:
+            config = backward_config(problem, inputs, may_cut)
+            self.kernel = load("backward", replace(config, dbias_kind=dbias_kind))
         shared_batches, shared_heads = _sharing(problem)
         self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
         self.block.update(
@@ -64,8 +77,11 @@ class BackwardPlan(Plan):
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
             self.block.update(**named("dbias", "bhi", broadcast_strides(dbias)))
-        first, end = problem.visibility().key_range(0, 1)
+        visible = problem.visibility()
+        first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        if self.has_few_rows and not is_short(problem):  # keys that no query sees are left out
+            self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         self.dlse_bytes = math.prod(lse_shape(problem, inputs)) * problem.compute_dtype.itemsize
         self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
         self.cut(problem.seqlen_q, problem.seqlen_k)
@@ -77,11 +93,17 @@ class BackwardPlan(Plan):
         while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
             split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        self.items, self.lengths = self.owners * splits, (seqlen_q, seqlen_k)
+        item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
+        self.items, self.lengths = self.owners * splits // item_heads, (seqlen_q, seqlen_k)
         self.threads = max(1, min(self.wanted_threads, self.items))
         self.thread_bytes = facts["scratch_bytes"]
         self.block.update(
-            items=self.items, splits=splits, split_keys=split, tiles=tiles, scratch_bytes=self.thread_bytes
+            items=self.items,
+            splits=splits,
+            split_keys=split,
+            tiles=tiles,
+            item_heads=item_heads,
+            scratch_bytes=self.thread_bytes,
         )
         turns = problem.batch * problem.num_heads * tiles
         self.turn_offset = self.threads * self.thread_bytes
@@ -90,21 +112,21 @@ class BackwardPlan(Plan):
         self.scratch_bytes = self.sum_offset + (turns * facts["tile_bytes"] if splits > 1 else 0)
 
     def __call__(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, inputs: Inputs, out: Tensor | None, lse: Tensor | None, dout: Tensor, dlse: Tensor | None
     ) -> Gradients:
-        problem = self.problem
+        problem, dtype = self.problem, self.problem.compute_dtype
         if problem.is_packed:
             lengths = longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k)
             if lengths != self.lengths:
                 self.cut(*lengths)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=CPU) for t in inputs[:3])
-        dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+        dlse = None if dlse is None else dlse.to(dtype).contiguous()
         dbias = delta = None
         if problem.bias_needs_grad:
             assert inputs.bias is not None
             dbias = torch.zeros(inputs.bias.shape, dtype=self.dbias_dtype, device=CPU)
-        if problem.has_sinks:  # a query that sees no key has delta = -dlse
-            delta = torch.zeros(lse.shape, dtype=lse.dtype, device=CPU) if dlse is None else -dlse
+        if problem.has_sinks and lse is not None:  # a query that sees no key has delta = -dlse
+            delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
         kept = self.bind(inputs) if self.has_options else None
         self.differentiate(*inputs[:3], out, lse, dout, dq, dk, dv, dlse, dbias, delta)
         del kept
@@ -117,8 +139,8 @@ class BackwardPlan(Plan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
         dout: Tensor,
         dq: Tensor,
         dk: Tensor,
@@ -127,13 +149,17 @@ class BackwardPlan(Plan):
         dbias: Tensor | None = None,
         delta: Tensor | None = None,
     ) -> None:
-        """Run the kernel on tensors of the plan's layout; query, key and value with its strides."""
+        """Run the kernel on tensors of the plan's layout; query, key and value with its strides.
+
+        out and lse may be None where the kernel takes the softmax again.
+        """
         if self.has_unreached:  # stays 0 where no item reaches
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         if not self.items:
             return
-        out, dout, lse = rows_dense(out), rows_dense(dout), lse.contiguous()
+        dout = rows_dense(dout)
+        out, lse = (dout, dout) if out is None or lse is None else (rows_dense(out), lse.contiguous())
         if self.strides != (strides := (out.stride(), dout.stride())):
             self.strides = strides
             self.set_strides("out", strides[0], self.axes)
@@ -167,10 +193,10 @@ def _dbias_dtype(problem: AttentionProblem, inputs: Inputs) -> torch.dtype | Non
     return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype
 
 
-def _sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+def _sink_gradient(inputs: Inputs, lse: Tensor | None, delta: Tensor | None) -> Tensor | None:
     """dsink = -sum of p_sink * delta over the head's queries."""
     sinks = inputs.sinks
-    if sinks is None or delta is None:
+    if sinks is None or lse is None or delta is None:
         return None
     p_sink = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     summed = -(p_sink * delta).sum(-1)

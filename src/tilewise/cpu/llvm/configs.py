@@ -23,6 +23,7 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
 AMX_FEWEST_SCORES = 512  # of a key head that is decoded; with fewer than 4 rows vectors wait for memory alone
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
+SHORT_KEYS = 32  # at most
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -30,18 +31,32 @@ def is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
-    most = 16 if problem.seqlen_k >= 512 else 12
+    most = 12 if SHORT_KEYS < problem.seqlen_k < 512 else 16
     if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
         most = 8 if problem.seqlen_k >= 64 else 4
     return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
-def decode_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
     is_whole = problem.head_dim % 32 == problem.head_dim_v % 32 == 0
     is_worth = rows >= (4 if is_whole else 8) and rows * problem.seqlen_k >= AMX_FEWEST_SCORES
-    return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth)), rows=rows)
+    return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth and may_cut)), rows=rows)
+
+
+def decode_backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
+    return replace(decode_config(problem, inputs), pieces=0)
+
+
+def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> Config:
+    return replace(decode_config(problem, inputs), pieces=0, short=direction)
+
+
+def is_short(problem: AttentionProblem) -> bool:
+    """A few queries and keys that are all at hand at once: the backward then needs neither out nor lse."""
+    is_plain = not (problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged)
+    return problem.seqlen_k <= SHORT_KEYS and is_plain and is_decoding(problem)
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
@@ -50,10 +65,7 @@ def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tr
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    config = _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
-    if config.has_amx or not is_decoding(problem) or (decoded := decode_config(problem, inputs)).has_amx:
-        return config
-    return replace(config, rows=min(decoded.rows, 4))  # scores are added up in the same order
+    return _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
 
 
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:

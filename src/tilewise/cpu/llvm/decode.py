@@ -36,11 +36,14 @@ from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
+    LONG_SUM,
     AmxBlockK,
     Arguments,
+    Grid,
     Head,
     Scratch,
     Shape,
+    added,
     build_kernel,
     lane_chunks,
     load_rows,
@@ -77,10 +80,10 @@ BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart d
 class Block:
     """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
 
-    j0: Value
+    j0: Scalar
     n: Value
     end: Value
-    head: Value
+    head: Operand
 
 
 class DecodeKernel:
@@ -94,10 +97,9 @@ class DecodeKernel:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.rows, lanes = self.config.rows, shape.lanes
-        q_area = self.reserve(scratch)
+        areas = self.reserve(scratch)
         self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
         self.correction = scratch.rows(self.rows, lanes)
-        areas = (q_area, (self.rows, shape.pad_v), (self.rows, lanes), (self.rows, lanes))
         self.state = [(scratch.rows(ITEM_HEADS * count, width), count) for count, width in areas]
         self.select_head(0)
         self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
@@ -105,8 +107,24 @@ class DecodeKernel:
     def facts(self) -> dict[str, int]:
         return {"partial_bytes": self.partial_width * self.shape.item, "item_heads": ITEM_HEADS}
 
-    def reserve(self, scratch: Scratch) -> tuple[int, int]:
-        """Room for keys, values and queries coming in; how many rows of what width a head's q takes."""
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
+        """Room for what comes in; how many rows of what width a head's q, acc, m and l take."""
+        shape, lanes = self.shape, self.shape.lanes
+        self.size_tiles()
+        is_whole = self.config.head_dim == shape.pad
+        self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
+        self.copies_v = self.config.head_dim_v != shape.pad_v
+        self.k = scratch.rows(self.tile_k, shape.pad)
+        self.v = scratch.rows(self.block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
+        self.raw_q = scratch.rows(self.rows, shape.pad)
+        return [(self.row_groups, shape.pad * self.group), *self.sums_areas()]
+
+    def sums_areas(self) -> list[tuple[int, int]]:
+        """Of acc, m and l."""
+        return [(self.rows, self.shape.pad_v), (self.rows, self.shape.lanes), (self.rows, self.shape.lanes)]
+
+    def size_tiles(self) -> None:
+        """How many rows, keys and columns are handled at once."""
         shape, lanes = self.shape, self.shape.lanes
         # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
@@ -122,13 +140,6 @@ class DecodeKernel:
         # Values: sums of `tile` rows x `vectors` vectors.
         self.tile = min(4, self.rows)
         self.vectors = min(8, sums // self.tile)
-        is_whole = self.config.head_dim == shape.pad
-        self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
-        self.copies_v = self.config.head_dim_v != shape.pad_v
-        self.k = scratch.rows(self.tile_k, shape.pad)
-        self.v = scratch.rows(block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
-        self.raw_q = scratch.rows(self.rows, shape.pad)
-        return self.row_groups, shape.pad * self.group
 
     def select_head(self, h: Scalar) -> None:
         """From here on it is about key head h of the item: its q (scaled), acc, m (all lanes alike) and l."""
@@ -181,18 +192,23 @@ class DecodeKernel:
             self.m[r, 0].store(shape.constant(-INF))
             self.l[r, 0].store(shape.constant(0.0))
 
-    def query_rows(self, head: Head) -> Callable[[Value], Ptr]:
-        return lambda r: self.query_head(head, r).query_rows("q", 0)(r % head.seqlen_q)
+    def query_rows(self, head: Head, name: str) -> Callable[[Value], Ptr]:
+        """Where row r of q, out, do or dq is."""
+        return lambda r: self.query_head(head, r).query_rows(name, 0)(r % head.seqlen_q)
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q scaled, in the order of the products of a vector."""
-        shape, factor = self.shape, self.args.vector("q_factor", self.shape)
-        load_rows(shape, self.raw_q, self.query_rows(head), rows, self.rows, self.config.head_dim)
-        for i in range(self.rows):
-            corner = self.q.at(i // self.group, i % self.group * self.depth)
-            for c in loop(0, shape.pad, self.depth):
-                q = self.raw_q[i, c].load(self.depth)
-                corner[0, c * self.group].store(q * lanes_of(factor, 0, self.depth))
+        load_rows(self.shape, self.raw_q, self.query_rows(head, "q"), rows, self.rows, self.config.head_dim)
+        self.group_rows(self.q, self.raw_q, self.args.vector("q_factor", self.shape))
+
+    def group_rows(self, grouped: Rows, rows: Rows, factor: Operand | None = None) -> None:
+        """Rows (times a factor) in the order of the products of a vector; the last one fills up its group."""
+        for i in range(self.row_groups * self.group):
+            corner = grouped.at(i // self.group, i % self.group * self.depth)
+            for c in loop(0, rows.stride, self.depth):
+                x = rows[min(i, self.rows - 1), c].load(self.depth)
+                x = x if factor is None else x * lanes_of(factor, 0, self.depth)
+                corner[0, c * self.group].store(x)
 
     def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
         """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
@@ -224,30 +240,42 @@ class DecodeKernel:
                 for later_row in ahead:
                     prefetch_row(later_row, config.head_dim)
             k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
-            for first in range(0, self.row_groups, self.groups):
-                groups = range(first, min(first + self.groups, self.row_groups))
-                self.score_tile(groups, j, k, [] if self.copies_k or first else ahead)
+            self.multiply(self.q, k, self.p.at(0, j), [] if self.copies_k else ahead)
 
-    def score_tile(self, groups: range, j: Value, k: list[Ptr], ahead: list[Ptr]) -> None:
-        """s of some groups of rows and the keys j + [0, tile_k); `ahead` are rows to ask for meanwhile."""
-        shape, depth, lanes = self.shape, self.depth, self.shape.lanes
-        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
-        line = 64 // k[0].item
-        step = line if shape.pad % line == 0 else lanes
-        for c in loop(0, shape.pad, step):
-            for row in ahead:
-                prefetch(row[c])
-            for d in range(0, step, depth):
-                q = [self.q.at(g, 0)[0, c * self.group + d * self.group].load(lanes) for g in groups]
-                for key, row in enumerate(k):
-                    k_d = repeated(row[c][d].load(depth), self.group)
-                    for q_d, sums in zip(q, dots):
-                        sums[key].set(fma(k_d, q_d, sums[key]))
+    def multiply(self, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
+        """s = k q of all rows and `tile_k` keys; `ahead` are rows to ask for meanwhile."""
+        for first in range(0, self.row_groups, self.groups):
+            groups = range(first, min(first + self.groups, self.row_groups))
+            self.multiply_groups(groups, q, k, s, [] if first else ahead)
+
+    def multiply_groups(self, groups: range, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
+        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
+        step = line if pad % line == 0 else self.shape.lanes
+        is_long = self.config.kind == "f32" and pad > depth * LONG_SUM
+        cut = round_up(pad // 2, step) if is_long else pad
+        dots = self.dots(groups, q, k, range(0, cut, step), ahead)
+        if is_long:
+            dots = added(dots, self.dots(groups, q, k, range(cut, pad, step), ahead))
         for g, sums in zip(groups, dots):
             for key in range(0, self.tile_k, depth):
-                s = fold_sums(sums[key : key + depth])
+                folded = fold_sums(sums[key : key + depth])
                 for i in range(min(self.group, self.rows - g * self.group)):
-                    self.p.at(g * self.group + i, j)[0, key].store(lanes_of(s, i * depth, depth))
+                    s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
+
+    def dots(self, groups: range, q: Rows, k: list[Ptr], columns: range, ahead: list[Ptr]) -> Grid:
+        """Sums of `depth` products side by side, over some columns."""
+        shape, lanes, group = self.shape, self.shape.lanes, self.group
+        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
+        for c in loop(columns.start, columns.stop, columns.step):
+            for row in ahead:
+                prefetch(row[c])
+            for d in range(0, columns.step, self.depth):
+                q_d = [q[g, c * group + d * group].load(lanes) for g in groups]
+                for key, row in enumerate(k):
+                    k_d = repeated(row[c][d].load(self.depth), group)
+                    for factor, sums in zip(q_d, dots):
+                        sums[key].set(fma(k_d, factor, sums[key]))
+        return dots
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""
@@ -269,7 +297,7 @@ class DecodeKernel:
         largest = Var(m)
         for j in loop(0, self.whole(block.n), lanes):
             key = splat(int32(block.j0 + j), lanes) + iota(lanes)
-            s = self.with_options(self.p[r, j].load(lanes), head, i, key)
+            s, _ = self.with_options(self.p[r, j].load(lanes), head, i, key)
             s = select((key >= k0) & (key < k1), s, -INF)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
@@ -280,15 +308,17 @@ class DecodeKernel:
         step = self.weight_step * self.shape.lanes
         return (n + (step - 1)) & -step
 
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
-        """Scores from products q k of query i and the keys in lanes."""
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
+        """Scores from products q k of query i and the keys in lanes; the softcap's derivative."""
         shape, config, args = self.shape, self.config, self.args
+        slope = None
         if config.has_softcap:
-            s = tanh(s, shape.exp_degree)[0] * args.vector("softcap", shape)
+            s, slope = tanh(s, shape.exp_degree)
+            s = s * args.vector("softcap", shape)
         if config.has_alibi:
             distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
             s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
-        return s
+        return s, slope
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
         """p = exp(s - m); l += p."""

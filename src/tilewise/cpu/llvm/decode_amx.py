@@ -1,12 +1,15 @@
 """Decoding in tile registers: `decode.py` with other products, for bfloat16 and several rows a key head.
 
-Keys are read where they lie; only values are turned into pairs on their way. What comes next is asked for in
-all steps of a block, so that the memory is never idle: half of the keys during the scores, half during the
-softmax, the values during the products with them. Products and sums:
+Keys and values are read where they lie. What comes next is asked for in all steps of a block, so that the
+memory is never idle: half of the keys during the scores, half during the softmax, the values during the
+products with them. Products and sums:
 
     s_t = k q_t, 32 keys at a time; scaled when the options are applied                  [32, rows]
-    w   = rows of p, rounded;  v_pairs: pairs of v of the block     [rows, BLOCK_K], [BLOCK_K / 2, head_dim_v]
-    acc = c acc + w v, 32 columns at a time                                              [rows, 32]
+    w   = p, rounded, as words (p, 0) for even columns and (0, p) for odd ones           [2 rows, BLOCK_K]
+    acc = c acc + w v, 16 keys and 32 columns at a time                                  [rows, head_dim_v]
+
+As v is not turned into pairs of keys, a word of it is two columns of one key, and one of them has weight 0.
+An infinite value so makes its neighbour NaN: where there is a NaN, the call is done again in vectors.
 """
 
 from __future__ import annotations
@@ -21,55 +24,57 @@ from tilewise.cpu.llvm.amx import (
     copy_rows,
     load_tile,
     multiply_tiles,
-    pair_rows,
-    rounded,
+    rounded_words,
     store_tile,
     tile_registers,
     words,
 )
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import either, loop
+from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
 from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
-from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, deinterleaved, fma
+from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, round_up, transpose_rows
+from tilewise.cpu.llvm.vector import Value, Var, any_lane, as_int, deinterleaved, fma, interleaved
 
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
-S, K, Q, W, V, PV = 0, 2, 3, 4, 5, 6  # tile registers: two of s, of w v, and one of each factor
+S, Q, W, PV = 0, 2, 3, 4  # tile registers: two of s and of w v, one of each small factor
+KV = 6  # two of k or v
 
 
 class AmxDecodeKernel(DecodeKernel):
     """The steps that differ."""
 
-    weight_step = 2
     block_k = BLOCK_K
 
-    def reserve(self, scratch: Scratch) -> tuple[int, int]:
+    def facts(self) -> dict[str, int]:
+        return {**super().facts(), "cuts": 1}
+
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape = self.shape
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
-        self.k, self.v = (scratch.rows(TILE, pad, "i16") for pad in (shape.pad, shape.pad_v))
-        self.v_pairs = scratch.rows(self.block_k // 2, shape.pad_v)
+        self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
+        self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
         self.s_t = [scratch.rows(TILE, self.width) for _ in range(self.parts)]
         self.raw_q = scratch.rows(self.parts * ROWS, shape.pad, "i16")
         self.raw_q_t = scratch.rows(shape.pad // 2, self.parts * ROWS)
-        self.w = scratch.rows(self.parts * ROWS, self.block_k, "i16")
+        self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
         self.pv = scratch.rows(ROWS, TILE)
-        return shape.pad // 2, self.parts * self.width
+        return [(shape.pad // 2, self.parts * self.width), *self.sums_areas()]
 
     def run(self) -> None:
-        narrow, low = 4 * self.width, min(self.rows, ROWS)
-        widths = [narrow, narrow, ROW, narrow, ROW, ROW, ROW, ROW]
-        heights = [ROWS, ROWS, ROWS, ROWS, low, ROWS, low, low]
+        narrow, low = 4 * self.width, 2 * self.half
+        widths = [narrow, narrow, narrow, ROW, ROW, ROW, ROW, ROW]
+        heights = [ROWS, ROWS, ROWS, low, low, low, ROWS, ROWS]
         with tile_registers(self.scratch, widths, heights):
             super().run()
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q as it is, in pairs."""
         shape = self.shape
-        copy_rows(self.raw_q, self.query_rows(head), rows, self.parts * ROWS, self.config.head_dim)
+        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, self.parts * ROWS, self.config.head_dim)
         transpose_rows(shape, self.raw_q_t, words(self.raw_q), self.parts * ROWS, shape.pad // 2)
         for c in loop(0, shape.pad // 2):
             for part in range(self.parts):
@@ -89,22 +94,20 @@ class AmxDecodeKernel(DecodeKernel):
                     prefetch_row(later(j + r), self.config.head_dim, L1)
                 self.score_tile(self.k, j, [])
 
-            self.take(block, j, self.config.head_dim, whole, copied)
+            self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
 
-    def take(
-        self, block: Block, j: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]
-    ) -> None:
-        """Use 32 keys from j on where they lie, or a copy: of the last, of pages, of rows to be padded."""
+    def take(self, are_few: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]) -> None:
+        """Use keys where they lie, or a copy: of the last few, of pages, of rows to be padded."""
         if self.config.is_paged or dim % TILE:
             copied()
             return
-        with either(block.n - j < TILE) as (few, all_there):
+        with either(are_few) as (few, all_there):
             with few:
                 copied()
             with all_there:
                 whole()
 
-    def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:  # type: ignore[override]
+    def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:
         """s of the 32 keys from j on; `ahead` are every second row to ask for meanwhile."""
         shape, lanes, width = self.shape, self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
@@ -113,8 +116,8 @@ class AmxDecodeKernel(DecodeKernel):
             for c in range(0, shape.pad, TILE):
                 load_tile(Q, self.q, c // 2, part * width)
                 for i in range(2):
-                    load_tile(K, k, i * ROWS, c)
-                    multiply_tiles(S + i, K, Q)
+                    load_tile(KV + i, k, i * ROWS, c)
+                    multiply_tiles(S + i, KV + i, Q)
                     for row in ahead[i * ROWS // 2 : (i + 1) * ROWS // 2] if part == 0 else []:
                         prefetch(row[c], L1)
             for i in range(2):
@@ -131,56 +134,71 @@ class AmxDecodeKernel(DecodeKernel):
         for j in loop(r * share, (r + 1) * share, 2):
             prefetch_row(later(j + 1), self.config.head_dim, L1)
 
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> Value:
+    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
         return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, key)
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
-        lanes = self.shape.lanes
-        for j in loop(0, self.whole(block.n), 2 * lanes):
-            scores = [self.p.at(r, j)[0, x].load(lanes) for x in (0, lanes)]
-            low, high = (exp2_avx512((s - m) * LOG2_E, DEGREE) for s in scores)
-            self.w[r, j].store(rounded(low, high))
-            l.set(l + (low + high))
+        lanes, even = self.shape.lanes, r // self.half * self.half + r
+        for j in loop(0, self.whole(block.n), lanes):
+            p = exp2_avx512((self.p[r, j].load(lanes) - m) * LOG2_E, DEGREE)
+            word = rounded_words(p)
+            self.w[even, j].store(word)
+            self.w[even + self.half, j].store(word << 16)
+            l.set(l + p)
 
     def add_values(self, head: Head, block: Block) -> None:
         row, later = self.sources(head, "v", block)
-        for j in loop(0, block.n, TILE):
-            pairs = self.v_pairs.at(j // 2, 0)
 
-            def whole(j: Value = j, pairs: Rows = pairs) -> None:
-                for r in loop(0, TILE, 2):
-                    pair_rows(pairs.at(r // 2, 0), Rows(row(j + r).as_kind("i16"), self.args.v_n), 2)
+        def copied() -> None:
+            copy_rows(self.v, row, block.n, self.whole(block.n), self.config.head_dim_v)
+            self.add_rows(self.v, block.n, later)
 
-            def copied(j: Value = j, pairs: Rows = pairs) -> None:
-                copy_rows(self.v, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim_v)
-                pair_rows(pairs, self.v, TILE)
+        def whole() -> None:
+            self.add_rows(Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n, later)
 
-            self.take(block, j, self.config.head_dim_v, whole, copied)
-        share = -(-self.block_k * TILE // self.shape.pad_v)  # of the values: asked for with 32 columns
-        for part in range(self.parts):
-            for c in loop(0, self.shape.pad_v, TILE):
-                self.add_columns(part * ROWS, c, block.n)
-                first = c // TILE * share
-                for r in loop(first, first + share) if part == 0 else []:
-                    prefetch_row(later(r), self.config.head_dim_v, L1)
+        self.take(block.n < self.block_k, self.config.head_dim_v, whole, copied)
 
-    def add_columns(self, first: int, c: Value, n: Value) -> None:
-        """acc = c acc + w v, 16 rows from `first` on and 32 columns."""
-        lanes = self.shape.lanes
-        for i in range(2):
+    def add_rows(self, v: Rows, n: Value, later: Callable[[Value], Ptr]) -> None:
+        """acc = c acc + w v, and what is to be asked for meanwhile."""
+        pad = self.shape.pad_v
+        by_twos = pad // (2 * TILE) * 2 * TILE
+        share = -(-self.block_k * TILE // pad)  # of the values: asked for with 32 columns
+        for first in range(0, self.rows, self.half):
+            for start, stop, count in ((0, by_twos, 2), (by_twos, pad, 1)):
+                for c in loop(start, stop, count * TILE) if start < stop else []:
+                    self.add_columns(first, c, count, v, n)
+                    r0 = c // TILE * share
+                    for r in loop(r0, r0 + count * share) if first == 0 else []:
+                        prefetch_row(later(r), self.config.head_dim_v, L1)
+
+    def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value) -> None:
+        """The same for `half` rows from `first` on and 32 columns, once or twice."""
+        lanes, half = self.shape.lanes, self.half
+        for i in range(count):
             clear_tile(PV + i)
-        for j in loop(0, n, TILE):
-            load_tile(W, self.w, first, j)
-            for i in range(2):
-                load_tile(V, self.v_pairs, j // 2, c + i * lanes)
-                multiply_tiles(PV + i, W, V)
-        for i in range(2):
+        for j in loop(0, n, ROWS):
+            load_tile(W, self.w, 2 * first, j)
+            for i in range(count):
+                load_tile(KV + i, v, j, c + i * TILE)
+                multiply_tiles(PV + i, W, KV + i)
+        for i in range(count):
             store_tile(PV + i, self.pv, 0, i * lanes)
-        for r in range(min(ROWS, self.rows - first)):
+        for r in range(min(half, self.rows - first)):
             correction = self.correction.at(first, 0)[r, 0].load(lanes)
-            for i in (0, lanes):
-                acc = self.acc.at(first, c)[r, i]
-                acc.store(fma(acc.load(lanes), correction, self.pv[r, i].load(lanes)))
+            for i in range(count):
+                even, odd = (self.pv[r + of, i * lanes].load(lanes) for of in (0, half))
+                for x, sums in enumerate(interleaved(even, odd)):
+                    acc = self.acc.at(first, c)[r, i * TILE + x * lanes]
+                    acc.store(fma(acc.load(lanes), correction, sums))
+
+    def store_partial(self, item: Value, rows: Value) -> None:
+        super().store_partial(item, rows)
+        total = Var(self.shape.constant(0.0))
+        for r in loop(0, rows):
+            for c in loop(0, self.shape.pad_v, self.shape.lanes):
+                total.set(self.acc[r, c].load(self.shape.lanes) * 0.0 + total)
+        with when(any_lane(total.equals(0.0) ^ 1)):
+            self.args.not_cut.store(as_int(1))
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -35,8 +35,8 @@ def enter(args: Arguments, names: tuple[str, ...], n: int) -> None:
     if n == len(names):
         block[ENTERED].store(as_int(1))
         zeros = args.ptr("turn", "i64")
-        for i in loop(0, args.zeroed, 8):  # of the scratch, in whole lines
-            zeros[i].store(Value(ir.Constant(ir.VectorType(I64, 8), [0] * 8)))
+        for i in loop(0, args.zeroed, 4):  # of the scratch, in whole lines
+            zeros[i].store(Value(ir.Constant(ir.VectorType(I64, 4), [0] * 4)))
         with when(args.kernel > 0):
             args.emitter.call(args.kernel, ir.VoidType(), block.address)
         return

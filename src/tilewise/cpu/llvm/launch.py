@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.cpu.llvm import configs
 from tilewise.cpu.llvm.backward_plan import BackwardPlan
 from tilewise.cpu.llvm.compile import unavailable
-from tilewise.cpu.llvm.plans import DecodePlan, ForwardPlan, local, rows_dense
+from tilewise.cpu.llvm.plans import DecodePlan, ForwardPlan, OutputPlan, ShortPlan, local, rows_dense
 from tilewise.cpu.llvm.repeated import RepeatedBackward, RepeatedForward
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
@@ -45,9 +45,11 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _forward_plan(
     problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True
-) -> ForwardPlan | DecodePlan:
+) -> OutputPlan:
+    if configs.is_short(problem):
+        return ShortPlan(problem, inputs, threads)
     if configs.is_decoding(problem):
-        return DecodePlan(problem, inputs, threads)
+        return DecodePlan(problem, inputs, threads, may_cut)
     return ForwardPlan(problem, inputs, threads, may_cut)
 
 
@@ -72,15 +74,26 @@ def repeatable(
 
 
 def backward(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor | None,
+    lse: Tensor | None,
+    dout: Tensor,
+    dlse: Tensor | None,
 ) -> Gradients:
-    """Gradients by recomputation from lse, each with the dtype of its input. Deterministic."""
+    """Gradients by recomputation from lse, each with the dtype of its input. Deterministic.
+
+    out and lse may be None where the problem `recomputes`.
+    """
     inputs = _with_dense_rows(inputs)
     plan = _plan(BackwardPlan, problem, inputs)
     gradients = plan(inputs, out, lse, dout, dlse)
     if plan.failed_to_cut:
         return _plan(BackwardPlan, problem, inputs, "bshd", UNCUT)(inputs, out, lse, dout, dlse)
     return gradients
+
+
+recomputes = configs.is_short
 
 
 def repeatable_backward(

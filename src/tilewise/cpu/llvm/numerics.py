@@ -76,6 +76,15 @@ def exp(x: Operand, degree: int) -> Value:
     return power * (fraction + 1.0)
 
 
+def exp_of_difference(x: Operand, y: Operand, degree: int) -> Value:
+    """e^(x - y) as if x - y were not rounded, which would count more than all else where y is a large lse."""
+    high = x - y
+    part = x - high
+    low = (x - (high + part)) + (part - y)  # what rounding left out; NaN where x or y is infinite
+    power = exp(high, degree)
+    return fma(power, select(low.equals(low), low, 0.0), power)
+
+
 def exp2_avx512(x: Operand, degree: int) -> Value:
     """2^x in `degree` + 2 instructions of AVX-512: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN."""
     return _scaled_power(_avx512("reduce", x, x, FLOOR), x, degree)  # f = x - floor(x)
@@ -129,7 +138,7 @@ def _horner(terms: Sequence[float], x: Operand) -> Value:
 def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
     """tanh(x) and its derivative 1 - tanh(x)^2, neither of which cancels: with e = exp(2|x|) - 1,
 
-    tanh|x| = e / (e + 2) and 1 - tanh^2 = 4 (e + 1) / (e + 2)^2. One degree more than exp, because
+    tanh|x| = e / (e + 2) and 1 - tanh^2 = h (2 - h), h = 2 / (e + 2). One degree more than exp, because
     e = 2^n (2^f - 1) + (2^n - 1) keeps fewer digits of 2^f - 1 than of 2^f. In full float32 |x| to the left
     of `SMALL` takes an odd polynomial, to the right it is 1 - 2 / (e + 2), rounded little more than once.
     """
@@ -138,12 +147,13 @@ def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
     power, fraction = _exp_parts(select(size > limit, limit, size) * 2.0, degree + 1)
     e = fma(power, fraction, power - 1.0)
     half = 2.0 / (e + 2.0)
-    slope = (e + 1.0) * half * half
+    slope = half * (2.0 - half)
     if degree != FLOAT32_DEGREE:
         return copysign(e / (e + 2.0), x), slope
     square = x * x
     near = fma(x * square, _horner(_polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
-    return select(size < SMALL, near, copysign(1.0 - half, x)), slope
+    is_near, near_slope = size < SMALL, fma(-1.0 * near, near, like(1.0, x))
+    return select(is_near, near, copysign(1.0 - half, x)), select(is_near, near_slope, slope)
 
 
 def _tanh_rest(t: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import decode_config, forward_config
+from tilewise.cpu.llvm.configs import decode_config, forward_config, short_config
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
@@ -103,6 +103,7 @@ class Plan:
             threshold=int(problem.dropout_p * 2**32),
             inverse_keep=1 / (1 - problem.dropout_p),
         )
+        self.are_heads_adjacent = inputs.key.stride(-2) <= inputs.key.stride(-3)
         for name, t in zip("qkv", (inputs.query, inputs.key, inputs.value)):
             self.set_strides(name, t.stride())
 
@@ -110,6 +111,13 @@ class Plan:
         """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
         strides = (0, *strides) if len(strides) == 3 else strides
         self.block.update(**named(name, axes, strides))
+
+    def item_heads(self, items: int, threads: int) -> int:
+        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
+        most = self.kernel.facts["item_heads"] if self.are_heads_adjacent else 1
+        if threads > 1:
+            most = min(most, items // (4 * threads))
+        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
     def worth(self, threads: int) -> int:
         """How many of so many threads the work is worth."""
@@ -145,7 +153,7 @@ class Plan:
 
     @property
     def failed_to_cut(self) -> bool:
-        """Whether the last call met numbers that cannot be cut (`amx.SMALLEST`): what it wrote is void."""
+        """Whether the last call met numbers that tile registers cannot take: what it wrote is void."""
         return self.cuts and self.block.words[NOT_CUT] != 0
 
     @property
@@ -234,15 +242,15 @@ class ForwardPlan(OutputPlan):
 class DecodePlan(OutputPlan):
     """Few queries, split over keys, with one set of strides and one number of threads."""
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
-        config, threads = decode_config(problem, inputs), self.worth(threads)
+        config, threads = decode_config(problem, inputs, may_cut), self.worth(threads)
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        item_heads = self._item_heads(inputs, heads * splits, threads)
+        item_heads = self.item_heads(heads * splits, threads)
         self.items = heads * splits // item_heads
         self.threads = max(1, min(threads, self.items))
         self.thread_bytes = self.kernel.facts["scratch_bytes"]
@@ -259,15 +267,18 @@ class DecodePlan(OutputPlan):
         )
         self.size_scratch()
 
-    def _item_heads(self, inputs: Inputs, items: int, threads: int) -> int:
-        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
-        n, h = inputs.key.stride()[1:3]
-        if h > n:
-            return 1
-        most = self.kernel.facts["item_heads"]
-        if threads > 1:
-            most = min(most, items // (4 * threads))
-        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
+
+class ShortPlan(OutputPlan):
+    """So few queries and keys that a key head is one work item."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int) -> None:
+        super().__init__(problem, inputs)
+        self.kernel = load("short", short_config(problem, inputs, "forward"))
+        self.items = problem.batch * problem.num_kv_heads
+        self.threads = max(1, min(self.worth(threads), self.items))
+        self.thread_bytes = self.kernel.facts["scratch_bytes"]
+        self.block.update(items=self.items, scratch_bytes=self.thread_bytes)
+        self.size_scratch()
 
 
 def rows_dense(t: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from tilewise.cpu.llvm.arguments import (
     EXPECTED_WORDS,
     GIVEN,
     GIVEN_BACKWARD,
+    GIVEN_RECOMPUTED,
+    NOT_CUT,
     WORDS,
     Block,
     EntryConfig,
@@ -85,7 +87,8 @@ class RepeatedForward:
 
 
 class RepeatedBackward:
-    """Called with query, key, value, out, lse and dout of a call, it gives the gradients of the first three.
+    """Called with query, key, value, out, lse and dout of a call, it gives the gradients of the first three;
+    without out and lse where the problem is one whose backward takes the softmax again.
 
     `plan_for` finds the plan of a thread for tensors; `whole` serves where rows have to be copied.
     """
@@ -101,20 +104,22 @@ class RepeatedBackward:
         self._plan_for, self._whole = plan_for, whole
 
     def __call__(self, *tensors: Tensor) -> Gradients:
-        quick = local.quick_backwards.get((self, tensors[5].stride()))
+        quick = local.quick_backwards.get((self, tensors[-1].stride()))
         if quick is not None:
             gradients = quick(*tensors)
             if gradients is not None:
                 return gradients
-        query, key, value, out, lse, dout = tensors
-        if any(t.stride(-1) != 1 for t in (query, key, value)) or not lse.is_contiguous():
+        query, key, value, *results, dout = tensors
+        out, lse = results or (None, None)
+        if any(t.stride(-1) != 1 for t in (query, key, value)) or not (lse is None or lse.is_contiguous()):
             return self._whole(*tensors)
         gradients = tuple(new() for new in self._new)
         plan = self._plan_for(query, key, value)
-        plan.differentiate(*tensors, *gradients)
+        plan.differentiate(query, key, value, out, lse, dout, *gradients)
         if plan.failed_to_cut:
-            self._plan_for(query, key, value, may_cut=False).differentiate(*tensors, *gradients)
-        elif out.stride(-1) == dout.stride(-1) == 1:
+            uncut = self._plan_for(query, key, value, may_cut=False)
+            uncut.differentiate(query, key, value, out, lse, dout, *gradients)
+        elif dout.stride(-1) == 1 and (out is None or out.stride(-1) == 1):
             self._keep(plan, tensors)
         return gradients
 
@@ -122,15 +127,15 @@ class RepeatedBackward:
         """Let the next call of this thread try the quick way, which looks at the tensors itself."""
         zeros, dlse, dq_sum = plan.turn_offset, plan.dlse_offset, plan.sum_offset
         counted = (dq_sum - zeros) // 8
-        entry = None if plan.has_unreached else _entry(plan, GIVEN_BACKWARD, tensors, counted)
+        names = GIVEN_BACKWARD if len(tensors) == len(GIVEN_BACKWARD) else GIVEN_RECOMPUTED
+        entry = None if plan.has_unreached else _entry(plan, names, tensors, counted)
         if entry is None:
             return
         words, enter = entry
         scratch, size, new_dq, new_dk, new_dv = local.scratch, plan.scratch_bytes, *self._new
 
-        def quick(
-            query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor
-        ) -> Gradients | None:
+        def quick(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Gradients | None:
+            out, lse, dout = rest if len(rest) == 3 else (None, None, *rest)
             dq, dk, dv = new_dq(), new_dk(), new_dv()
             base = scratch.address if size <= scratch.size else scratch.reserve(size)
             put_addresses_backward(
@@ -141,7 +146,7 @@ class RepeatedBackward:
 
         if len(local.quick_backwards) >= KEPT_ENTRIES:
             local.quick_backwards.clear()
-        local.quick_backwards[self, tensors[5].stride()] = quick
+        local.quick_backwards[self, tensors[-1].stride()] = quick
 
 
 def _entry(
@@ -153,7 +158,7 @@ def _entry(
     `zeros`: words at the address "turn" that it sets to 0 before.
     """
     fill = _fill_tensor()
-    if not fill or not plan.items or plan.cuts:
+    if not fill or not plan.items:
         return None
     block = Block()
     words, address, scratch = block.words, block.address, local.scratch
@@ -178,7 +183,7 @@ def _entry(
         if not is_short:
             parallel.run(plan.kernel, address, plan.threads)
             scratch.trim()
-        return True
+        return not words[NOT_CUT]
 
     return words, run
 

@@ -56,7 +56,9 @@ class Shape:
         sizes = amx_block_k[config.pieces - 1] if amx_block_k and config.has_amx else (BLOCK_K, BLOCK_K)
         self.block_k = sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
-        self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
+        self.depth = min(4, self.lanes)
+        if not config.short:
+            self.depth = max(self.depth, self.lanes // max(1, config.rows))
         self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
 
     def constant(self, x: float) -> Value:
@@ -198,22 +200,11 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     if isinstance(n, int) and n > LONG_SUM and shape.config.kind == "f32":
         half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
         first = outer_sums(shape, rows, vectors, half, a, b)
-        return _total(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
+        return added(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
     return _chained_sums(shape, rows, vectors, n, a, b)
 
 
-def decoded_sums(shape: Shape, rows: int, vectors: int, n: int, a: Rows, b: Rows) -> Grid:
-    """The same in the order of the decoding kernel: `depth` sums, each of every `depth`-th product."""
-    sums = []
-    for d in range(shape.depth):
-        a_d, b_d = Rows(a[0, d], a.stride, shape.depth), Rows(b[d, 0], b.stride * shape.depth)
-        sums.append(_chained_sums(shape, rows, vectors, n // shape.depth, a_d, b_d))
-    while len(sums) > 1:
-        sums = [_total(x, y) for x, y in zip(sums[::2], sums[1::2])]
-    return sums[0]
-
-
-def _total(x: Grid, y: Grid) -> Grid:
+def added(x: Grid, y: Grid) -> Grid:
     for x_row, y_row in zip(x, y):
         for total, term in zip(x_row, y_row):
             total.set(total + term)

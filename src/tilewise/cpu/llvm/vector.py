@@ -375,6 +375,13 @@ def deinterleaved(vectors: Sequence[Operand]) -> list[Value]:
     return [column for both in zip(even, odd) for column in both]
 
 
+def interleaved(a: Operand, b: Operand) -> list[Value]:
+    """a[0], b[0], a[1], b[1], ... in two vectors."""
+    n = a.type.count
+    order = [lane for pair in zip(range(n), range(n, 2 * n)) for lane in pair]
+    return [_shuffle(a, b, order[:n]), _shuffle(a, b, order[n:])]
+
+
 def across(x: Operand, combine: Any) -> Value:
     """All lanes combined in a fixed tree; the answer stands in every lane."""
     n, size = x.type.count, 1

@@ -1,0 +1,238 @@
+"""Gradients of attention of a few queries to many keys: the backward of `decode.py`, at the speed of memory.
+
+The head dimension stands in lanes, and an item holds all queries that share its keys (the rows), so dk and dv
+of a block are final when they are written. A work item is one split of the keys, for key heads side by side:
+
+    q, do of all rows; delta = rowsum(do * out) - dlse; dq = 0                         [rows, head_dim]
+    for each block of keys, and each head of the item:          k, v converted         [block_k, head_dim]
+        for each few keys:  s = k q, dp = v do of all rows                              [rows, block_k]
+        for each row:       p = exp(s (with options) - lse);  ds = p * (dp - delta)
+        dq += ds k;  dv = p^T do;  dk = ds^T q
+    dq of the head += dq, after the previous split has added its own
+
+The scores are summed as in the forward, so that its lse fits them to the last bit, and dq in the order of the
+splits, which depend on the problem alone: the same bits on any number of threads (see `backward.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.llvm.backward import add_to, fill_zero
+from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
+from tilewise.cpu.llvm.decode import ITEM_HEADS, Block, DecodeKernel
+from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
+from tilewise.cpu.llvm.numerics import exp_of_difference
+from tilewise.cpu.llvm.tiles import (
+    INF,
+    Head,
+    Scratch,
+    build_kernel,
+    lane_chunks,
+    load_rows,
+    outer_sums,
+    round_up,
+    store_rows,
+)
+from tilewise.cpu.llvm.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    across,
+    fma,
+    int32,
+    iota,
+    maximum,
+    minimum,
+    select,
+    splat,
+)
+
+SPLIT_KEYS = 512  # at most
+HEIGHT = 4  # keys whose dk or dv is summed at once
+
+
+class DecodeBackwardKernel(DecodeKernel):
+    """The kernel's steps, in the order in which they run."""
+
+    name = "decode_backward"
+
+    def facts(self) -> dict[str, int]:
+        tile_bytes = self.rows * self.shape.pad * self.shape.item
+        return {
+            "key_block": SPLIT_KEYS, "block_q": self.rows, "tile_bytes": tile_bytes, "item_heads": ITEM_HEADS,
+        }  # fmt: skip
+
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
+        shape, rows = self.shape, self.rows
+        self.size_tiles()
+        keys = round_up(self.block_k, HEIGHT)
+        self.k, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
+        self.v, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
+        self.out = scratch.rows(rows, shape.pad_v)
+        self.dp = scratch.rows(round_up(rows, shape.lanes), self.block_k)  # then ds
+        grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
+        plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad, shape.lanes, shape.lanes)]
+        return grouped + plain
+
+    def select_head(self, h: Scalar) -> None:
+        """From here on it is about key head h of the item."""
+        areas = (area.at(h * count, 0) for area, count in self.state)
+        self.q_grouped, self.do_grouped, self.q, self.do, self.dq, self.lse, self.delta = areas
+
+    def run(self) -> None:
+        args = self.args
+        owners = args.items // args.splits
+        for item in claim(args.counter, args.items):
+            split, first = item // owners, item % owners * args.item_heads
+            batch, kv_head = first // args.num_kv_heads, first % args.num_kv_heads
+            head = Head(self.shape, args, batch, kv_head * args.group)
+            k0, k1 = head.key_range(0, head.seqlen_q)
+            begin = maximum(k0, split * args.split_keys)
+            end = minimum(k1, (split + 1) * args.split_keys)
+            with when(begin < end):
+                for _, head in self.each_head(batch, kv_head):
+                    self.start(head, head.seqlen_q * args.group)
+                for j0 in loop(begin, end, self.block_k):
+                    for h, head in self.each_head(batch, kv_head):
+                        self.attend(head, Block(j0, minimum(end - j0, self.block_k), end, h))
+                place, is_last = split - k0 // args.split_keys, split.equals((k1 - 1) // args.split_keys)
+                for _, head in self.each_head(batch, kv_head):
+                    self.hand_over_dq(head, place, is_last)
+
+    def start(self, head: Head, rows: Value) -> None:
+        """q and do, also in the order of the products of a vector; the rows' statistics; dq = 0."""
+        shape, config, args = self.shape, self.config, self.args
+        load_rows(shape, self.q, self.query_rows(head, "q"), rows, self.rows, config.head_dim)
+        load_rows(shape, self.do, self.query_rows(head, "do"), rows, self.rows, config.head_dim_v)
+        self.group_rows(self.q_grouped, self.q, args.vector("q_factor", shape))
+        self.group_rows(self.do_grouped, self.do)
+        fill_zero(shape, self.dq, self.rows)
+        load_rows(shape, self.out, self.query_rows(head, "out"), rows, self.rows, config.head_dim_v)
+        for r in loop(0, self.rows):
+            self.load_statistics(head, r, rows)
+
+    def query_of(self, head: Head, r: Value) -> tuple[Head, Value]:
+        """The query head of row r and its query; rows past the end are like the last."""
+        r = minimum(r, head.seqlen_q * self.args.group - 1)
+        return self.query_head(head, r), r % head.seqlen_q
+
+    def load_statistics(self, head: Head, r: Value, rows: Value) -> None:
+        """lse and delta = rowsum(do * out) - dlse of row r. Rows past the end get p = 0."""
+        shape = self.shape
+        own, i = self.query_of(head, r)
+        total = Var(shape.constant(0.0))
+        for c in loop(0, shape.pad_v, shape.lanes):
+            total.set(fma(self.do[r, c].load(shape.lanes), self.out[r, c].load(shape.lanes), total))
+        delta = across(total, lambda a, b: a + b) - own.statistic("dlse", i).splat(shape.lanes)
+        self.delta[r, 0].store(delta)
+        if self.config.has_sinks:
+            own.statistic("delta", i).store(self.delta[r, 0].load())
+        lse = own.statistic("lse", i).load()
+        is_empty = lse.equals(-INF) | (r >= rows)  # no weights: p = exp(s - inf) = 0
+        self.lse[r, 0].store(splat(select(is_empty, INF, lse), shape.lanes))
+
+    def attend(self, head: Head, block: Block) -> None:
+        """One block of keys against all rows."""
+        shape, config, n = self.shape, self.config, block.n
+        for name, area, dim in (("k", self.k, config.head_dim), ("v", self.v, config.head_dim_v)):
+            row, later = self.sources(head, name, block)
+            load_rows(shape, area, row, n, n, dim)
+            for j in loop(0, n):
+                prefetch_row(later(j), dim)
+        self.multiply_rows(self.q_grouped, self.k, self.p, n)
+        self.multiply_rows(self.do_grouped, self.v, self.dp, n)
+        for r in loop(0, self.rows):
+            self.weigh_row(head, r, block)
+        self.add_query_gradients(n)
+        self.store_key_gradients(head, block.j0, n)
+
+    def multiply_rows(self, factor: Rows, rows: Rows, products: Rows, n: Value) -> None:
+        """products[r, j] = factor[r] rows[j] for all rows and the first n keys."""
+        for j in loop(0, n, self.tile_k):
+            keys = [rows[minimum(j + key, n - 1), 0] for key in range(self.tile_k)]
+            self.multiply(factor, keys, products.at(0, j), [])
+
+    def weigh_row(self, head: Head, r: Value, block: Block) -> None:
+        """p = exp(s - lse) and ds = p * (dp - delta) of row r, 0 where not visible."""
+        shape = self.shape
+        own, i = self.query_of(head, r)
+        k0, k1 = (splat(int32(k), shape.lanes) for k in own.key_range(i, i + 1))
+        lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
+        for j in loop(0, self.whole(block.n), shape.lanes):
+            key = splat(int32(block.j0 + j), shape.lanes) + iota(shape.lanes)
+            is_visible = (key >= k0) & (key < k1)
+            s, slope = self.with_options(self.p[r, j].load(shape.lanes), own, i, key)
+            p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
+            ds = p * (self.dp[r, j].load(shape.lanes) - delta)
+            self.p[r, j].store(p)
+            self.dp[r, j].store(select(is_visible, ds if slope is None else ds * slope, 0.0))
+
+    def add_query_gradients(self, n: Value) -> None:
+        """dq += ds k."""
+        shape = self.shape
+        for c, count, vectors in lane_chunks(shape, shape.pad, self.vectors):
+            for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                for r in range(0, self.rows, self.tile):
+                    part = outer_sums(shape, self.tile, vectors, n, self.dp.at(r, 0), self.k.at(0, column))
+                    add_to(shape, self.dq.at(r, column), part)
+
+    def store_key_gradients(self, head: Head, j0: Scalar, n: Value) -> None:
+        """dv = p^T do, dk = ds^T q."""
+        scale, config = self.args.vector("scale", self.shape), self.config
+        self.store_outer(head.key_rows("dv", j0), n, self.p, self.do, self.dv, config.head_dim_v)
+        self.store_outer(head.key_rows("dk", j0), n, self.dp, self.q, self.dk, config.head_dim, scale)
+
+    def store_outer(
+        self, target: Callable[[Value], Ptr], n: Value, weights: Rows, rows: Rows, area: Rows, dim: int,
+        scale: Operand | float = 1.0,
+    ) -> None:  # fmt: skip
+        """target(j)[:dim] = scale * sum of weights[r, j] rows[r], j < n; through `area` if that is padded."""
+        shape, is_whole = self.shape, dim == area.stride
+        for c, count, vectors in lane_chunks(shape, area.stride, 4 if shape.rows == 8 else 3):
+            for j in loop(0, n, HEIGHT):
+                for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                    a, b = weights.at(0, j).T, rows.at(0, column)
+                    part = outer_sums(shape, HEIGHT, vectors, self.rows, a, b)
+                    for i in reversed(range(HEIGHT)):  # what is past the end is written over
+                        row = target(minimum(j + i, n - 1)) if is_whole else area[j + i, 0]
+                        for x, total in enumerate(part[i]):
+                            row[column][x * shape.lanes].store(total * scale)
+        if not is_whole:
+            store_rows(shape, target, area, n, dim)
+
+    def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
+        """Add dq to the head's sum when `place` splits have; the last one writes dq."""
+        shape, args = self.shape, self.args
+        owner = head.batch * args.num_kv_heads + head.kv_head
+        dq_sum = Rows(args.ptr("dq_sum", shape.kind)[owner * (self.rows * shape.pad)], shape.pad)
+        turn = args.ptr("turn", "i64")[owner]
+        columns = range(0, shape.pad, shape.lanes)
+        with when(place > 0):
+            wait_until(turn, place)
+            for r in loop(0, self.rows):
+                for c in columns:
+                    self.dq[r, c].store(dq_sum[r, c].load(shape.lanes) + self.dq[r, c].load(shape.lanes))
+        with either(is_last) as (write, pass_on):
+            with write:
+                self.store_dq(head, head.seqlen_q * args.group)
+            with pass_on:
+                for r in loop(0, self.rows):
+                    for c in columns:
+                        dq_sum[r, c].store(self.dq[r, c].load(shape.lanes))
+                turn.store_release(place + 1)
+
+    def store_dq(self, head: Head, rows: Value) -> None:
+        shape, scale = self.shape, self.args.vector("scale", self.shape)
+        for r in loop(0, rows):
+            for c in range(0, shape.pad, shape.lanes):
+                self.dq[r, c].store(self.dq[r, c].load(shape.lanes) * scale)
+        store_rows(shape, self.query_rows(head, "dq"), self.dq, rows, self.config.head_dim)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(DecodeBackwardKernel, config, target)
