@@ -70,7 +70,7 @@ def test_backward_is_the_derivative_of_forward(options):
         "mask": torch.rand(2, 1, 5, 7) > 0.4,
     }
     options = {name: named.get(o, o) if isinstance(o, str) else o for name, o in options.items()}
-    options["dropout_seed"] = torch.tensor(7)
+    options |= {"dropout_seed": torch.tensor(7), "cu_seqlens_q": None, "cu_seqlens_k": None}
     out, lse = reference.attention(q, k, v, **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     leaves = {"query": q, "key": k, "value": v}

@@ -142,7 +142,7 @@ class Step(ABC, Generic[C]):
             key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
         )
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
-        return is_plain and same_tokens and key.is_cuda and has_triton() and not torch.compiler.is_compiling()
+        return is_plain and same_tokens and key.is_cuda and not torch.compiler.is_compiling() and has_triton()
 
 
 class ContiguousStep(Step[KVCache]):

@@ -139,6 +139,8 @@ def _forward(
     layout: str = "bshd",
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
+    cu_seqlens_q: None = None,
+    cu_seqlens_k: None = None,
     deterministic: bool = False,  # like the next, says how to compute, not what
     precision: str = "ieee",
 ) -> _Forward:

@@ -93,7 +93,7 @@ def _starts(cu_seqlens: Tensor, sequence: Tensor, row: Tensor) -> Tensor:
 
 def _can_launch(inputs: Inputs) -> bool:
     """Whether `tilewise.triton.chunks` can do in one launch what else are dozens of operations."""
-    return inputs.query.is_cuda and has_triton() and not torch.compiler.is_compiling()
+    return inputs.query.is_cuda and not torch.compiler.is_compiling() and has_triton()
 
 
 # Packed and dense
@@ -219,7 +219,7 @@ def _begin_with_pages(inputs: Inputs, chunk: int) -> bool:
 
 def _width(inputs: Inputs, chunk: int, longest: int, columns: int) -> int:
     """Pages that hold `longest` keys from the beginning of a chunk on, of a table of so many columns."""
-    return min(columns, -(-longest // inputs.key.shape[1]) + (not _begin_with_pages(inputs, chunk)))
+    return min(columns, -(-longest // inputs.key.shape[1]) + (0 if _begin_with_pages(inputs, chunk) else 1))
 
 
 def _see(inputs: Inputs, sequence: Tensor, number: Tensor, end: Tensor, chunk: int, longest: int) -> Inputs:

@@ -156,7 +156,7 @@ def _is_fusible(
 ) -> bool:
     """Whether one Triton kernel can turn and write everything."""
     assert call.k is not None and call.v is not None
-    if not (call.q.is_cuda and has_triton() and new.total > 0) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not (call.q.is_cuda and has_triton() and new.total > 0):
         return False
     if rotary is not None and not (
         _is_local(call, options) and queries.total == new.total and rotary.starts is held
