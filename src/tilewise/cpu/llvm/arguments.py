@@ -59,6 +59,7 @@ class Config:
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
     short: str = ""  # "forward" or "backward" of `short.py`
+    is_narrow: bool = False  # not the widest vectors
     pieces: int = (
         0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
     )

@@ -24,8 +24,8 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Of kernels that run a microsecond: with wider vectors the processor lowers its clock for all that follows.
-SHORT_VECTOR_BYTES = 32
+# Of kernels that run a microsecond: with wider vectors all that follows is slower.
+NARROW_VECTOR_BYTES = 32
 MAGIC = b"tilewise-kernel-1\n"
 
 
@@ -139,8 +139,8 @@ if hasattr(os, "register_at_fork"):
 def load(name: str, config: Any) -> Kernel:
     """The kernel that module `name` builds for `config` (a frozen dataclass): from memory, disk, or LLVM."""
     machine = current_target()
-    if getattr(config, "short", ""):
-        machine = replace(machine, vector_bytes=min(machine.vector_bytes, SHORT_VECTOR_BYTES))
+    if getattr(config, "is_narrow", False):
+        machine = replace(machine, vector_bytes=min(machine.vector_bytes, NARROW_VECTOR_BYTES))
     key = (name, config, machine)
     if key not in _loaded:
         with _lock:

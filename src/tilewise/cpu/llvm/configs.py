@@ -24,6 +24,7 @@ CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
 AMX_FEWEST_SCORES = 512  # of a key head that is decoded; with fewer than 4 rows vectors wait for memory alone
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
+NARROW_WORK = 1 << 14  # multiply-adds of a product
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -50,7 +51,9 @@ def decode_backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:
 
 
 def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> Config:
-    return replace(decode_config(problem, inputs), pieces=0, short=direction)
+    work = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    is_narrow = work <= NARROW_WORK
+    return replace(decode_config(problem, inputs), pieces=0, short=direction, is_narrow=is_narrow)
 
 
 def is_short(problem: AttentionProblem) -> bool:

@@ -19,6 +19,7 @@ from tilewise.cpu.llvm.configs import SHORT_KEYS
 from tilewise.cpu.llvm.control import claim, loop
 from tilewise.cpu.llvm.decode import Block
 from tilewise.cpu.llvm.decode_backward import HEIGHT, DecodeBackwardKernel
+from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import log
 from tilewise.cpu.llvm.tiles import (
     INF,
@@ -54,8 +55,8 @@ class ShortKernel(DecodeBackwardKernel):
         self.q_grouped, self.do_grouped = (
             scratch.rows(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)
         )
-        self.k, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
-        self.v, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
+        self.k_area, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
+        self.v_area, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
 
     def facts(self) -> dict[str, int]:
         return {"key_block": SHORT_KEYS, "tile_bytes": 0, "block_q": self.rows, "item_heads": 1}
@@ -74,10 +75,18 @@ class ShortKernel(DecodeBackwardKernel):
         """q, k and v as float32; s = k q."""
         shape, config, n = self.shape, self.config, head.seqlen_k
         load_rows(shape, self.q, self.query_rows(head, "q"), rows, self.rows, config.head_dim)
-        load_rows(shape, self.k, head.key_rows("k", 0), n, n, config.head_dim)
-        load_rows(shape, self.v, head.key_rows("v", 0), n, n, config.head_dim_v)
+        self.k = self.take(head, "k", self.k_area, config.head_dim)
+        self.v = self.take(head, "v", self.v_area, config.head_dim_v)
         self.group_rows(self.q_grouped, self.q, self.args.vector("q_factor", shape))
         self.multiply_rows(self.q_grouped, self.k, self.p, n)
+
+    def take(self, head: Head, name: str, area: Rows, dim: int) -> Rows:
+        """Keys or values where they lie, or as float32 and padded in `area`."""
+        row = head.key_rows(name, 0)
+        if self.config.kind == self.shape.kind and dim == area.stride:
+            return Rows(row(as_int(0)), getattr(self.args, f"{name}_n"))
+        load_rows(self.shape, area, row, head.seqlen_k, head.seqlen_k, dim)
+        return area
 
     def softmax(self, head: Head, r: Value) -> tuple[Value, Value]:
         """p of row r, which is 0 where nothing is visible; m and l."""
