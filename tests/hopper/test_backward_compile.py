@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from tilewise.hopper.backward_launch import section
+from tilewise.problem import Inputs, Options, describe
 
 pytest.importorskip("triton")
 
@@ -30,3 +34,13 @@ def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Com
             limit = next(limit for part, limit in SPILL_BYTES.items() if part in row["case"])
             assert row["spill_bytes"] <= limit, row
             assert row["warpgroup_instructions"] >= 64, row
+
+
+@pytest.mark.parametrize("kv_heads", [64, 8])
+def test_a_section_holds_as_many_key_heads_with_groups_as_without(kv_heads: int):
+    """16 MB: eight heads' queries of 4096 tokens, as those of a group are worked on one after another."""
+    q, k = (torch.empty(4, 4096, h, 128, dtype=torch.bfloat16, device="meta") for h in (64, kv_heads))
+    slots = 4 * kv_heads
+    assert section(describe(Inputs(q, k, k), Options(causal=True)), slots) == 8
+    for options in (Options(), Options(causal=True, window_left=100)):
+        assert section(describe(Inputs(q, k, k), options), slots) == 1

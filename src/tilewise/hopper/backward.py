@@ -15,6 +15,11 @@ from both. One query tile, a step, and the next:
     wgmma        S  dP  |                    | dV  dQ  dK
     arithmetic          | P = exp(S)  dS     |         dQ out
 
+dQ of a query tile is summed in memory by the blocks that have its keys. Each tile has a counter, 0 at first:
+who adds 1 and finds 0 stores, and adds STORED once that is in memory; who finds less than STORED waits for
+it, then adds. Deterministic, the counter says whose turn it is. Another counter, one a key head, tells the
+next kernel when all of a head's dQ is there.
+
 FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
 FlashAttention-3.
 """
@@ -280,7 +285,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
                 wait_for_writes()
                 gl.atomic_add(counter, gl.where(turn < 0, 0, 1), sem="release")
             elif turn == 0:
-                wait_for_writes()
+                wait_for_writes()  # in memory, before others are told so
                 gl.atomic_add(counter, STORED, sem="release")
         if cfg.ENDS_UNEVENLY:
             wait_for_writes()

@@ -76,8 +76,8 @@ def steps(
     query, key, value, out, lse, dout = given
     dq, dk, dv, stats, dq_sum = new
     dlse, cu_q, cu_k, *ordered = optional
-    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
-    turns = torch.empty(stats.shape[0] + slots, dtype=torch.int32, device=stats.device)
+    # of each query tile: who has written to its dQ; then of each slot: tiles of keys whose dQ is complete
+    turns = torch.empty(stats.shape[0] + query_slots(problem), dtype=torch.int32, device=stats.device)
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
@@ -117,6 +117,11 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     )
 
 
+def query_slots(problem: AttentionProblem) -> int:
+    """(batch, query head) pairs, or query heads if packed."""
+    return problem.num_heads * (1 if problem.is_packed else problem.batch)
+
+
 def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
     """Query tiles of one slot of the scratch tensors: a (batch, query head), or a query head if packed."""
     return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
@@ -124,8 +129,7 @@ def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
 
 def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
     """(tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta. `rows` of a packed query."""
-    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
-    tiles = slots * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
+    tiles = query_slots(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
     return tiles, 2 * cfg.BLOCK_M
 
 
@@ -245,7 +249,7 @@ def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
 
 def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: Config) -> Tensor:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
-    slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    slots = query_slots(problem)
     lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)
     p_sink = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
     return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)
