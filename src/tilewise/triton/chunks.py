@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.launch_plan import Launch, Tensors, is_interpreted, run
-from tilewise.triton.call import gpu_capability
+from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.triton.call import has_pdl
 
 BLOCK = 512  # pages that a program writes at a time
 BLOCK_B = 128  # sequences that a program looks at at a time
@@ -67,14 +67,10 @@ def packed_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, chunk: int, most: 
     return starts  # type: ignore[return-value]
 
 
-def _is_early(t: Tensor) -> bool:
-    return not is_interpreted() and gpu_capability(t.device) >= (9, 0)
-
-
 def _packed_launch(chunk: int, tensors: Tensors) -> Launch:
     cu_seqlens_q, _, starts_q, _ = tensors
     assert cu_seqlens_q is not None and starts_q is not None
-    is_early = _is_early(cu_seqlens_q)
+    is_early = has_pdl(cu_seqlens_q.device)
     arguments = (*tensors, len(cu_seqlens_q) - 1, chunk, BLOCK_B, is_early)
     return Launch(packed_starts_kernel, len(starts_q), arguments, 4, launch_pdl=is_early)
 
@@ -82,7 +78,7 @@ def _packed_launch(chunk: int, tensors: Tensors) -> Launch:
 def _few_launch(cut: Cut, tensors: Tensors) -> Launch:
     seqlens_k, _, page_table, rows, *_ = tensors
     assert seqlens_k is not None and rows is not None
-    is_early = _is_early(seqlens_k)
+    is_early = has_pdl(seqlens_k.device)
     columns = 1 if page_table is None else page_table.shape[1]
     numbers = (len(seqlens_k), columns * cut.parts, *cut[:5])
     block_q = triton.next_power_of_2(cut.seqlen_q)
@@ -159,7 +155,7 @@ def packed_starts_kernel(
     piece = tl.program_id(0)
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # until offsets that the kernel before wrote can be read
     sequence = piece * 0
     before = piece * 0  # pieces of the sequences before
     total = piece * 0
