@@ -1,6 +1,6 @@
 """Tiles of keys that several blocks share: each has some of their queries.
 
-Where the number of SMs does not divide that of equal tiles, the last round, or the only one, leaves some idle.
+Where the number of SMs does not divide that of equal tiles, some idle in the last round, or in the only one.
 That round's tiles are laid end to end, a step for each query tile of each head of the group, and cut into
 units of equal length, one for an SM (stream-K, Osama et al. 2023). What a unit has of one tile is a piece:
 
