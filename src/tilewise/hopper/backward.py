@@ -41,6 +41,7 @@ from tilewise.hopper.backward_loads import (
 )
 from tilewise.hopper.backward_pieces import queries_of, receive_piece, store_piece
 from tilewise.hopper.backward_ranges import (
+    mirrored,
     next_tile,
     query_tiles,
     scratch_tile,
@@ -200,8 +201,9 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
+            place = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
+                W, step, use, turn, slot, last, keys, place, key, own, work, dk_desc, ch, sizes, factors, cfg
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
@@ -265,7 +267,7 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
         for step in range(steps):
             counter = turns + scratch
             if cfg.IS_DETERMINISTIC:
-                turn = turn_of_keys(tile, work, sizes, cfg)
+                turn = turn_of_keys(mirrored(tile, tiles, cfg), work, sizes, cfg)
                 await_count(counter, turn)
             else:
                 turn = answer(ticket)

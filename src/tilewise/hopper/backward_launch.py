@@ -121,6 +121,10 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
+        LATEST_FIRST=problem.deterministic
+        and block_d == 128
+        and visibility.right is not None
+        and visibility.left is None,
     )
 
 

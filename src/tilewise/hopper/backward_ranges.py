@@ -51,6 +51,14 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
+def mirrored(tile, tiles, cfg: gl.constexpr):
+    """The query tile that comes as number `tile`, but for `staggered`."""
+    if cfg.LATEST_FIRST:
+        tile = tiles.begin + tiles.end - 1 - tile
+    return tile
+
+
+@gluon.jit
 def staggered(tile, tiles, work, cfg: gl.constexpr):
     """The query tile that comes as number `tile`.
 
@@ -59,7 +67,7 @@ def staggered(tile, tiles, work, cfg: gl.constexpr):
     """
     if cfg.STAGGERED:
         tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
-    return tile
+    return mirrored(tile, tiles, cfg)
 
 
 @gluon.jit
@@ -123,7 +131,7 @@ def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
     Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
     tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
     """
-    if cfg.IS_DETERMINISTIC:
+    if cfg.IS_DETERMINISTIC and not cfg.LATEST_FIRST:
         section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
     tile, slot = place(index, num_tiles, num_slots, section, True)
     if not cfg.DESCENDING:
