@@ -33,6 +33,7 @@ CASES = {
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
     "deterministic_causal": (300, 400, 4, 2, 128, 128, {"deterministic": True, "causal": True}),
+    "deterministic_groups": (300, 260, 3, 1, 64, 64, {"deterministic": True, "causal": True}),
     "deterministic_window": (
         400,
         400,

@@ -42,7 +42,7 @@ from tilewise.hopper.backward_loads import (
 from tilewise.hopper.backward_pieces import queries_of, receive_piece, store_piece
 from tilewise.hopper.backward_ranges import (
     mirrored,
-    next_tile,
+    next_queries,
     query_tiles,
     scratch_tile,
     slot_counter,
@@ -218,7 +218,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
             await_signal(TAKEN + W, use)  # the last dQ has been read. As late as can be: TMA is slow at that
             leave_dq(W, dq, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            head, tile = next_tile(head, tile, tiles)
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             use += 1
             last = slot
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
@@ -276,7 +276,7 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
             for w in gl.static_range(2):
                 await_signal(LEFT + w)
                 write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), turn)
-            head, tile = next_tile(head, tile, tiles)
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
             if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
                 ticket = draw(turns + scratch, step + 1 < steps, IS_ACQUIRE=True)

@@ -121,11 +121,20 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
-        LATEST_FIRST=problem.deterministic
-        and block_d == 128
-        and visibility.right is not None
-        and visibility.left is None,
+        LATEST_FIRST=latest_first(problem, block_d),
     )
+
+
+def latest_first(problem: AttentionProblem, block_d: int) -> bool:
+    """Whether tiles of keys visit queries from the last on: deterministic and causal, where keys take turns.
+
+    So the first tiles, which have most to do, come first, and are the first to add to each query tile. Those
+    after them start a step late; but without groups, a tile of head size 64 is only a step shorter than the
+    one before, and what is lost at the start is lost to the end.
+    """
+    visibility = problem.visibility()
+    is_causal = visibility.right is not None and visibility.left is None
+    return problem.deterministic and is_causal and (block_d == 128 or problem.group_size > 1)
 
 
 def query_slots(problem: AttentionProblem) -> int:

@@ -11,7 +11,7 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
 """
 
 from tilewise.hopper.backward_pieces import count_indices, first_index, locate_piece, next_index, queries_of
-from tilewise.hopper.backward_ranges import next_tile, query_tiles, scratch_tile, staggered
+from tilewise.hopper.backward_ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
@@ -129,7 +129,7 @@ def load_role(
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free
         for _ in range(1, steps):
-            head, tile = next_tile(head, tile, tiles)
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             place = staggered(tile, tiles, work, cfg)
             state = load_queries(state, head, place, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = next_index(index, steps, num_work, pieces, counter, cfg)

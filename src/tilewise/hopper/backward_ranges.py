@@ -51,6 +51,18 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
+def next_queries(head, tile, tiles, work, sizes, cfg: gl.constexpr):
+    """Likewise, but LATEST_FIRST: each query tile of all heads of the group, before the next query tile."""
+    if cfg.LATEST_FIRST:
+        is_last = head + 1 == (work.head + 1) * sizes.group_size
+        head = gl.where(is_last, work.head * sizes.group_size, head + 1)
+        tile = gl.where(is_last, tile + 1, tile)
+    else:
+        head, tile = next_tile(head, tile, tiles)
+    return head, tile
+
+
+@gluon.jit
 def mirrored(tile, tiles, cfg: gl.constexpr):
     """The query tile that comes as number `tile`, but for `staggered`."""
     if cfg.LATEST_FIRST:
