@@ -193,7 +193,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        head, tile, steps = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, _ = queries_of(first_step, work, tiles, sizes, pieces, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -260,8 +260,8 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
     work, first_step = receive_piece(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps = queries_of(first_step, work, tiles, sizes, pieces, cfg)
-        scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
+        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
         if not cfg.IS_DETERMINISTIC:
             ticket = draw(turns + scratch, IS_ACQUIRE=True)
         for step in range(steps):
@@ -277,7 +277,7 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
                 await_signal(LEFT + w)
                 write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), turn)
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
-            scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
+            scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
             if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
                 ticket = draw(turns + scratch, step + 1 < steps, IS_ACQUIRE=True)
             for w in gl.static_range(2):

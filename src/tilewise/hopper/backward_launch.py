@@ -171,13 +171,16 @@ def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division
     might be empty; deterministic, keys take turns.
     """
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N) * problem.num_kv_heads * problem.batch
-    steps = -(-problem.seqlen_q // cfg.BLOCK_M) * problem.group_size
-    rest = tiles % sms
-    if problem.is_packed or not cfg.STAGGERED or rest * steps == 0:
+    query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    steps, shared = query_tiles * problem.group_size, tiles % sms
+    if problem.is_packed or not cfg.STAGGERED or steps * shared == 0:
         return Division(tiles)
-    unit = -(-rest * steps // sms)
-    units = -(-rest * steps // unit)
-    return Division(tiles - rest, unit, units, rest)
+    unit = -(-shared * steps // sms)
+    division = Division(tiles - shared, unit, -(-shared * steps // unit), shared)
+    # In steps, as measured: a unit stores twice. Pieces are stored and read in float32. The idle SMs of the
+    # last round would have converted that much of dQ.
+    cost = 1 + division.pieces * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
+    return division if steps - unit > cost else Division(tiles)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:

@@ -123,14 +123,14 @@ def load_role(
         work, first_step = locate_piece(index, sizes, packing, pieces, cfg)
         send(ch.work, turn, work, first_step)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
-        first = staggered(tile, tiles, work, cfg)
+        first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free
         for _ in range(1, steps):
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
-            place = staggered(tile, tiles, work, cfg)
+            place = staggered(tile, tiles, spread, cfg)
             state = load_queries(state, head, place, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = next_index(index, steps, num_work, pieces, counter, cfg)
         turn += 1

@@ -74,16 +74,21 @@ def receive_piece(ring, use, NUM_WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def queries_of(step, work, tiles, sizes, pieces, cfg: gl.constexpr):
-    """(first head, number of its first query tile, steps) of a whole tile of keys or of a piece."""
+    """(first head, number of its first query tile, steps, spread) of a whole tile of keys or of a piece.
+
+    The spread is for `staggered`: the first unit that starts in a tile starts at the tile's own query tile.
+    """
     head = work.head * sizes.group_size
     tile = tiles.begin
     steps = tiles.count() * sizes.group_size
+    spread = work.row // cfg.BLOCK_N
     if cfg.IS_SPLIT and step >= 0:
         first = step % steps
+        spread += steps - (pieces.unit - (step - first) % pieces.unit) % pieces.unit
         steps = gl.minimum(steps - first, pieces.unit - step % pieces.unit)
         head += first // tiles.count()
         tile += first % tiles.count()
-    return head, tile, steps
+    return head, tile, steps, spread
 
 
 @gluon.jit

@@ -71,14 +71,14 @@ def mirrored(tile, tiles, cfg: gl.constexpr):
 
 
 @gluon.jit
-def staggered(tile, tiles, work, cfg: gl.constexpr):
+def staggered(tile, tiles, spread, cfg: gl.constexpr):
     """The query tile that comes as number `tile`.
 
-    If all keys see all queries, tiles of keys that start together start at different queries: they would
-    wait for each other at each query tile's dQ.
+    If all keys see all queries, tiles of keys that start together start at different queries, `spread` from
+    the first one: they would wait for each other at each query tile's dQ.
     """
     if cfg.STAGGERED:
-        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
+        tile = tiles.begin + (tile - tiles.begin + spread) % tiles.count()
     return mirrored(tile, tiles, cfg)
 
 
