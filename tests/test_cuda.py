@@ -327,6 +327,18 @@ def test_func_grad_is_autograd(backend):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_nested_tensors_are_packed_ones():
+    lengths, x = torch.tensor([0, 300, 301, 500], device="cuda"), draw(500, 4, 64).requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(x, lengths).transpose(1, 2)
+    out = tilewise.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    found = out.transpose(1, 2).values()
+    expected = tilewise.attention_varlen(x, x, x, lengths, lengths, causal=True)
+    assert torch.equal(found, expected)
+    check_attention(*(3 * [x[301:][None]]), causal=True)
+    grads = (torch.autograd.grad(t.square().sum(), x)[0] for t in (found, expected))
+    torch.testing.assert_close(*grads)
+
+
 def test_tf32_is_close_and_ieee_exact():
     q, k, v = (draw(1, 257, 2, 128, dtype=torch.float32).requires_grad_() for _ in range(3))
     exact, _ = reference.attention(q, k, v, causal=True)
