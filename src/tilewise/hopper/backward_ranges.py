@@ -55,8 +55,8 @@ def staggered(tile, tiles, work, cfg: gl.constexpr):
     """The query tile that comes as number `tile`.
 
     If all keys see all queries, tiles of keys that start together start at different queries: they would
-    wait for each other at each query tile's dQ. Causal and deterministic, the last query tile comes first: all
-    tiles of keys see it, and each may add to it when the one before has.
+    wait for each other at each query tile's dQ. Causal and deterministic, the last query tile comes first:
+    all tiles of keys see it, and each may add to it when the one before has.
     """
     if cfg.STAGGERED:
         tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
