@@ -201,11 +201,8 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
-            place = tile
-            if cfg.IS_REVERSED:  # else no mask asks where a tile comes from
-                place = staggered(tile, tiles, work, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, place, key, own, work, dk_desc, ch, sizes, factors, cfg
+                W, step, use, turn, slot, last, keys, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
@@ -268,7 +265,7 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
         for step in range(steps):
             counter = turns + scratch
             if cfg.IS_DETERMINISTIC:
-                turn = turn_of_keys(staggered(tile, tiles, work, cfg), work, sizes, cfg)
+                turn = turn_of_keys(tile, work, sizes, cfg)
                 await_count(counter, turn)
             else:
                 turn = answer(ticket)

@@ -25,8 +25,8 @@ class BackwardConfig:
     LOAD_REGISTERS: int = 24
 
     @property
-    def IS_REVERSED(self) -> bool:
-        """Whether the last queries of a tile of keys come first, so that nobody waits for shorter tiles."""
+    def DESCENDING(self) -> bool:
+        """Whether the last keys of a sequence are worked on first."""
         return self.IS_DETERMINISTIC and self.HAS_RIGHT
 
     @property
@@ -85,6 +85,7 @@ class WideBackwardConfig:
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
+    DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
     IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     MMA_REGISTERS: int = 240

@@ -55,13 +55,10 @@ def staggered(tile, tiles, work, cfg: gl.constexpr):
     """The query tile that comes as number `tile`.
 
     If all keys see all queries, tiles of keys that start together start at different queries: they would
-    wait for each other at each query tile's dQ. Causal and deterministic, the last query tile comes first:
-    all tiles of keys see it, and each may add to it when the one before has.
+    wait for each other at each query tile's dQ.
     """
     if cfg.STAGGERED:
         tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
-    if cfg.IS_REVERSED:
-        tile = tiles.end - 1 - (tile - tiles.begin)
     return tile
 
 
@@ -69,17 +66,22 @@ def staggered(tile, tiles, work, cfg: gl.constexpr):
 def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
 
-    They add in the order in which work is drawn: ascending.
+    They add in the order in which work is drawn: ascending, or descending from the last tile a query sees.
     """
     offset = work.seqlen_k - work.seqlen_q
     is_seen = work.seqlen_q > 0
-    first = 0
     if cfg.HAS_RIGHT:
         is_seen = is_seen & (work.row - offset - sizes.window_right < work.seqlen_q)
     if cfg.HAS_LEFT:
         is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
-        first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
-    turn = work.row // cfg.BLOCK_N - first
+    if cfg.DESCENDING:
+        last = (tile + 1) * cfg.BLOCK_M - 1 + offset + sizes.window_right
+        turn = gl.minimum(last, work.seqlen_k - 1) // cfg.BLOCK_N - work.row // cfg.BLOCK_N
+    else:
+        first = 0
+        if cfg.HAS_LEFT:
+            first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
+        turn = work.row // cfg.BLOCK_N - first
     return gl.where(is_seen, turn, -1)
 
 
@@ -119,12 +121,14 @@ def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
     """(tile, slot) of an index: slots section by section, so that their tiles share queries in L2.
 
     Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
-    tile starts some time after the one it waits for.
+    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
     """
     if cfg.IS_DETERMINISTIC:
         section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
     tile, slot = place(index, num_tiles, num_slots, section, True)
-    return num_tiles - 1 - tile, slot
+    if not cfg.DESCENDING:
+        tile = num_tiles - 1 - tile
+    return tile, slot
 
 
 @gluon.jit
