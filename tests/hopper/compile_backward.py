@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d192_128_softcap": (192, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
     "d64_deterministic": (64, 64, torch.bfloat16, True, {"deterministic": True, "window_left": 9}),
+    "d128_deterministic": (128, 128, torch.bfloat16, False, {"deterministic": True, "causal": True}),
 }
 
 

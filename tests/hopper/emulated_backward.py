@@ -44,6 +44,7 @@ CASES = {
         64,
         {"deterministic": True, "causal": True, "window_left": 90},
     ),
+    "deterministic_causal": (260, 420, 2, 1, 128, 128, {"deterministic": True, "causal": True}),
     # most keys seen by no query, worked on before the others, and after them
     "deterministic_unseen": (70, 600, 1, 1, 128, 128, {"deterministic": True, "window_left": 50}),
     "deterministic_unseen_causal": (
