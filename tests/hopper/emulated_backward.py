@@ -33,7 +33,6 @@ CASES = {
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
-    "deterministic_causal": (300, 400, 4, 2, 128, 128, {"deterministic": True, "causal": True}),
     "deterministic_groups": (300, 260, 3, 1, 64, 64, {"deterministic": True, "causal": True}),
     "deterministic_window": (
         400,
