@@ -141,7 +141,8 @@ def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
     """(tile, slot) of an index: slots section by section, so that their tiles share queries in L2.
 
     Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
-    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
+    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries;
+    or, LATEST_FIRST, in sections as else.
     """
     if cfg.IS_DETERMINISTIC and not cfg.LATEST_FIRST:
         section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
