@@ -114,7 +114,7 @@ def test_large_logits_in_float16_have_finite_gradients():
 
 @pytest.mark.parametrize("heads", [8, 5])
 def test_memory_beyond_gradients_is_one_float32_dq_and_two_floats_a_row(heads: int):
-    """With 5 heads blocks share tiles of keys, and up to two for each SM leave a float32 dK and dV besides."""
+    """With 5 heads blocks share tiles of keys, up to two for each SM with a float32 dK and dV."""
     q, k, v, dout = (draw(4096, heads, 128) for _ in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = tilewise.attention(*leaves, backend="hopper")
