@@ -18,7 +18,8 @@ from both. One query tile, a step, and the next:
 dQ of a query tile is summed in memory by the blocks that have its keys. Each tile has a counter, 0 at first:
 who adds 1 and finds 0 stores, and adds STORED once that is in memory; who finds less than STORED waits for
 it, then adds. Deterministic, the counter says whose turn it is. Another counter, one a key head, tells the
-next kernel when all of a head's dQ is there.
+next kernel when all of a head's dQ is there. Where tiles of keys don't fill the SMs evenly, several blocks
+share one: see `backward_pieces`.
 
 FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
 FlashAttention-3.

@@ -21,7 +21,7 @@ class BackwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
-    LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first
+    LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several blocks share a tile of keys: see backward_pieces
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
