@@ -453,7 +453,7 @@ def test_compiled_steps_are_captured_in_cuda_graphs(is_paged):
     def make():
         if not is_paged:
             return tilewise.KVCache(2, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
-        cache = tilewise.PagedKVCache(16, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+        cache = tilewise.PagedKVCache(16, 16, 2, 64, max_seqlen=64, dtype=torch.bfloat16, device="cuda")
         cache.allocate(), cache.allocate()
         return cache
 
