@@ -47,7 +47,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     counters = torch.cat([turns, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
         sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False,
+        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -86,7 +86,7 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int):
         dk, dv = (torch.full((batch, seqlen_k, kv_heads, d), math.nan) for d in (dim, dim_v))
         backward_rows.attn_bwd_finish_kernel[(shared * block_d // 4,)](
             None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
-            key_tiles, 0, dk, dv, sums, seqlen_k, whole, unit, dim, dim_v, block_d, 64, False,
+            key_tiles, 0, dk, dv, sums, seqlen_k, whole, unit, dim, dim_v, block_d, 64, False, False,
         )  # fmt: skip
         for number in range(batch * kv_heads * key_tiles):
             slot, row = divmod(number, key_tiles)

@@ -120,10 +120,10 @@ def load_role(
     turn = 0  # tiles of keys so far
     state = 0 * index + FIRST_STATE
     while index < num_work:
-        work, first_step = locate_piece(index, sizes, packing, pieces, cfg)
-        send(ch.work, turn, work, first_step)
+        work, start = locate_piece(index, sizes, packing, pieces, cfg)
+        send(ch.work, turn, work, start)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
         first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
