@@ -191,27 +191,27 @@ def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division
 
 
 def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
-    """Tiles longer than what an SM has to do on average, in up to four parts each."""
+    """Tiles in up to four parts each, if each SM has at most one; but whole if some part would be empty."""
     slots = problem.num_kv_heads * problem.batch
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     visibility = problem.visibility()
-    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
-    if not is_plain or slots * tiles >= 2 * sms or section(problem, slots) < slots:
-        return Division(tiles * slots)
     query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
+    is_small = slots * tiles * query_tiles > 0 and slots * tiles <= sms and section(problem, slots) == slots
+    if not (is_plain and is_small):
+        return Division(tiles * slots)
     ahead = problem.seqlen_k - problem.seqlen_q + (visibility.right or 0)  # keys that the first query sees
     lengths = [
         problem.group_size * max(1, query_tiles - max(0, key - ahead) // cfg.BLOCK_M)
         for key in range(0, tiles * cfg.BLOCK_N, cfg.BLOCK_N)
     ]
-    share = slots * (sum(lengths) + tiles) / sms  # of an SM, in steps, with one for the ends of each tile
-    parts = min(4, -(-lengths[0] // max(1, int(share))))
-    long = slots * sum(n > max(share, parts) for n in lengths)
-    cost = 1 + long * parts * cfg.BLOCK_D / 8192
-    saved = lengths[0] - max(-(-lengths[0] // parts), share)
-    if parts == 1 or long * parts > 2 * sms or saved <= cost:
+    parts = min(4, 2 * sms // (slots * tiles))
+    shared = slots * sum(n >= parts for n in lengths)
+    cost = 1 + shared * parts * cfg.BLOCK_D / 8192  # as of units
+    saved = lengths[0] - max(-(-lengths[0] // parts), slots * sum(lengths) / sms)
+    if saved <= cost:
         return Division(tiles * slots)
-    return Division(tiles * slots + long * (parts - 1), long, long * parts, long, parts)
+    return Division(tiles * slots + shared * (parts - 1), shared, shared * parts, shared, parts)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:

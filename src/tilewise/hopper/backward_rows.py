@@ -111,20 +111,10 @@ def attn_bwd_finish_kernel(
     elif key_sums_ptr is not None:
         if IS_EARLY:
             tl.extra.cuda.gdc_wait()
-        CHUNKS: tl.constexpr = BLOCK_D // 4
-        shared = (program - num_tiles * PARTS) // CHUNKS
-        chunk = (program - num_tiles * PARTS) % CHUNKS
-        kv_heads = num_heads // group_size
-        if IN_PARTS:  # the first tiles of all heads
-            slot, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
-            first, last = shared * unit, shared * unit + unit - 1
-        else:
-            slot, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
-            steps = tiles_q * group_size
-            first, last = shared * steps // unit + shared, ((shared + 1) * steps - 1) // unit + shared
-        row = (slot // kv_heads).to(tl.int64) * seqlen_k * kv_heads + slot % kv_heads
-        place = (row, tile * 128, kv_heads, seqlen_k)
-        finish_keys(key_sums_ptr, first, last, chunk, dk, dv, *place, DIM, DIM_V, BLOCK_D)
+        number = program - num_tiles * PARTS
+        places = (num_heads // group_size, batch, seqlen_k, key_tiles)
+        pieces = (border, unit, tiles_q * group_size)
+        finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
     if IS_EARLY and program == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
 
@@ -152,14 +142,18 @@ def finish_queries(
 
 @triton.jit
 def finish_keys(
-    sums_ptr, first, last, chunk, dk, dv, row, key, kv_heads, seqlen_k,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    sums_ptr, dk, dv, number, kv_heads, batch, seqlen_k, key_tiles, border, unit, steps,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dK or dV of 64 keys, 16 columns: the sum of pieces [first, last] of the tile that starts at `key`.
-
-    `row` is that of the first key of the sequence and head, in dK and dV seen as (rows, columns).
-    """
+    """dK or dV of 64 keys, 16 columns: the sum of a tile's pieces; see `backward_pieces`."""
     CHUNKS: tl.constexpr = BLOCK_D // 16
+    shared, chunk = number // (4 * CHUNKS), number % (4 * CHUNKS)
+    if IN_PARTS:  # the first tiles of all heads
+        slot, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
+        first, last = shared * unit, shared * unit + unit - 1
+    else:
+        slot, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
+        first, last = shared * steps // unit + shared, ((shared + 1) * steps - 1) // unit + shared
     x = tl.zeros((1024,), tl.float32)
     for piece in range(first, last + 1, 8):
         pieces = piece + tl.arange(0, 8)
@@ -167,8 +161,8 @@ def finish_keys(
         ptrs += chunk * 1024 + tl.arange(0, 1024)[None, :]
         x += tl.sum(tl.load(ptrs, mask=(pieces <= last)[:, None], other=0.0), 0)
     x = in_rows(x, 16)
-    keys = key + chunk // (2 * CHUNKS) * 64 + tl.arange(0, 64)
-    rows = row + keys.to(tl.int64) * kv_heads
+    keys = tile * 128 + chunk // (2 * CHUNKS) * 64 + tl.arange(0, 64)
+    rows = ((slot // kv_heads).to(tl.int64) * seqlen_k + keys) * kv_heads + slot % kv_heads
     col = chunk % CHUNKS * 16 + tl.arange(0, 16)
     exists = (keys < seqlen_k)[:, None]
     if chunk // CHUNKS % 2 == 0:
