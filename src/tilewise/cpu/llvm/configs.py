@@ -42,7 +42,8 @@ def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tru
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
     is_whole = problem.head_dim % 32 == problem.head_dim_v % 32 == 0
-    is_worth = rows >= (4 if is_whole else 8) and rows * problem.seqlen_k >= AMX_FEWEST_SCORES
+    import os
+    is_worth = True if not os.environ.get("OLD") else rows >= (4 if is_whole else 8) and rows * problem.seqlen_k >= AMX_FEWEST_SCORES
     return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth and may_cut)), rows=rows)
 
 

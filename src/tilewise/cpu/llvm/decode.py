@@ -161,8 +161,7 @@ class DecodeKernel:
                 for h, head in self.each_head(batch, kv_head):
                     block = Block(j0, minimum(end - j0, self.block_k), end, h)
                     self.score(head, block)
-                    for r in loop(0, rows):
-                        self.weigh_row(self.query_head(head, r), r, block)
+                    self.weigh(head, block, rows)
                     self.add_values(head, block)
             for h, _ in self.each_head(batch, kv_head):
                 self.store_partial(item * heads + h, rows)
@@ -189,6 +188,7 @@ class DecodeKernel:
         for r in loop(0, self.rows):
             for c in loop(0, shape.pad_v, shape.lanes):
                 self.acc[r, c].store(shape.constant(0.0))
+        for r in loop(0, self.state[-1][1]):
             self.m[r, 0].store(shape.constant(-INF))
             self.l[r, 0].store(shape.constant(0.0))
 
@@ -277,6 +277,10 @@ class DecodeKernel:
                         sums[key].set(fma(k_d, factor, sums[key]))
         return dots
 
+    def weigh(self, head: Head, block: Block, rows: Value) -> None:
+        for r in loop(0, rows):
+            self.weigh_row(self.query_head(head, r), r, block)
+
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""
         shape = self.shape
@@ -297,7 +301,8 @@ class DecodeKernel:
         largest = Var(m)
         for j in loop(0, self.whole(block.n), lanes):
             key = splat(int32(block.j0 + j), lanes) + iota(lanes)
-            s, _ = self.with_options(self.p[r, j].load(lanes), head, i, key)
+            distance = key - splat(int32(i + head.offset), lanes)
+            s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
             s = select((key >= k0) & (key < k1), s, -INF)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
@@ -308,17 +313,22 @@ class DecodeKernel:
         step = self.weight_step * self.shape.lanes
         return (n + (step - 1)) & -step
 
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
-        """Scores from products q k of query i and the keys in lanes; the softcap's derivative."""
+    def slope_of(self, head: Head) -> Value | None:
+        return splat(head.negative_slope(), self.shape.lanes) if self.config.has_alibi else None
+
+    def with_options(
+        self, s: Value, distance: Value, slope: Value | None
+    ) -> tuple[Value, Value | None]:
+        """Scores from products q k, keys and queries so far apart, ALiBi's slope; the softcap's derivative."""
         shape, config, args = self.shape, self.config, self.args
-        slope = None
+        derivative = None
         if config.has_softcap:
-            s, slope = tanh(s, shape.exp_degree)
+            s, derivative = tanh(s, shape.exp_degree)
             s = s * args.vector("softcap", shape)
         if config.has_alibi:
-            distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
-            s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
-        return s, slope
+            assert slope is not None
+            s = fma(absolute(to_float(distance, shape.kind)), slope, s)
+        return s, derivative
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
         """p = exp(s - m); l += p."""
@@ -374,15 +384,20 @@ class DecodeKernel:
         base = self.args.ptr("partial", self.shape.kind)[(item * self.rows + r) * self.partial_width]
         return Rows(base, self.partial_width)
 
+    def statistics(self, r: Value) -> tuple[Value, Value]:
+        """m and l of row r, in all lanes."""
+        m, l = (area[r, 0].load(self.shape.lanes) for area in (self.m, self.l))
+        return m, across(l, lambda a, b: a + b)
+
     def store_partial(self, item: Value, rows: Value) -> None:
         shape = self.shape
         for r in loop(0, rows):
             partial = self.partial(item, r)
             for c in loop(0, shape.pad_v, shape.lanes):
                 partial[0, c].store(self.acc[r, c].load(shape.lanes))
-            partial[0, shape.pad_v].store(self.m[r, 0].load(shape.lanes))
-            l = self.l[r, 0].load(shape.lanes)
-            partial[0, shape.pad_v + shape.lanes].store(across(l, lambda a, b: a + b))
+            m, l = self.statistics(r)
+            partial[0, shape.pad_v].store(m)
+            partial[0, shape.pad_v + shape.lanes].store(l)
 
     def merge(self, head: Head, r: Value, first: Value) -> None:
         """out and lse of row r from its splits (and the sink), in the order of the keys."""

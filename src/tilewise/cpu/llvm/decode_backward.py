@@ -165,7 +165,8 @@ class DecodeBackwardKernel(DecodeKernel):
         for j in loop(0, self.whole(block.n), shape.lanes):
             key = splat(int32(block.j0 + j), shape.lanes) + iota(shape.lanes)
             is_visible = (key >= k0) & (key < k1)
-            s, slope = self.with_options(self.p[r, j].load(shape.lanes), own, i, key)
+            distance = key - splat(int32(i + own.offset), shape.lanes)
+            s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
             p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
             ds = p * (self.dp[r, j].load(shape.lanes) - delta)
             self.p[r, j].store(p)

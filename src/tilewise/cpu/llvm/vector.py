@@ -245,9 +245,14 @@ def splat(x: Operand, lanes: int) -> Value:
     )
 
 
+def steps(lanes: int, width: int) -> Value:
+    """0, 1, 2, ..., each `width` times, as 32-bit integers."""
+    return _constant([lane // width for lane in range(lanes)], ir.VectorType(I32, lanes))
+
+
 def iota(lanes: int) -> Value:
     """[0, 1, 2, ...] as 32-bit integers."""
-    return _constant(list(range(lanes)), ir.VectorType(I32, lanes))
+    return steps(lanes, 1)
 
 
 def int32(x: Scalar) -> Value:
@@ -382,9 +387,9 @@ def interleaved(a: Operand, b: Operand) -> list[Value]:
     return [_shuffle(a, b, order[:n]), _shuffle(a, b, order[n:])]
 
 
-def across(x: Operand, combine: Any) -> Value:
-    """All lanes combined in a fixed tree; the answer stands in every lane."""
-    n, size = x.type.count, 1
+def across(x: Operand, combine: Any, size: int = 1) -> Value:
+    """All lanes that are `size` apart, combined in a fixed tree; the answer stands in every one of them."""
+    n = x.type.count
     result = Value(x.raw)
     while size < n:
         result = combine(result, _shuffle(result, result, [c ^ size for c in range(n)]))
