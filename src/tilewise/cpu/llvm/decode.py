@@ -157,12 +157,7 @@ class DecodeKernel:
             k0, k1 = head.key_range(0, head.seqlen_q)
             begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
             end = minimum(k1, (split + 1) * args.split_keys)
-            for j0 in loop(begin, end, self.block_k):
-                for h, head in self.each_head(batch, kv_head):
-                    block = Block(j0, minimum(end - j0, self.block_k), end, h)
-                    self.score(head, block)
-                    self.weigh(head, block, rows)
-                    self.add_values(head, block)
+            self.attend(batch, kv_head, begin, end)
             for h, _ in self.each_head(batch, kv_head):
                 self.store_partial(item * heads + h, rows)
             turn = args.ptr("turn", "i64")[first]
@@ -171,6 +166,16 @@ class DecodeKernel:
                 for h, head in self.each_head(batch, kv_head):
                     for r in loop(0, rows):
                         self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
+
+    def attend(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        """acc, m and l of all heads of an item."""
+        for j0 in loop(begin, end, self.block_k):
+            for h, head in self.each_head(batch, kv_head):
+                block = Block(j0, minimum(end - j0, self.block_k), end, h)
+                self.score(head, block)
+                for r in loop(0, head.seqlen_q * self.args.group):
+                    self.weigh_row(self.query_head(head, r), r, block)
+                self.add_values(head, block)
 
     def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
         """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
@@ -276,10 +281,6 @@ class DecodeKernel:
                     for factor, sums in zip(q_d, dots):
                         sums[key].set(fma(k_d, factor, sums[key]))
         return dots
-
-    def weigh(self, head: Head, block: Block, rows: Value) -> None:
-        for r in loop(0, rows):
-            self.weigh_row(self.query_head(head, r), r, block)
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""

@@ -78,7 +78,7 @@ class AmxDecodeKernel(DecodeKernel):
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
         self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
-        self.s_t = [scratch.rows(self.block_k, self.width) for _ in range(self.parts)]
+        self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.parts)]
         self.raw_q = scratch.rows(self.parts * ROWS, shape.pad, "i16")
         self.raw_q_t = scratch.rows(shape.pad // 2, self.parts * ROWS)
         self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
@@ -109,6 +109,29 @@ class AmxDecodeKernel(DecodeKernel):
             self.position[0, r].store(int32(r % head.seqlen_q + head.offset))
             if self.config.has_alibi:
                 self.slope[0, r].store(self.query_head(head, minimum(r, rows - 1)).negative_slope())
+
+    def attend(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        """acc, m and l of all heads of an item.
+
+        The next scores come before the softmax, so that their keys are fetched meanwhile.
+        """
+        heads = self.args.item_heads
+        turns = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
+
+        def select(turn: Value) -> tuple[Head, Block]:
+            j0, h = begin + turn // heads * self.block_k, turn % heads
+            self.select_head(h)
+            self.s_t = [area.at((turn & 1) * self.block_k, 0) for area in self.scores]
+            head = Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
+            return head, Block(j0, minimum(end - j0, self.block_k), end, h)
+
+        for turn in loop(-1, turns):
+            with when(turn + 1 < turns):
+                self.score(*select(turn + 1))
+            with when(turn >= 0):
+                head, block = select(turn)
+                self.weigh(head, block)
+                self.add_values(head, block)
 
     def score(self, head: Head, block: Block) -> None:
         row = head.key_rows("k", block.j0)
@@ -147,7 +170,7 @@ class AmxDecodeKernel(DecodeKernel):
             for i in range(2):
                 store_tile(S + i, s_t.at(j, 0), i * ROWS, 0)
 
-    def weigh(self, head: Head, block: Block, rows: Value) -> None:
+    def weigh(self, head: Head, block: Block) -> None:
         """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of all rows."""
         lanes, width = self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
