@@ -36,7 +36,7 @@ from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
-from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up, transpose_rows
+from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
 from tilewise.cpu.llvm.vector import (
     I32,
     Operand,
@@ -67,7 +67,7 @@ KV = 6  # two of k or v
 class AmxDecodeKernel(DecodeKernel):
     """The steps that differ."""
 
-    block_k = BLOCK_K
+    block_k = int(__import__('os').environ.get('BK','64'))
 
     def facts(self) -> dict[str, int]:
         return {**super().facts(), "cuts": 1}
@@ -79,12 +79,11 @@ class AmxDecodeKernel(DecodeKernel):
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
         self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
         self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.parts)]
-        self.raw_q = scratch.rows(self.parts * ROWS, shape.pad, "i16")
-        self.raw_q_t = scratch.rows(shape.pad // 2, self.parts * ROWS)
+        self.raw_q = scratch.rows(self.parts * self.width, shape.pad, "i16")
         self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
         self.pv = scratch.rows(ROWS, TILE)
         lanes = (self.parts, shape.lanes)  # rows as columns of a tile, from left to right again and again
-        return [(shape.pad // 2, self.parts * self.width), (self.rows, shape.pad_v), *[lanes] * 4]
+        return [(self.parts * shape.pad // 2, self.width), (self.rows, shape.pad_v), *[lanes] * 4]
 
     def select_head(self, h: Scalar) -> None:
         areas = (area.at(h * count, 0) for area, count in self.state)
@@ -99,12 +98,14 @@ class AmxDecodeKernel(DecodeKernel):
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q as it is, in pairs; which query a row is, and its slope."""
-        shape, count = self.shape, self.parts * self.width
-        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, self.parts * ROWS, self.config.head_dim)
-        transpose_rows(shape, self.raw_q_t, words(self.raw_q), self.parts * ROWS, shape.pad // 2)
-        for c in loop(0, shape.pad // 2):
+        lanes, count = self.shape.lanes, self.parts * self.width
+        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, count, self.config.head_dim)
+        for c in loop(0, self.shape.pad // 2, lanes):
             for part in range(self.parts):
-                self.q[c, part * self.width].store(self.raw_q_t[c, part * ROWS].load(self.width))
+                columns = [words(self.raw_q).at(0, c)[part * self.width + r, 0] for r in range(self.width)]
+                pairs = interleaved([x.load(lanes) for x in columns])
+                for i, x in enumerate(pairs):
+                    self.q.at(c, 0)[part * self.shape.pad // 2, i * lanes].store(x)
         for r in loop(0, count):
             self.position[0, r].store(int32(r % head.seqlen_q + head.offset))
             if self.config.has_alibi:
@@ -163,7 +164,7 @@ class AmxDecodeKernel(DecodeKernel):
             for i in range(2):
                 clear_tile(S + i)
             for c in range(0, self.shape.pad, TILE):
-                load_tile(Q, self.q, c // 2, part * self.width)
+                load_tile(Q, self.q, (part * self.shape.pad + c) // 2, 0)
                 for i in range(2):
                     load_tile(KV + i, k, i * ROWS, c)
                     multiply_tiles(S + i, KV + i, Q)
@@ -218,43 +219,44 @@ class AmxDecodeKernel(DecodeKernel):
         return largest
 
     def add_values(self, head: Head, block: Block) -> None:
-        row = head.key_rows("v", block.j0)
-
-        def copied() -> None:
-            copy_rows(self.v, row, block.n, self.whole(block.n), self.config.head_dim_v)
-            self.add_rows(self.v, block.n)
-
-        def whole() -> None:
-            self.add_rows(Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n)
-
-        self.take(block.n < self.block_k, self.config.head_dim_v, whole, copied)
-
-    def add_rows(self, v: Rows, n: Value) -> None:
-        """acc = c acc + w v."""
-        pad = self.shape.pad_v
+        """acc = c acc + w v, of v as it lies but for its last few rows, or of a copy."""
+        row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
+        if self.config.is_paged or dim % TILE:
+            copy_rows(self.v, row, block.n, self.whole(block.n), dim)
+            v, n = self.v, self.whole(block.n)
+        else:
+            v, n = Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n & -ROWS
+            with when(n < block.n):
+                copy_rows(self.v, lambda r: row(n + r), block.n - n, ROWS, dim)
         by_twos = pad // (2 * TILE) * 2 * TILE
         for first in range(0, self.rows, self.half):
             for start, stop, count in ((0, by_twos, 2), (by_twos, pad, 1)):
                 for c in loop(start, stop, count * TILE) if start < stop else []:
-                    self.add_columns(first, c, count, v, n)
+                    self.add_columns(first, c, count, v, n, block.n)
 
-    def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value) -> None:
-        """The same for `half` rows from `first` on and 32 columns, once or twice."""
+    def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value, end: Value) -> None:
+        """The same for `half` rows from `first` on and 32 columns, once or twice; keys [n, end) from the copy."""
         lanes, half = self.shape.lanes, self.half
+
+        def add(rows: Rows, j: Value, row: Scalar) -> None:
+            load_tile(W, self.w, 2 * first, j)
+            for i in range(count):
+                load_tile(KV + i, rows, row, c + i * TILE)
+                multiply_tiles(PV + i, W, KV + i)
+
         for i in range(count):
             clear_tile(PV + i)
         for j in loop(0, n, ROWS):
-            load_tile(W, self.w, 2 * first, j)
-            for i in range(count):
-                load_tile(KV + i, v, j, c + i * TILE)
-                multiply_tiles(PV + i, W, KV + i)
+            add(v, j, j)
+        with when(n < end):
+            add(self.v, n, 0)
         for i in range(count):
             store_tile(PV + i, self.pv, 0, i * lanes)
         for r in range(min(half, self.rows - first)):
             correction = self.correction[0, first + r].splat(lanes)
             for i in range(count):
                 even, odd = (self.pv[r + of, i * lanes].load(lanes) for of in (0, half))
-                for x, sums in enumerate(interleaved(even, odd)):
+                for x, sums in enumerate(interleaved([even, odd])):
                     acc = self.acc.at(first, c)[r, i * TILE + x * lanes]
                     acc.store(fma(acc.load(lanes), correction, sums))
 
