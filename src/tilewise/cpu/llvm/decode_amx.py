@@ -127,12 +127,12 @@ class AmxDecodeKernel(DecodeKernel):
             return head, Block(j0, minimum(end - j0, self.block_k), end, h)
 
         for turn in loop(-1, turns):
+            with when(turn >= 0):
+                self.weigh(*select(turn))
             with when(turn + 1 < turns):
                 self.score(*select(turn + 1))
             with when(turn >= 0):
-                head, block = select(turn)
-                self.weigh(head, block)
-                self.add_values(head, block)
+                self.add_values(*select(turn))
 
     def score(self, head: Head, block: Block) -> None:
         row = head.key_rows("k", block.j0)
