@@ -34,7 +34,7 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.decode import Block, DecodeKernel
-from tilewise.cpu.llvm.memory import Ptr, Rows
+from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
 from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
 from tilewise.cpu.llvm.vector import (
@@ -128,6 +128,8 @@ class AmxDecodeKernel(DecodeKernel):
 
         for turn in loop(-1, turns):
             with when(turn >= 0):
+                head, block = select(turn + 1)
+                self.ahead = head.key_rows("k", block.j0)
                 self.weigh(*select(turn))
             with when(turn + 1 < turns):
                 self.score(*select(turn + 1))
@@ -181,6 +183,7 @@ class AmxDecodeKernel(DecodeKernel):
             correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
             l = Var(self.l[part, 0].load(lanes) * correction)
             for j in loop(0, self.whole(block.n), ROWS):
+                self.ask(part, self.block_k + j)
                 p = [exp2_avx512((s.load(lanes) - m_finite) * LOG2_E, DEGREE) for s in self.vectors_of(s_t, j)]
                 l.set(l + combined(p, lambda a, b: a + b))
                 for r, weights in enumerate(deinterleaved(p)[: self.rows - part * ROWS], part * ROWS):
@@ -190,6 +193,13 @@ class AmxDecodeKernel(DecodeKernel):
             self.m[part, 0].store(m_new)
             self.l[part, 0].store(l)
             self.correction[part, 0].store(correction)
+
+    def ask(self, part: int, step: Value) -> None:
+        """Ask for 16 lines of the next keys at each 16th step of the softmax, so that memory is not idle."""
+        if part == 0 and not self.config.is_paged:
+            count = max(1, ROWS * TILE // self.shape.pad)  # rows
+            for r in range(count):
+                prefetch_row(self.ahead(step // ROWS * count + r), self.config.head_dim, L1)
 
     def vectors_of(self, s_t: Rows, j: Value) -> list[Ptr]:
         """16 keys of a tile of scores, from j on."""
@@ -207,6 +217,7 @@ class AmxDecodeKernel(DecodeKernel):
         last = minimum(last, splat(int32(head.seqlen_k - 1), lanes))
         largest = Var(m)
         for j in loop(0, self.whole(block.n), ROWS):
+            self.ask(part, j)
             scores = []
             for x, cell in enumerate(self.vectors_of(self.s_t[part], j)):
                 key = splat(int32(block.j0 + j + x * keys), lanes) + steps(lanes, self.width)
