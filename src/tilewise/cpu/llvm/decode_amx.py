@@ -67,7 +67,7 @@ KV = 6  # two of k or v
 class AmxDecodeKernel(DecodeKernel):
     """The steps that differ."""
 
-    block_k = int(__import__('os').environ.get('BK','64'))
+    block_k = BLOCK_K
 
     def facts(self) -> dict[str, int]:
         return {**super().facts(), "cuts": 1}
