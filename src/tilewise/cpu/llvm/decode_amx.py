@@ -33,9 +33,9 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
-from tilewise.cpu.llvm.decode import Block, DecodeKernel
 from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
+from tilewise.cpu.llvm.splits import Block, SplitKernel
 from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
 from tilewise.cpu.llvm.vector import (
     I32,
@@ -64,7 +64,7 @@ S, Q, W, PV = 0, 2, 3, 4  # tile registers: two of s and of w v, one of each sma
 KV = 6  # two of k or v
 
 
-class AmxDecodeKernel(DecodeKernel):
+class AmxDecodeKernel(SplitKernel):
     """The steps that differ."""
 
     block_k = BLOCK_K
@@ -82,7 +82,8 @@ class AmxDecodeKernel(DecodeKernel):
         self.raw_q = scratch.rows(self.parts * self.width, shape.pad, "i16")
         self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
         self.pv = scratch.rows(ROWS, TILE)
-        lanes = (self.parts, shape.lanes)  # rows as columns of a tile, from left to right again and again
+        self.m_rows = self.parts  # with the rows of a tile in lanes, from left to right again and again
+        lanes = (self.parts, shape.lanes)
         return [(self.parts * shape.pad // 2, self.width), (self.rows, shape.pad_v), *[lanes] * 4]
 
     def select_head(self, h: Scalar) -> None:
@@ -111,11 +112,8 @@ class AmxDecodeKernel(DecodeKernel):
             if self.config.has_alibi:
                 self.slope[0, r].store(self.query_head(head, minimum(r, rows - 1)).negative_slope())
 
-    def attend(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
-        """acc, m and l of all heads of an item.
-
-        The next scores come before the softmax, so that their keys are fetched meanwhile.
-        """
+    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        """Block by block, head by head. The next scores come before the products with w, which is there then."""
         heads = self.args.item_heads
         turns = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
 
@@ -174,7 +172,7 @@ class AmxDecodeKernel(DecodeKernel):
                 store_tile(S + i, s_t.at(j, 0), i * ROWS, 0)
 
     def weigh(self, head: Head, block: Block) -> None:
-        """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of all rows."""
+        """p = exp(s - m) of all rows, rounded, for the products with v; l, m and the correction."""
         lanes, width = self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
             m_old = self.m[part, 0].load(lanes)
@@ -184,7 +182,8 @@ class AmxDecodeKernel(DecodeKernel):
             l = Var(self.l[part, 0].load(lanes) * correction)
             for j in loop(0, self.whole(block.n), ROWS):
                 self.ask(part, self.block_k + j)
-                p = [exp2_avx512((s.load(lanes) - m_finite) * LOG2_E, DEGREE) for s in self.vectors_of(s_t, j)]
+                scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
+                p = [exp2_avx512(s * LOG2_E, DEGREE) for s in scores]
                 l.set(l + combined(p, lambda a, b: a + b))
                 for r, weights in enumerate(deinterleaved(p)[: self.rows - part * ROWS], part * ROWS):
                     word, even = rounded_words(weights), r // self.half * self.half + r
@@ -246,7 +245,7 @@ class AmxDecodeKernel(DecodeKernel):
                     self.add_columns(first, c, count, v, n, block.n)
 
     def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value, end: Value) -> None:
-        """The same for `half` rows from `first` on and 32 columns, once or twice; keys [n, end) from the copy."""
+        """The same for `half` rows from `first` on and 32 columns, once or twice; from n on of the copy."""
         lanes, half = self.shape.lanes, self.half
 
         def add(rows: Rows, j: Value, row: Scalar) -> None:

@@ -22,9 +22,10 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.backward import add_to, fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
-from tilewise.cpu.llvm.decode import ITEM_HEADS, Block, DecodeKernel
+from tilewise.cpu.llvm.decode import DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp_of_difference
+from tilewise.cpu.llvm.splits import ITEM_HEADS, Block
 from tilewise.cpu.llvm.tiles import (
     INF,
     Head,
@@ -74,7 +75,7 @@ class DecodeBackwardKernel(DecodeKernel):
         self.k_area, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
         self.v_area, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
         self.out = scratch.rows(rows, shape.pad_v)
-        self.dp = scratch.rows(round_up(rows, shape.lanes), self.block_k)  # then ds
+        self.p, self.dp = (scratch.rows(round_up(rows, shape.lanes), self.block_k) for _ in range(2))
         grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
         plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad, shape.lanes, shape.lanes)]
         return grouped + plain
@@ -138,7 +139,7 @@ class DecodeBackwardKernel(DecodeKernel):
 
     def attend(self, head: Head, block: Block) -> None:
         """One block of keys against all rows."""
-        shape, config, n = self.shape, self.config, block.n
+        config, n = self.config, block.n
         for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
             _, later = self.sources(head, name, block)
             for j in loop(0, n):

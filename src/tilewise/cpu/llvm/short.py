@@ -17,10 +17,9 @@ from tilewise.cpu.llvm.backward import fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.configs import SHORT_KEYS
 from tilewise.cpu.llvm.control import claim, loop
-from tilewise.cpu.llvm.decode import Block
 from tilewise.cpu.llvm.decode_backward import HEIGHT, DecodeBackwardKernel
-from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import log
+from tilewise.cpu.llvm.splits import Block
 from tilewise.cpu.llvm.tiles import (
     INF,
     Arguments,
