@@ -113,7 +113,7 @@ class AmxDecodeKernel(SplitKernel):
                 self.slope[0, r].store(self.query_head(head, minimum(r, rows - 1)).negative_slope())
 
     def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
-        """Block by block, head by head. The next scores come before the products with w, which is there then."""
+        """Block by block, head by head. The next scores come between the softmax and the products with v."""
         heads = self.args.item_heads
         turns = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
 
