@@ -126,9 +126,11 @@ class AmxDecodeKernel(SplitKernel):
 
         for turn in loop(-1, turns):
             with when(turn >= 0):
-                head, block = select(turn + 1)
-                self.ahead = head.key_rows("k", block.j0)
-                self.weigh(*select(turn))
+                later, after = select(turn + 1)
+                head, block = select(turn)
+                rows = later.key_rows("k", after.j0), head.key_rows("v", block.j0)
+                self.ahead = list(zip(rows, (self.config.head_dim, self.config.head_dim_v)))
+                self.weigh(head, block)
             with when(turn + 1 < turns):
                 self.score(*select(turn + 1))
             with when(turn >= 0):
@@ -181,7 +183,7 @@ class AmxDecodeKernel(SplitKernel):
             correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
             l = Var(self.l[part, 0].load(lanes) * correction)
             for j in loop(0, self.whole(block.n), ROWS):
-                self.ask(part, self.block_k + j)
+                self.ask(part, 1, j)
                 scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
                 p = [exp2_avx512(s * LOG2_E, DEGREE) for s in scores]
                 l.set(l + combined(p, lambda a, b: a + b))
@@ -193,12 +195,12 @@ class AmxDecodeKernel(SplitKernel):
             self.l[part, 0].store(l)
             self.correction[part, 0].store(correction)
 
-    def ask(self, part: int, step: Value) -> None:
-        """Ask for 16 lines of the next keys at each 16th step of the softmax, so that memory is not idle."""
+    def ask(self, part: int, which: int, j: Value) -> None:
+        """Ask for some of the next keys, then values, at each step of the softmax: memory is not to be idle."""
         if part == 0 and not self.config.is_paged:
-            count = max(1, ROWS * TILE // self.shape.pad)  # rows
-            for r in range(count):
-                prefetch_row(self.ahead(step // ROWS * count + r), self.config.head_dim, L1)
+            row, dim = self.ahead[which]
+            for r in loop(0, self.args.asked):
+                prefetch_row(row(j // ROWS * self.args.asked + r), dim, L1)
 
     def vectors_of(self, s_t: Rows, j: Value) -> list[Ptr]:
         """16 keys of a tile of scores, from j on."""
@@ -216,7 +218,7 @@ class AmxDecodeKernel(SplitKernel):
         last = minimum(last, splat(int32(head.seqlen_k - 1), lanes))
         largest = Var(m)
         for j in loop(0, self.whole(block.n), ROWS):
-            self.ask(part, j)
+            self.ask(part, 0, j)
             scores = []
             for x, cell in enumerate(self.vectors_of(self.s_t[part], j)):
                 key = splat(int32(block.j0 + j + x * keys), lanes) + steps(lanes, self.width)
