@@ -196,7 +196,7 @@ class AmxDecodeKernel(SplitKernel):
             self.correction[part, 0].store(correction)
 
     def ask(self, part: int, which: int, j: Value) -> None:
-        """Ask for some of the next keys, then values, at each step of the softmax: memory is not to be idle."""
+        """Ask for some of the next keys, or values, at each step of the softmax: memory is never idle."""
         if part == 0 and not self.config.is_paged:
             row, dim = self.ahead[which]
             for r in loop(0, self.args.asked):
