@@ -59,21 +59,22 @@ from tilewise.cpu.llvm.vector import (
     steps,
 )
 
+FEW = 4  # rows whose softmax takes so little that small blocks, which memory likes, cost nothing
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
 S, Q, W, PV = 0, 2, 3, 4  # tile registers: two of s and of w v, one of each small factor
 KV = 6  # two of k or v
 
 
 class AmxDecodeKernel(SplitKernel):
-    """The steps that differ."""
-
-    block_k = BLOCK_K
+    """The kernel's steps."""
 
     def facts(self) -> dict[str, int]:
         return {**super().facts(), "cuts": 1}
 
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape = self.shape
+        is_light = self.rows <= FEW and shape.pad > BLOCK_K
+        self.block_k = BLOCK_K // 2 if is_light else BLOCK_K
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
