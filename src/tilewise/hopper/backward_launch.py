@@ -205,13 +205,18 @@ def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> D
         problem.group_size * max(1, query_tiles - max(0, key - ahead) // cfg.BLOCK_M)
         for key in range(0, tiles * cfg.BLOCK_N, cfg.BLOCK_N)
     ]
-    parts = min(4, 2 * sms // (slots * tiles))
-    shared = slots * sum(n >= parts for n in lengths)
-    cost = 1 + shared * parts * cfg.BLOCK_D / 8192  # as of units
-    saved = lengths[0] - max(-(-lengths[0] // parts), slots * sum(lengths) / sms)
-    if saved <= cost:
+    shared = {n: slots * sum(length >= n for length in lengths) for n in range(1, 5)}
+
+    def time(parts: int) -> float:
+        """In steps, as measured: the longest part or an SM's share, and the ends of all parts."""
+        longest = max(lengths[0] / parts, slots * sum(lengths) / sms)
+        return longest + shared[parts] * parts * cfg.BLOCK_D / 3200 if parts > 1 else lengths[0]
+
+    parts = min(range(1, min(4, lengths[0], 2 * sms // (slots * tiles)) + 1), key=time)
+    if parts == 1:
         return Division(tiles * slots)
-    return Division(tiles * slots + shared * (parts - 1), shared, shared * parts, shared, parts)
+    long = shared[parts]
+    return Division(tiles * slots + long * (parts - 1), long, long * parts, long, parts)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:

@@ -183,10 +183,15 @@ def in_rows(x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def await_count(counter, least):
-    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started."""
+    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started.
+
+    In between it sleeps, up to 8 us. Where tiles are few, thousands of warps wait for as long as the main
+    kernel runs, and all asking at once they made that take twice as long.
+    """
     while tl.atomic_add(counter, 0, sem="acquire") < least:
         while tl.load(counter, volatile=True) < least:
-            pass
+            sleep = "nanosleep.u32 4000; mov.b32 $0, $1;"
+            tl.inline_asm_elementwise(sleep, "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
