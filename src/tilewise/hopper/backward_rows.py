@@ -190,8 +190,8 @@ def await_count(counter, least):
     """
     while tl.atomic_add(counter, 0, sem="acquire") < least:
         while tl.load(counter, volatile=True) < least:
-            sleep = "nanosleep.u32 4000; mov.b32 $0, $1;"
-            tl.inline_asm_elementwise(sleep, "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1)
+            SLEEP: tl.constexpr = "nanosleep.u32 4000; mov.b32 $0, $1;"
+            tl.inline_asm_elementwise(SLEEP, "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
