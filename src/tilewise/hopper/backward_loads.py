@@ -13,7 +13,7 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
 from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
-from tilewise.hopper.forward import coords
+from tilewise.hopper.key_loads import coords
 from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
@@ -112,7 +112,7 @@ def acquire_slot(state, slot, ch):
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K, V, and Q and dO of each query tile of each head of the group."""
-    num_work = count_work(sizes, packing, cfg)
+    num_work = count_work(sizes, packing)
     index = gl.program_id(0)
     turn = 0  # tiles of keys so far
     state = 0 * index + FIRST_STATE

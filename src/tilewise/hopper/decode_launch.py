@@ -34,14 +34,17 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and (
-        problem.page_size < 8 or problem.page_size & (problem.page_size - 1)
-    ):
+    if problem.page_size is not None and not can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
     return "takes neither a mask nor a bias" if has_tensors or problem.dropout_p > 0 else None
+
+
+def can_load_pages(page_size: int) -> bool:
+    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
+    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
 
 
 def is_faster(problem: AttentionProblem) -> bool:
@@ -88,7 +91,12 @@ def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
     from tilewise.hopper.launch import tma_ready
 
     t = tma_ready(t)
-    return t if t.shape[0] == 1 or t.stride(0) % (rows * t.stride(1)) == 0 else t.contiguous()
+    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row to the next; of entries of one row any that TMA can take."""
+    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
 
 
 def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
@@ -168,13 +176,14 @@ def _sizes(
         stride_q_head=0 if query is None else query.stride(2),
         stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
         stride_page_table=0 if table is None else table.shape[1],
-        rows_k=_rows_per_entry(key),
-        rows_v=_rows_per_entry(value),
+        rows_k=rows_per_entry(key),
+        rows_v=rows_per_entry(value),
     )
 
 
-def _rows_per_entry(t: Tensor | None) -> int:
-    return 0 if t is None or t.shape[0] == 1 else t.stride(0) // t.stride(1)
+def rows_per_entry(t: Tensor | None) -> int:
+    """Rows from one sequence, or page, to the next."""
+    return 0 if t is None or t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
 def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
@@ -200,7 +209,7 @@ def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     assert t is not None
     pages, rows, heads, dim = t.shape
     row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
-    groups = ((pages - 1) * _rows_per_entry(t) + rows) // GROUP_ROWS
+    groups = ((pages - 1) * rows_per_entry(t) + rows) // GROUP_ROWS
     shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
     strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
     block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]
