@@ -183,7 +183,9 @@ def _sizes(
 
 def rows_per_entry(t: Tensor | None) -> int:
     """Rows from one sequence, or page, to the next."""
-    return 0 if t is None or t.shape[0] == 1 else t.stride(0) // row_stride(t)
+    if t is None:
+        return 0
+    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
 def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:

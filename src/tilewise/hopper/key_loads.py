@@ -1,4 +1,4 @@
-"""How the forward's load role finds tiles of keys and values: in a tensor, or in a cache, whose pages may be small.
+"""Where the forward's load role finds tiles of keys and values: in a tensor, or in a cache with or without pages.
 
 A tile of a cache takes one TMA copy, or with pages smaller than a tile one for each page and 64 columns. Page
 numbers are read a tile ahead.
@@ -61,7 +61,7 @@ def key_place(j, pages, work, head, cfg: gl.constexpr):
 
 @gluon.jit
 def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg: gl.constexpr):
-    """Acquire a slot and start TMA copies of a tile of keys or values; an entry of a cache has `rows` rows."""
+    """Acquire a slot and start TMA copies of a tile of keys or values; a cache's entry has `rows` rows."""
     if not cfg.IS_CACHED:
         ring.load(use, desc, place, PARTS)
     elif cfg.BOXES == 1:
@@ -75,7 +75,8 @@ def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg
         slot = use % cfg.STAGES
         bar_full = ring.full.index(slot)
         mbarrier.expect(bar_full, COLUMNS * BOXES * desc.block_type.nbytes)
-        for n in range(BOXES):
+        # A count that the compiler does not know keeps this a loop: unrolled, it takes registers that spill.
+        for n in range(gl.minimum(rows, 1) * BOXES):
             page = gl.sum(gl.where(lane == n, place[1], 0), 0)
             box = box_coords(place, n, page, work, head, rows, cfg)
             for column in gl.static_range(COLUMNS):

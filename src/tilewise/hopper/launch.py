@@ -185,7 +185,9 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         *factors(problem),
         cfg,
     )
-    tiles = query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
+    tiles = (
+        query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
+    )
     slots = sizes.num_slots * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
     programs = min(num_sms(query.device.index) * cfg.BLOCKS_PER_SM, tiles * slots)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
