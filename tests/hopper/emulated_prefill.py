@@ -1,4 +1,4 @@
-"""Check the forward kernel on caches, run by `emulator` on the CPU: one line a case, fails on the first error.
+"""Check the forward kernel on caches on the CPU, by `emulator`: one line a case, fails on the first error.
 
 Caches hold NaN wherever no sequence has a token, and page tables lead astray behind a sequence's last page.
 """

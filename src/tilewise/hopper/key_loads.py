@@ -1,4 +1,4 @@
-"""Where the forward's load role finds tiles of keys and values: in a tensor, or in a cache with or without pages.
+"""Where the forward finds tiles of keys and values: in a tensor, or in a cache with or without pages.
 
 A tile of a cache takes one TMA copy, or with pages smaller than a tile one for each page and 64 columns. Page
 numbers are read a tile ahead.
