@@ -12,7 +12,8 @@ from tilewise.hopper.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
 
-MAX_QUERIES = 16
+FEW_QUERIES = 16  # of a cache
+SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
@@ -27,9 +28,9 @@ GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 byt
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """None if the decoding kernels serve the problem, of which the other kernels' reasons are known."""
-    if problem.is_packed or not 0 < problem.seqlen_q <= MAX_QUERIES:
-        return f"takes caches for 1 to {MAX_QUERIES} queries a sequence only"
+    """None if the decoding kernels can do the problem, of which the other kernels' reasons are known."""
+    if problem.is_packed or problem.seqlen_q == 0:
+        return "takes the same number of queries of each sequence, not packed ones"
     if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
@@ -47,9 +48,22 @@ def can_load_pages(page_size: int) -> bool:
     return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
 
 
+def has_few_queries(problem: AttentionProblem) -> bool:
+    return not problem.is_packed and problem.seqlen_q <= FEW_QUERIES
+
+
+@functools.lru_cache(maxsize=4096)
 def is_faster(problem: AttentionProblem) -> bool:
-    """Whether the keys of a problem without a cache are better split, too: few queries, many keys."""
-    return problem.seqlen_k >= MANY_KEYS and supports(problem) is None
+    """Whether many keys are better cut, since queries are few or their tiles too few for all processors."""
+    if supports(problem) is not None:
+        return False
+    if has_few_queries(problem):
+        return problem.is_cached or problem.seqlen_k >= MANY_KEYS
+    # a block of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
+    cfg = decode_config(problem)
+    slots = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
+    idle = slots - problem.batch * segments(problem, cfg)
+    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * slots
 
 
 def forward(

@@ -75,13 +75,16 @@ def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg
         slot = use % cfg.STAGES
         bar_full = ring.full.index(slot)
         mbarrier.expect(bar_full, COLUMNS * BOXES * desc.block_type.nbytes)
-        # A count that the compiler does not know keeps this a loop: unrolled, it takes registers that spill.
-        for n in range(gl.minimum(rows, 1) * BOXES):
-            page = gl.sum(gl.where(lane == n, place[1], 0), 0)
-            box = box_coords(place, n, page, work, head, rows, cfg)
-            for column in gl.static_range(COLUMNS):
-                column_box = box[:-1] + (column * desc.block_shape[-1],)  # noqa: RUF005
-                load_tile(desc, column_box, bar_full, boxes.index((slot * COLUMNS + column) * BOXES + n))
+        TOGETHER: gl.constexpr = min(4, BOXES)
+        # a count that the compiler does not know keeps this a loop, which else takes registers that spill
+        for first in range(0, gl.minimum(rows, 1) * BOXES, TOGETHER):
+            for i in gl.static_range(TOGETHER):
+                page = gl.sum(gl.where(lane == first + i, place[1], 0), 0)
+                box = box_coords(place, first + i, page, work, head, rows, cfg)
+                for column in gl.static_range(COLUMNS):
+                    column_box = box[:-1] + (column * desc.block_shape[-1],)  # noqa: RUF005
+                    smem = boxes.index((slot * COLUMNS + column) * BOXES + first + i)
+                    load_tile(desc, column_box, bar_full, smem)
 
 
 @gluon.jit

@@ -57,7 +57,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
-    if _is_decoding(problem):
+    if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
     if problem.page_size is not None and not decode_launch.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
@@ -73,10 +73,6 @@ def supports(problem: AttentionProblem) -> str | None:
         if is_present:
             return f"does not take {feature}"
     return None
-
-
-def _is_decoding(problem: AttentionProblem) -> bool:
-    return problem.is_cached and not problem.is_packed and problem.seqlen_q <= decode_launch.MAX_QUERIES
 
 
 def backward(
@@ -99,7 +95,7 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    if config is None and (_is_decoding(problem) or decode_launch.is_faster(problem)):
+    if config is None and decode_launch.is_faster(problem):
         return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
     ready = decode_launch.keys_ready if problem.is_cached else tma_ready
@@ -244,13 +240,16 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     block_n, warpgroups, stages, q_slots, registers, blocks = _tile(problem, block_dv)
+    producer_registers = 24
+    if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
+        registers, producer_registers = (232, 40) if registers == 240 else (registers, 32)
     return ForwardConfig(
         BLOCK_N=block_n,
         WARPGROUPS=warpgroups,
         STAGES=stages,
         Q_SLOTS=q_slots,
         CONSUMER_REGISTERS=registers,
-        PRODUCER_REGISTERS=24,
+        PRODUCER_REGISTERS=producer_registers,
         BLOCKS_PER_SM=blocks,
         PARTS=-(-problem.head_dim // width),
         PART_WIDTH=width,
