@@ -159,8 +159,8 @@ def test_the_same_bits_every_time(page_size: int | None):
 
 @pytest.mark.parametrize("page_size", [None, 16, 256])
 def test_new_tokens_by_flash_attn(page_size: int | None):
-    cached = Cached(130, (8, 2), page_size=page_size)
-    held = torch.tensor([max(n - 130, 0) for n in LENGTHS], dtype=torch.int32, device="cuda")
+    cached = Cached(130, (8, 2), page_size=page_size, lengths=[n + 130 for n in LENGTHS])
+    held = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     new = [torch.randn(len(LENGTHS), 130, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     q, k, v = cached.inputs[:3]
     out, lse = flash_attn_with_kvcache(
@@ -170,7 +170,6 @@ def test_new_tokens_by_flash_attn(page_size: int | None):
     for b, start in enumerate(held.tolist()):
         for t, tokens in zip((cached.k, cached.v), new, strict=True):
             t[b, start : start + 130] = tokens[b]
-    cached.lengths = [n + 130 for n in held.tolist()]
     cached.check(out, lse, causal=True)
 
 
