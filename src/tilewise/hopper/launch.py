@@ -242,7 +242,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     block_n, warpgroups, stages, q_slots, registers, blocks = _tile(problem, block_dv)
     producer_registers = 24
     if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
-        registers, producer_registers = (232, 40) if registers == 240 else (registers, 32)
+        wide = (232, 40) if block_n == 128 else (224, 56)
+        registers, producer_registers = wide if registers == 240 else (registers, 32)
     return ForwardConfig(
         BLOCK_N=block_n,
         WARPGROUPS=warpgroups,
