@@ -14,7 +14,7 @@ from tilewise.hopper.backward_pieces import count_indices, first_index, locate_p
 from tilewise.hopper.backward_ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
-from tilewise.hopper.forward import coords
+from tilewise.hopper.key_loads import coords
 from tilewise.hopper.schedule import finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)

@@ -30,7 +30,7 @@ def steps_of_tile(sizes):
 
 @gluon.jit
 def count_indices(sizes, packing, pieces, cfg: gl.constexpr):
-    num_work = count_work(sizes, packing, cfg)
+    num_work = count_work(sizes, packing)
     if cfg.IN_UNITS:
         num_work = pieces.border + (num_work - pieces.border) * steps_of_tile(sizes)
     if cfg.IN_PARTS:
