@@ -154,6 +154,22 @@ class DecodeConfig:
         return total // (self.WARPGROUPS + 1) // 8 * 8
 
 
+@dataclass(frozen=True)
+class MlaConfig(DecodeConfig):
+    """Compile-time choices of the kernel for absorbed latent attention, and of its merging kernel."""
+
+    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O
+    P_IN_REGISTERS: bool = False
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        return [self.CONSUMER_REGISTERS, self.CONSUMER_REGISTERS, self.PRODUCER_REGISTERS]
+
+    @property
+    def maxnreg(self) -> int:
+        return (self.SCORE_REGISTERS + sum(self.REGISTERS)) // 4 // 8 * 8
+
+
 class DecodeSizes(NamedTuple):
     """Integers of a decoding call that change from call to call."""
 

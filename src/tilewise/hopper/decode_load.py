@@ -53,28 +53,34 @@ def load_box(
     boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
-
-    The coordinates end a box where the sequence ends: see `hopper.forward.coords`.
-    """
+    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros."""
     BOXES: gl.constexpr = cfg.BOXES
-    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
-    if cfg.PAGE_SIZE == 0:
-        entry = piece.batch
-    else:
-        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
-        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
-        row = row % cfg.PAGE_SIZE
-    end = gl.maximum(end, 0)
-    end_row = entry * rows_per_entry + end
+    end_row, row = box_place(n, pages, piece, tile, rows_per_entry, cfg)
     for part in gl.static_range(PARTS):
         if cfg.WHOLE_PAGES:
             box = (slot * BOXES + n) * PARTS + part
         else:
             box = (slot * PARTS + part) * BOXES + n
-        place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
+        place = (1 << 30, end_row, row, piece.kv_head, part * cfg.BOX_WIDTH)
         load_tile(desc, place, bar_full, boxes.index(box))
+
+
+@gluon.jit
+def box_place(n, pages, piece, tile, rows_per_entry, cfg: gl.constexpr):
+    """TMA coordinates of box n of a tile along its keys: they end it where the sequence ends.
+
+    See `hopper.forward.coords`.
+    """
+    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
+    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
+    if cfg.PAGE_SIZE == 0:
+        entry = piece.batch
+    else:
+        entry = page_of(pages, n * cfg.PAGES // cfg.BOXES, cfg)
+        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
+        row = row % cfg.PAGE_SIZE
+    end = gl.maximum(end, 0)
+    return entry * rows_per_entry + end, (1 << 30) - end + row
 
 
 @gluon.jit

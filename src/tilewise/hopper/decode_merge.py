@@ -11,7 +11,7 @@ from tilewise.hopper.softmax import LOG2_E, exp2, finite_or_zero
 def merge_layout(cfg):
     """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: a warp has all pieces of its rows and columns."""
     warps = min(4, cfg.MERGE_ROWS)
-    lanes = cfg.BLOCK_DV // 4 // (4 // warps)
+    lanes = min(32, cfg.BLOCK_DV // 4 // (4 // warps))
     return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 4 // warps], [2, 1, 0])
 
 
