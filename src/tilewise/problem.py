@@ -107,7 +107,7 @@ class AttentionProblem:
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
-    is_value_in_key: bool = False  # the values are a view of the keys' first columns (absorbed latent attention)
+    is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only

@@ -39,7 +39,9 @@ CASES = {
         kv_heads=2,
     ),
     "latent": Case(576, 512, options=CAUSAL, extras=("lengths",), seqlen_q=1, heads=16, kv_heads=1),
-    "latent_128_heads": Case(576, 512, torch.float16, CAUSAL, ("lengths",), seqlen_q=2, heads=128, kv_heads=1),
+    "latent_128_heads": Case(
+        576, 512, torch.float16, CAUSAL, ("lengths",), seqlen_q=2, heads=128, kv_heads=1
+    ),
     "latent_paged": Case(576, 512, options=CAUSAL, extras=("paged",), seqlen_q=2, heads=16, kv_heads=1),
 }
 

@@ -9,9 +9,9 @@
           |                           +--------> value_role 1   O[:, 256:]   by all three
           +-----------------------------------------^
 
-The rows of a score tile are queries of up to 64 heads, so that each key is read once for all of them; with more
-heads, blocks of heads are segments of their own, which read the same keys at the same time, through L2. Plan, pieces
-and merging kernel are those of `hopper.decode`. The products of one tile run under the softmax of the next:
+The rows of a score tile are queries of up to 64 heads, so that each key is read once for all of them. More
+heads are several blocks, segments of their own, which read the same keys at the same time, through L2. Plan,
+pieces and merging kernel are those of `hopper.decode`. P V of one tile runs beside S and softmax of the next:
 what binds is memory with 16 heads, and the tensor cores with 128.
 Source: DeepSeek-AI, "DeepSeek-V2" (2024); FlashMLA's cut of O in halves.
 """

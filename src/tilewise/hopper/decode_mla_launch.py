@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewise.hopper.arguments import WARPGROUP_ROWS, MlaConfig
@@ -101,8 +100,8 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         CONSUMER_REGISTERS=168,
-        PRODUCER_REGISTERS=40,
-        SCORE_REGISTERS=136,
+        PRODUCER_REGISTERS=32,
+        SCORE_REGISTERS=144,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=problem.head_dim,

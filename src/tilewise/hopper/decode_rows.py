@@ -19,7 +19,7 @@ def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg
 
 @gluon.jit
 def load_queries(q, smem, FIRST: gl.constexpr, piece, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a key head, columns from FIRST on [64, columns], rows that do not exist as zeros."""
+    """Queries of all heads of a segment, columns from FIRST on; rows that do not exist are zeros."""
     LANES: gl.constexpr = smem.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))

@@ -45,8 +45,9 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {problem.dtype}"
     sizes = (problem.head_dim, problem.head_dim_v)
+    has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
     is_latent = _has_cache(problem) and sizes == decode_mla_launch.HEAD_DIMS
-    if not is_latent and any(d % 8 or d > MAX_HEAD_DIM for d in sizes) or problem.head_dim_v > max(64, problem.head_dim):
+    if (has_other_sizes or problem.head_dim_v > max(64, problem.head_dim)) and not is_latent:
         return (
             f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
         )
