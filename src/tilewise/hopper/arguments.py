@@ -90,7 +90,7 @@ class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
     WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
-    LOADERS: ClassVar[int] = 2  # warps for keys, and as many for values, which take turns as well
+    LOADERS: ClassVar[int] = 2  # warps, which take turns as well
 
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
@@ -121,7 +121,7 @@ class DecodeConfig:
     @property
     def REGISTERS(self) -> list[int]:
         """Of the partitions after the first, which has the rest."""
-        return [self.CONSUMER_REGISTERS] + 2 * self.LOADERS * [self.PRODUCER_REGISTERS]
+        return [self.CONSUMER_REGISTERS] + self.LOADERS * [self.PRODUCER_REGISTERS]
 
     @property
     def STORES_WHOLE(self) -> bool:

@@ -1,7 +1,7 @@
 """Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
 
     role           warps   does
-    load_role x 4  1 each  stream the key tiles of their worker's pieces into rings, by TMA: two K, two V
+    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA
     mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
 
     attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`;
@@ -170,15 +170,14 @@ def attn_decode_kernel(
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     smem = make_shared(k_desc.dtype, cfg)
+    k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (load_role, (False, 0, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 0, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (False, 1, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 1, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, k, v, seqlens_k, page_table, smem, sizes, cfg)),
+            (load_role, (1, k, v, seqlens_k, page_table, smem, sizes, cfg)),
         ],
-        [4, 1, 1, 1, 1],
+        [4, 1, 1],
         cfg.REGISTERS,
     )

@@ -93,8 +93,8 @@ def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, 
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    offset = rows[:, None] * cfg.BLOCK_DV + cols[None, :]
-    gl.store(partial + place * (cfg.ROWS * cfg.BLOCK_DV) + offset, acc, mask=exists[:, None])
+    ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
+    gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None])
 
 
 @gluon.jit
@@ -129,4 +129,5 @@ def store_columns(out, acc, FIRST: gl.constexpr, b, segment, first, sizes, cfg: 
     row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]
-    gl.store(out + (row[:, None] * cfg.HEAD_DIM_V + cols[None, :]), acc.to(out.dtype.element_ty), mask=mask)
+    ptrs = out + row * cfg.HEAD_DIM_V
+    gl.store(ptrs[:, None] + cols[None, :], acc.to(out.dtype.element_ty), mask=mask)
