@@ -156,18 +156,26 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """Compile-time choices of the kernel for absorbed latent attention, and of its merging kernel."""
+    """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
 
-    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O
-    P_IN_REGISTERS: bool = False
+    BLOCK_M: int  # ROWS padded: 64, or 16 or 32, which are columns of the narrow kernel's products
+    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
+    KEY_SLOTS: int  # parts of key tiles in flight: of the narrow kernel
+
+    @property
+    def IS_NARROW(self) -> bool:
+        return self.BLOCK_M < WARPGROUP_ROWS
 
     @property
     def REGISTERS(self) -> list[int]:
-        return [self.CONSUMER_REGISTERS, self.CONSUMER_REGISTERS, self.PRODUCER_REGISTERS]
+        consumers = [self.CONSUMER_REGISTERS] * (1 if self.IS_NARROW else 2)
+        return [*consumers, self.PRODUCER_REGISTERS]
 
     @property
     def maxnreg(self) -> int:
-        return (self.SCORE_REGISTERS + sum(self.REGISTERS)) // 4 // 8 * 8
+        """Registers of each thread at the start, of three or four warpgroups."""
+        first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
+        return (first + sum(self.REGISTERS)) // (1 + len(self.REGISTERS)) // 8 * 8
 
 
 class DecodeSizes(NamedTuple):

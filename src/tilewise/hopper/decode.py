@@ -71,25 +71,32 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
-    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
-    scale_log2e = factors.scale_log2e
-    if cfg.HAS_SOFTCAP:
-        s = softcapped(s, factors)
+def has_edge(tile, piece, sizes, cfg: gl.constexpr):
+    """Whether some query of a piece does not see all keys of a tile."""
     offset = piece.seqlen_k - piece.seqlen_q
-    if cfg.HAS_ALIBI:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
-        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
-        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
-        scale_log2e = 1.0
     first = tile * cfg.BLOCK_N
     is_edge = first + cfg.BLOCK_N > piece.seqlen_k
     if cfg.HAS_RIGHT:
         is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > piece.row + offset + sizes.window_right)
     if cfg.HAS_LEFT:
         is_edge = is_edge | (first < piece.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
-    if is_edge:
+    return is_edge
+
+
+@gluon.jit
+def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
+    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
+    scale_log2e = factors.scale_log2e
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if cfg.HAS_ALIBI:
+        offset = piece.seqlen_k - piece.seqlen_q
+        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
+        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
+        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
+        scale_log2e = 1.0
+    if has_edge(tile, piece, sizes, cfg):
         s = hide(s, tile, piece.row, piece, sizes, cfg)
     p, m, alpha = online_softmax(s, m, scale_log2e)
     return p, m, l * alpha + gl.sum(p, 1), alpha

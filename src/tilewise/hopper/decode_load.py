@@ -1,8 +1,8 @@
 """The load role of the decoding kernel: key tiles of a worker's pieces into rings, by TMA.
 
-The load warps take turns at tiles, of which each loads keys and values: pages of 16 need 8 copies. A full page
-of head size 128 takes one for each of both, with both halves of its columns, since tiles of small pages lie in
-shared memory 8 rows by 8 rows. Page numbers are read a tile ahead.
+The load warps take turns at tiles, of which each loads keys and values: pages of 16 need 8 copies. A full
+page of head size 128 takes one of each kind, with both halves of its columns, since tiles of small pages lie
+in shared memory 8 rows by 8 rows. Page numbers are read a tile ahead.
 """
 
 from tilewise.hopper.compat import (

@@ -41,7 +41,7 @@ from tilewise.hopper.decode_rows import (
     store_piece_columns,
     store_piece_lse,
 )
-from tilewise.hopper.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.hopper.layouts import accumulator_layout, row_layout
 from tilewise.hopper.products import product
 from tilewise.hopper.softmax import Factors
 
@@ -92,17 +92,29 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def load_tiles(desc, smem, use, pages, piece, tile, sizes, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys; rows past the sequence's end become zeros."""
-    BOXES: gl.constexpr = PARTS * PART // REST
-    parts = as_boxes(smem.keys.tiles, cfg.STAGES * BOXES, desc)
-    rest = as_boxes(smem.keys_rest, cfg.STAGES, desc)
-    slot = use % cfg.STAGES
-    smem.keys.acquire(use)
-    bar_full = smem.keys.full.index(slot)
-    mbarrier.expect(bar_full, (BOXES + 1) * desc.block_type.nbytes)
-    end_row, row = box_place(0, pages, piece, tile, sizes.rows_k, cfg)
+    place = box_place(0, pages, piece, tile, sizes.rows_k, cfg)
+    load_columns(desc, smem.keys, use, place, 0, PARTS * PART // REST, desc.block_type.nbytes)
+    rest = as_boxes(smem.keys_rest, cfg.STAGES, desc).index(use % cfg.STAGES)
+    coords = (1 << 30, place[0], place[1], 0, PARTS * PART)
+    load_tile(desc, coords, smem.keys.full.index(use % cfg.STAGES), rest)
+
+
+@gluon.jit
+def load_columns(
+    desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexpr, MORE_BYTES: gl.constexpr = 0
+):  # fmt: skip
+    """Start TMA copies of boxes of a tile's columns, from FIRST on, into one slot of a ring.
+
+    MORE_BYTES: of other copies that the caller then starts, for the barrier of the same slot.
+    """
+    boxes = as_boxes(ring.tiles, ring.STAGES * BOXES, desc)
+    slot = use % ring.STAGES
+    ring.acquire(use)
+    bar_full = ring.full.index(slot)
+    mbarrier.expect(bar_full, BOXES * desc.block_type.nbytes + MORE_BYTES)
     for box in gl.static_range(BOXES):
-        load_tile(desc, (1 << 30, end_row, row, 0, box * REST), bar_full, parts.index(slot * BOXES + box))
-    load_tile(desc, (1 << 30, end_row, row, 0, BOXES * REST), bar_full, rest.index(slot))
+        coords = (1 << 30, place[0], place[1], 0, FIRST + box * REST)
+        load_tile(desc, coords, bar_full, boxes.index(slot * BOXES + box))
 
 
 @gluon.jit
@@ -209,15 +221,11 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
             alpha = smem.factors.load(rows)[:, None]
             left, right = left * alpha, right * alpha
             p = weights.part(handed + n, 0)  # [64, BLOCK_N]
-            if cfg.P_IN_REGISTERS:
-                p = p.load(operand_layout(PART))
-                weights.release(handed + n)
             keys.wait(use + n)
             left = warpgroup_mma(p, keys.part(use + n, LEFT), left, is_async=True)  # [64, PART]
             right = warpgroup_mma(p, keys.part(use + n, LEFT + 1), right, is_async=True)
             left, right = warpgroup_mma_wait(0, deps=(left, right))
-            if not cfg.P_IN_REGISTERS:
-                weights.release(handed + n)
+            weights.release(handed + n)
             keys.release(use + n)
         use += piece.count
         handed += piece.count

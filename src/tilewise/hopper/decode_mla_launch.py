@@ -74,6 +74,7 @@ def forward(
 
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.hopper.decode_mla import attn_decode_mla_kernel
+    from tilewise.hopper.decode_mla_narrow import attn_decode_mla_narrow_kernel
     from tilewise.hopper.launch import factors
 
     query, key, lengths, table, *pieces, out, lse = tensors
@@ -83,9 +84,8 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
         *factors(problem),
         cfg,
     )
-    return Launch(
-        attn_decode_mla_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
-    )
+    kernel = attn_decode_mla_narrow_kernel if cfg.IS_NARROW else attn_decode_mla_kernel
+    return Launch(kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,12 +96,16 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
     merge_pieces = min(16, power_of_two(2 + USUAL_SMS // segments))
+    block_m = max(16, power_of_two(rows))
+    is_narrow = block_m < WARPGROUP_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-        CONSUMER_REGISTERS=168,
-        PRODUCER_REGISTERS=32,
+        STAGES=(3 if block_m == 16 else 2) if is_narrow else STAGES,
+        CONSUMER_REGISTERS=232 if block_m == 32 else 168,
+        PRODUCER_REGISTERS={16: 72, 32: 40, 64: 32}[block_m],
         SCORE_REGISTERS=144,
+        BLOCK_M=block_m,
+        KEY_SLOTS=11 if block_m == 16 else 10,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=problem.head_dim,

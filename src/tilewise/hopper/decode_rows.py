@@ -22,7 +22,7 @@ def load_queries(q, smem, FIRST: gl.constexpr, piece, sizes, cfg: gl.constexpr):
     """Queries of all heads of a segment, columns from FIRST on; rows that do not exist are zeros."""
     LANES: gl.constexpr = smem.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
     cols = FIRST + gl.arange(0, smem.shape[1], gl.SliceLayout(0, layout))
     position = piece.row + rows // cfg.PACK
     head = piece.kv_head * cfg.PACK + rows % cfg.PACK
@@ -81,7 +81,7 @@ def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.co
 @gluon.jit
 def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
     """lse [ROWS] of a piece."""
-    rows = gl.arange(0, 64, m.type.layout)
+    rows = gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
     gl.store(partial_lse + (place * cfg.ROWS + rows), m + gl.log2(l), mask=exists)
 
@@ -90,7 +90,7 @@ def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
 def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, cfg: gl.constexpr):
     """Columns of a piece's normalized out, from FIRST on."""
     layout: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
