@@ -160,7 +160,7 @@ class MlaConfig(DecodeConfig):
 
     BLOCK_M: int  # ROWS padded: 64, or 16 or 32, which are columns of the narrow kernel's products
     SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
-    KEY_SLOTS: int  # parts of key tiles in flight: of the narrow kernel
+    KEY_SLOTS: int  # parts of key tiles in flight
 
     @property
     def IS_NARROW(self) -> bool:

@@ -3,7 +3,7 @@
     role            warps   does
     score_role      4       S = Q K^T by wgmma, softmax in registers; hands P and alpha over; stores lse
     value_role x 2  4 each  its half of O, 64 x 256 in registers: O = alpha O + P V by wgmma; stores it
-    load_role       1       streams the key tiles of the worker's pieces into a ring, by TMA
+    load_role       1       streams the key tiles of the worker's pieces into rings: `hopper.decode_mla_load`
 
         K tile ---> score_role --- P, alpha ---> value_role 0   O[:, :256]   V is the same K tile, read
           |                           +--------> value_role 1   O[:, 256:]   by all three
@@ -20,19 +20,16 @@ from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
-    as_boxes,
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
-    mbarrier,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode import weigh
-from tilewise.hopper.decode_load import box_place, load_pages
+from tilewise.hopper.decode_mla_load import PART, PARTS, REST, Keys, load_role, make_keys
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import (
     load_queries,
@@ -45,18 +42,13 @@ from tilewise.hopper.layouts import accumulator_layout, row_layout
 from tilewise.hopper.products import product
 from tilewise.hopper.softmax import Factors
 
-PART = gl.constexpr(128)  # columns of a tile's part: with 256, ptxas finds too few registers for a product
-PARTS = gl.constexpr(4)  # of V, two for each value role
-REST = gl.constexpr(64)  # columns of K that V does not have: they carry the rotary positions
-
 
 @aggregate
 class Shared:
-    """Shared memory. The barriers of `keys` and `queries` count their last columns, too."""
+    """Shared memory of a block."""
 
-    keys: Ring  # STAGES tiles of four parts [BLOCK_N, PART]
-    keys_rest: gl.shared_memory_descriptor  # [STAGES, BLOCK_N, REST]
-    queries: Ring  # one tile of four parts [64, PART]
+    keys: Keys
+    queries: Ring  # one tile of four parts [64, PART]; its barriers count `queries_rest`, too
     queries_rest: gl.shared_memory_descriptor  # [64, REST]
     weights: Ring  # P [64, BLOCK_N]; one more use at the end of a piece, without P
     factors: gl.shared_memory_descriptor  # [64]: what a use multiplies O by, first of all
@@ -65,20 +57,15 @@ class Shared:
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """2 x 72 KB of keys, 72 KB of queries, 8 KB of P: 224 KB of 227 KB."""
-    k_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, PART], dtype)
-    k_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, REST], dtype)
     q_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PART], dtype)
     q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, REST], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_N], dtype)
-    keys = gl.allocate_shared_memory(dtype, [PARTS * cfg.STAGES, cfg.BLOCK_N, PART], k_part)
-    keys_rest = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, REST], k_rest)
     queries = gl.allocate_shared_memory(dtype, [PARTS, 64, PART], q_part)
     queries_rest = gl.allocate_shared_memory(dtype, [64, REST], q_rest)
     weights = gl.allocate_shared_memory(dtype, [1, 64, cfg.BLOCK_N], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(
-        make_ring(keys, cfg.STAGES, PARTS, 3),
-        keys_rest,
+        make_keys(dtype, 1, cfg),
         make_ring(queries, 1, PARTS, 1, 2),
         queries_rest,
         make_ring(weights, 1, 1, 2),
@@ -86,69 +73,18 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     )
 
 
-# ---- the load role
-
-
-@gluon.jit
-def load_tiles(desc, smem, use, pages, piece, tile, sizes, cfg: gl.constexpr):
-    """Start TMA copies of one tile of keys; rows past the sequence's end become zeros."""
-    place = box_place(0, pages, piece, tile, sizes.rows_k, cfg)
-    load_columns(desc, smem.keys, use, place, 0, PARTS * PART // REST, desc.block_type.nbytes)
-    rest = as_boxes(smem.keys_rest, cfg.STAGES, desc).index(use % cfg.STAGES)
-    coords = (1 << 30, place[0], place[1], 0, PARTS * PART)
-    load_tile(desc, coords, smem.keys.full.index(use % cfg.STAGES), rest)
-
-
-@gluon.jit
-def load_columns(
-    desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexpr, MORE_BYTES: gl.constexpr = 0
-):  # fmt: skip
-    """Start TMA copies of boxes of a tile's columns, from FIRST on, into one slot of a ring.
-
-    MORE_BYTES: of other copies that the caller then starts, for the barrier of the same slot.
-    """
-    boxes = as_boxes(ring.tiles, ring.STAGES * BOXES, desc)
-    slot = use % ring.STAGES
-    ring.acquire(use)
-    bar_full = ring.full.index(slot)
-    mbarrier.expect(bar_full, BOXES * desc.block_type.nbytes + MORE_BYTES)
-    for box in gl.static_range(BOXES):
-        coords = (1 << 30, place[0], place[1], 0, FIRST + box * REST)
-        load_tile(desc, coords, bar_full, boxes.index(slot * BOXES + box))
-
-
-@gluon.jit
-def load_role(desc, smem, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's key tiles. Page numbers are read a tile ahead."""
-    wait_for_previous_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_units(line, sizes)
-    use = 0  # of the ring
-    while unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 1)
-        ptr_table = page_table
-        held = 0
-        if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
-            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        pages = load_pages(ptr_table, piece.tile, held, cfg)
-        for n in range(piece.count):
-            next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
-            load_tiles(desc, smem, use + n, pages, piece, piece.tile + n, sizes, cfg)
-            pages = next_pages
-        use += piece.count
-        unit += piece.units
-
-
 # ---- the mma roles
 
 
 @gluon.jit
-def scores(smem, use, cfg: gl.constexpr):
-    """Start S = Q K^T [64, BLOCK_N] of a use of the ring of keys."""
-    s = product(smem.queries_rest, smem.keys_rest.index(use % cfg.STAGES).permute((1, 0)))
+def scores(smem, use):
+    """Start S = Q K^T [64, BLOCK_N] of a tile as its parts arrive."""
+    rest, parts = smem.keys.rest, smem.keys.parts
+    rest.wait(use)
+    s = product(smem.queries_rest, rest.part(use, 0).permute((1, 0)))
     for n in gl.static_range(PARTS):
-        k = smem.keys.part(use, n).permute((1, 0))
+        parts.wait(PARTS * use + n)
+        k = parts.part(PARTS * use + n, 0).permute((1, 0))
         s = warpgroup_mma(smem.queries.part(0, n), k, s, is_async=True)
     return s
 
@@ -156,12 +92,12 @@ def scores(smem, use, cfg: gl.constexpr):
 @gluon.jit
 def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr):
     """S and softmax of every tile of the worker's. A piece's last factor is 1 / l."""
-    keys, weights = smem.keys, smem.weights
+    parts, weights = smem.keys.parts, smem.weights
     wait_for_previous_kernel()
     start_next_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(line, sizes)
-    use = 0  # of the ring of keys
+    use = 0  # tiles so far
     handed = 0  # of the ring of weights
     pieces = 0
     while unit < end:
@@ -170,9 +106,10 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         smem.queries.wait(pieces)
         for n in range(piece.count):
-            keys.wait(use + n)
-            s = warpgroup_mma_wait(0, deps=(scores(smem, use + n, cfg),))  # [64, BLOCK_N]
-            keys.release(use + n)
+            s = warpgroup_mma_wait(0, deps=(scores(smem, use + n),))  # [64, BLOCK_N]
+            smem.keys.rest.release(use + n)
+            for part in gl.static_range(PARTS):
+                parts.release(PARTS * (use + n) + part)
             p, m, l, alpha = weigh(s, m, l, piece.tile + n, 0.0, piece, sizes, factors, cfg)
             p = p.to(weights.tiles.dtype)
             weights.acquire(handed + n)
@@ -198,13 +135,13 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
 @gluon.jit
 def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl.constexpr):
     """Half H of O, and of the queries, which it loads when the piece before has needed its own."""
-    keys, weights = smem.keys, smem.weights
+    parts, weights = smem.keys.parts, smem.weights
     rows: gl.constexpr = row_layout(PART)
     LEFT: gl.constexpr = 2 * H  # the first of this role's two parts
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(line, sizes)
-    use = 0  # of the ring of keys
+    use = 0  # tiles so far
     handed = 0  # of the ring of weights
     pieces = 0
     while unit < end:
@@ -221,12 +158,15 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
             alpha = smem.factors.load(rows)[:, None]
             left, right = left * alpha, right * alpha
             p = weights.part(handed + n, 0)  # [64, BLOCK_N]
-            keys.wait(use + n)
-            left = warpgroup_mma(p, keys.part(use + n, LEFT), left, is_async=True)  # [64, PART]
-            right = warpgroup_mma(p, keys.part(use + n, LEFT + 1), right, is_async=True)
+            first = PARTS * (use + n) + LEFT  # use of the parts
+            parts.wait(first)
+            parts.wait(first + 1)
+            left = warpgroup_mma(p, parts.part(first, 0), left, is_async=True)  # [64, PART]
+            right = warpgroup_mma(p, parts.part(first + 1, 0), right, is_async=True)
             left, right = warpgroup_mma_wait(0, deps=(left, right))
             weights.release(handed + n)
-            keys.release(use + n)
+            parts.release(first)
+            parts.release(first + 1)
         use += piece.count
         handed += piece.count
         weights.wait(handed)
@@ -269,7 +209,7 @@ def attn_decode_mla_kernel(
             (score_role, (lse, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
-            (load_role, (k_desc, smem, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 4, 1],
         cfg.REGISTERS,

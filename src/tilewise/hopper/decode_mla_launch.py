@@ -105,7 +105,7 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         PRODUCER_REGISTERS={16: 72, 32: 40, 64: 32}[block_m],
         SCORE_REGISTERS=144,
         BLOCK_M=block_m,
-        KEY_SLOTS=11 if block_m == 16 else 10,
+        KEY_SLOTS={16: 11, 32: 10, 64: 8}[block_m],
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=problem.head_dim,

@@ -2,11 +2,11 @@
 
     role          warps   does
     mma_role x 2  4 each  S^T = K Q^T and its softmax, both the same; its half of O^T, 256 columns of V
-    load_role     1       streams the key tiles of the worker's pieces into a ring, by TMA, in parts of 128 columns
+    load_role     1       streams the key tiles of the worker's pieces into rings: `hopper.decode_mla_load`
 
-wgmma computes 64 rows, used or not. As its rows are keys here, and columns of V, 16 heads take a quarter of the
-time that they take in `hopper.decode_mla`, so that a tile has hardly arrived when its memory is free for the next:
-what binds is memory. S is so little work that both warpgroups do it, and have nothing to hand over.
+wgmma computes 64 rows, used or not. As its rows are keys here, and columns of V, 16 heads take a quarter of
+the time that they take in `hopper.decode_mla`, so that a tile has hardly arrived when its memory is free for
+the next: what binds is memory. S is so little work that both warpgroups do it, and have nothing to hand over.
 """
 
 from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
@@ -22,8 +22,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode import has_edge
-from tilewise.hopper.decode_load import box_place, load_pages
-from tilewise.hopper.decode_mla import PART, PARTS, REST, load_columns
+from tilewise.hopper.decode_mla_load import PART, PARTS, REST, Keys, load_role, make_keys
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import (
     load_queries,
@@ -40,8 +39,7 @@ from tilewise.hopper.softmax import Factors, exp2, finite_or_zero, softcapped
 class Shared:
     """Shared memory of a block."""
 
-    keys: Ring  # parts [BLOCK_N, PART]: of tile `use` they are uses PARTS * use to PARTS * use + 3
-    rest: Ring  # STAGES tiles' last columns [BLOCK_N, REST]
+    keys: Keys
     queries: Ring  # one tile of four parts [BLOCK_M, PART]; its barriers count `queries_rest`, too
     queries_rest: gl.shared_memory_descriptor  # [BLOCK_M, REST]
     weights: gl.shared_memory_descriptor  # P^T [2, BLOCK_N, BLOCK_M], of each warpgroup
@@ -50,49 +48,18 @@ class Shared:
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """16 rows: 11 x 16 KB and 3 x 8 KB of keys, 18 KB of queries, 4 KB of P: 222 KB of 227 KB."""
-    k_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, PART], dtype)
-    k_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, REST], dtype)
     q_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, PART], dtype)
     q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, REST], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], dtype)
-    keys = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], k_part)
-    rest = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, REST], k_rest)
     queries = gl.allocate_shared_memory(dtype, [PARTS, cfg.BLOCK_M, PART], q_part)
     queries_rest = gl.allocate_shared_memory(dtype, [cfg.BLOCK_M, REST], q_rest)
     weights = gl.allocate_shared_memory(dtype, [2, cfg.BLOCK_N, cfg.BLOCK_M], p_layout)
     return Shared(
-        make_ring(keys, cfg.KEY_SLOTS, 1, 2),
-        make_ring(rest, cfg.STAGES, 1, 2),
+        make_keys(dtype, 2, cfg),
         make_ring(queries, 1, PARTS, 2, 2),
         queries_rest,
         weights,
     )
-
-
-@gluon.jit
-def load_role(desc, smem, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's key tiles. Page numbers are read a tile ahead."""
-    wait_for_previous_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_units(line, sizes)
-    use = 0  # of the ring
-    while unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 1)
-        ptr_table = page_table
-        held = 0
-        if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
-            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        pages = load_pages(ptr_table, piece.tile, held, cfg)
-        for n in range(piece.count):
-            next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
-            place = box_place(0, pages, piece, piece.tile + n, sizes.rows_k, cfg)
-            load_columns(desc, smem.rest, use + n, place, PARTS * PART, 1)
-            for part in gl.static_range(PARTS):
-                load_columns(desc, smem.keys, PARTS * (use + n) + part, place, part * PART, PART // REST)
-            pages = next_pages
-        use += piece.count
-        unit += piece.units
 
 
 # ---- the mma roles
@@ -102,14 +69,14 @@ def load_role(desc, smem, seqlens_k, page_table, sizes, cfg: gl.constexpr):
 def scores(smem, use, cfg: gl.constexpr):
     """Start S^T = K Q^T [BLOCK_N, BLOCK_M] of a tile as its parts arrive."""
     s = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    smem.rest.wait(use)
-    s = warpgroup_mma(
-        smem.rest.part(use, 0), smem.queries_rest.permute((1, 0)), s, use_acc=False, is_async=True
-    )
+    rest, parts = smem.keys.rest, smem.keys.parts
+    q = smem.queries_rest.permute((1, 0))
+    rest.wait(use)
+    s = warpgroup_mma(rest.part(use, 0), q, s, use_acc=False, is_async=True)
     for n in gl.static_range(PARTS):
-        smem.keys.wait(PARTS * use + n)
         q = smem.queries.part(0, n).permute((1, 0))
-        s = warpgroup_mma(smem.keys.part(PARTS * use + n, 0), q, s, is_async=True)
+        parts.wait(PARTS * use + n)
+        s = warpgroup_mma(parts.part(PARTS * use + n, 0), q, s, is_async=True)
     return s
 
 
@@ -161,7 +128,7 @@ def mma_role(
     W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr
 ):
     """Half W of O^T, and all of S^T."""
-    keys, weights = smem.keys, smem.weights.index(W)
+    parts, weights = smem.keys.parts, smem.weights.index(W)
     layout: gl.constexpr = accumulator_layout(cfg.BLOCK_M)
     LEFT: gl.constexpr = 2 * W  # the first of this role's two parts of V
     OTHER: gl.constexpr = 2 - LEFT
@@ -170,7 +137,7 @@ def mma_role(
         start_next_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(line, sizes)
-    use = 0  # of `rest`, by tiles
+    use = 0  # tiles so far
     pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
@@ -180,22 +147,21 @@ def mma_role(
         left = gl.full([PART, cfg.BLOCK_M], 0.0, gl.float32, layout)
         right = left
         for n in range(piece.count):
-            first = PARTS * (use + n)  # of the uses of `keys`
+            first = PARTS * (use + n)  # use of the parts
             s = warpgroup_mma_wait(0, deps=(scores(smem, use + n, cfg),))  # [BLOCK_N, BLOCK_M]
-            smem.rest.release(use + n)
-            keys.release(first + OTHER)
-            keys.release(first + OTHER + 1)
+            smem.keys.rest.release(use + n)
+            parts.release(first + OTHER)
+            parts.release(first + OTHER + 1)
             p, m, sums, alpha = weigh(s, m, sums, piece.tile + n, piece, sizes, factors, cfg)
             weights.store(p.to(weights.dtype))
             fence_async_shared()  # the stores above are visible to wgmma
             left, right = left * alpha[None, :], right * alpha[None, :]
-            left = warpgroup_mma(keys.part(first + LEFT, 0).permute((1, 0)), weights, left, is_async=True)
-            right = warpgroup_mma(
-                keys.part(first + LEFT + 1, 0).permute((1, 0)), weights, right, is_async=True
-            )
+            v_left, v_right = parts.part(first + LEFT, 0), parts.part(first + LEFT + 1, 0)  # [BLOCK_N, PART]
+            left = warpgroup_mma(v_left.permute((1, 0)), weights, left, is_async=True)
+            right = warpgroup_mma(v_right.permute((1, 0)), weights, right, is_async=True)
             left, right = warpgroup_mma_wait(0, deps=(left, right))  # [PART, BLOCK_M]
-            keys.release(first + LEFT)
-            keys.release(first + LEFT + 1)
+            parts.release(first + LEFT)
+            parts.release(first + LEFT + 1)
         smem.queries.release(pieces)
         l = gl.sum(sums, 0)
         store_half(W, out, lse, partial, partial_lse, left, right, m, l, piece, sizes, cfg)
@@ -243,7 +209,7 @@ def attn_decode_mla_narrow_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
-            (load_role, (k_desc, smem, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 1],
         cfg.REGISTERS,

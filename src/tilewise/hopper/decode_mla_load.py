@@ -1,0 +1,79 @@
+"""Key tiles of absorbed latent attention in shared memory, and the role that streams them there, by TMA.
+
+A tile's 576 columns are four parts of 128, which are V, too, and the rest, which carry the rotary
+positions. Parts have slots of their own in a ring: each is free for another tile once it has been read.
+"""
+
+from tilewise.hopper.channel import Ring, make_ring
+from tilewise.hopper.compat import (
+    aggregate,
+    as_boxes,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    wait_for_previous_kernel,
+)
+from tilewise.hopper.decode_load import box_place, load_pages
+from tilewise.hopper.decode_plan import make_line, piece_at, worker_units
+
+PART = gl.constexpr(128)  # columns; with 256, ptxas finds too few registers for a product of the wide kernel
+PARTS = gl.constexpr(4)
+REST = gl.constexpr(64)  # columns
+
+
+@aggregate
+class Keys:
+    """The rings of key tiles. Tile i's parts are uses PARTS * i to PARTS * i + 3 of theirs."""
+
+    parts: Ring  # KEY_SLOTS times [BLOCK_N, PART]
+    rest: Ring  # STAGES times [BLOCK_N, REST]
+
+
+@gluon.jit
+def make_keys(dtype: gl.constexpr, REST_CONSUMERS: gl.constexpr, cfg: gl.constexpr):
+    """Two partitions release each part, REST_CONSUMERS the rest."""
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, PART], dtype)
+    rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, REST], dtype)
+    parts = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], part_layout)
+    rest = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, REST], rest_layout)
+    return Keys(make_ring(parts, cfg.KEY_SLOTS, 1, 2), make_ring(rest, cfg.STAGES, 1, REST_CONSUMERS))
+
+
+@gluon.jit
+def load_columns(desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexpr):
+    """Start TMA copies of boxes of a tile's columns, from FIRST on, into one slot of a ring."""
+    boxes = as_boxes(ring.tiles, ring.STAGES * BOXES, desc)
+    slot = use % ring.STAGES
+    ring.acquire(use)
+    bar_full = ring.full.index(slot)
+    mbarrier.expect(bar_full, BOXES * desc.block_type.nbytes)
+    for box in gl.static_range(BOXES):
+        coords = (1 << 30, place[0], place[1], 0, FIRST + box * REST)
+        load_tile(desc, coords, bar_full, boxes.index(slot * BOXES + box))
+
+
+@gluon.jit
+def load_role(desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+    """Stream the worker's key tiles. Page numbers are read a tile ahead."""
+    wait_for_previous_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 1)
+    unit, end = worker_units(line, sizes)
+    use = 0  # tiles so far
+    while unit < end:
+        piece = piece_at(unit, end, line, sizes, cfg, 1)
+        ptr_table = page_table
+        held = 0
+        if cfg.PAGE_SIZE > 0:
+            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
+            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+        pages = load_pages(ptr_table, piece.tile, held, cfg)
+        for n in range(piece.count):
+            next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
+            place = box_place(0, pages, piece, piece.tile + n, sizes.rows_k, cfg)
+            load_columns(desc, keys.rest, use + n, place, PARTS * PART, 1)
+            for part in gl.static_range(PARTS):
+                load_columns(desc, keys.parts, PARTS * (use + n) + part, place, part * PART, PART // REST)
+            pages = next_pages
+        use += piece.count
+        unit += piece.units
