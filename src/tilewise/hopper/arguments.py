@@ -117,6 +117,7 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
+    MERGE_COLUMNS: int
 
     @property
     def REGISTERS(self) -> list[int]:

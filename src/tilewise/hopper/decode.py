@@ -120,7 +120,7 @@ def mma_role(
     pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
-        load_queries(q, q_tile, 0, piece, sizes, cfg)
+        load_queries(q, q_tile, piece, sizes, cfg)
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
             head = piece.kv_head * cfg.PACK + rows % cfg.PACK

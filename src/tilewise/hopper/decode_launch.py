@@ -101,15 +101,17 @@ def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
     return t if t.shape[0] == 1 or t.stride(0) % (rows * t.stride(1)) == 0 else t.contiguous()
 
 
-def num_workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
+def num_workers(
+    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
+) -> int:
     from tilewise.hopper.launch import num_sms
 
     line = problem.batch * segments(problem, cfg)
     most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(line, num_sms(device.index)), most)
+    return min(even_workers(line, num_sms(device.index), few_pieces), most)
 
 
-def even_workers(line: int, most: int) -> int:
+def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
     """Workers of `most` for a line of segments.
 
     A few less than all, where lengths are alike and each has whole segments or shares one with few others:
@@ -117,7 +119,7 @@ def even_workers(line: int, most: int) -> int:
     H200, 1 x 8k keys of 8 heads take 12.5 us with 132 workers, 14.3 with 131 as with 128.
     """
     for workers in range(most, most - most // 32 - 1, -1):
-        if line % workers == 0 or (workers % line == 0 and workers <= FEW_PIECES * line):
+        if line % workers == 0 or (workers % line == 0 and workers <= few_pieces * line):
             return workers
     return most
 
@@ -146,7 +148,8 @@ def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig,
 
     _, lengths, sinks, *pieces, out, lse = tensors
     arguments = (*pieces, out, lse, lengths, sinks, *decode_sizes(problem, cfg, workers), cfg)
-    programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
+    blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
+    programs = problem.batch * segments(problem, cfg) * blocks
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
@@ -262,6 +265,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_PIECES=merge_pieces,
+        MERGE_COLUMNS=block_dv,
     )
 
 

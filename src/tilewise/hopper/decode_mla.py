@@ -29,10 +29,17 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode import weigh
-from tilewise.hopper.decode_mla_load import PART, PARTS, REST, Keys, load_role, make_keys
+from tilewise.hopper.decode_mla_load import (
+    PART,
+    PARTS,
+    REST,
+    Keys,
+    load_half_of_queries,
+    load_role,
+    make_keys,
+)
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import (
-    load_queries,
     store_columns,
     store_lse,
     store_piece_columns,
@@ -117,6 +124,7 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
             weights.part(handed + n, 0).store(p)
             fence_async_shared()  # the stores above are visible to wgmma
             weights.publish(handed + n)
+        smem.queries.release(pieces)
         use += piece.count
         handed += piece.count
         weights.acquire(handed)
@@ -146,11 +154,7 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
     pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
-        load_queries(q, smem.queries.part(0, LEFT), LEFT * PART, piece, sizes, cfg)
-        load_queries(q, smem.queries.part(0, LEFT + 1), (LEFT + 1) * PART, piece, sizes, cfg)
-        if H == 0:
-            load_queries(q, smem.queries_rest, PARTS * PART, piece, sizes, cfg)
-        smem.queries.publish(pieces)
+        load_half_of_queries(H, q, smem.queries, smem.queries_rest, pieces, piece, sizes, cfg)
         left = gl.full([64, PART], 0.0, gl.float32, accumulator_layout(PART))
         right = left
         for n in range(piece.count):

@@ -28,7 +28,7 @@ from tilewise.problem import AttentionProblem, Inputs
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
-STAGES = 2  # 2 x 72 KB of keys beside 72 KB of queries
+MANY_PIECES = 16  # of a segment: starts cost more here, where queries are large
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -65,7 +65,7 @@ def forward(
     cfg = config or mla_config(problem)
     key = keys_ready(inputs.key)
     query, sinks, _, lengths, table = small_inputs(inputs)
-    workers = num_workers(problem, cfg, query.device)
+    workers = num_workers(problem, cfg, query.device, MANY_PIECES)
     fresh = fresh_outputs(problem, query, cfg, workers)
     run(_mla_launch, problem, (query, key, lengths, table), cfg, workers, fresh=fresh)
     run(merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
@@ -95,12 +95,14 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
-    merge_pieces = min(16, power_of_two(2 + USUAL_SMS // segments))
+    # a merging program holds 8192 numbers
+    merge_pieces = min(64, power_of_two(USUAL_SMS // segments))
+    merge_columns = 128 if merge_pieces > 16 else 512
+    merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
     block_m = max(16, power_of_two(rows))
-    is_narrow = block_m < WARPGROUP_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
-        STAGES=(3 if block_m == 16 else 2) if is_narrow else STAGES,
+        STAGES=3 if block_m == 16 else 2,
         CONSUMER_REGISTERS=232 if block_m == 32 else 168,
         PRODUCER_REGISTERS={16: 72, 32: 40, 64: 32}[block_m],
         SCORE_REGISTERS=144,
@@ -125,6 +127,7 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=False,
         HAS_SINKS=problem.has_sinks,
-        MERGE_ROWS=1,
+        MERGE_ROWS=merge_rows,
         MERGE_PIECES=merge_pieces,
+        MERGE_COLUMNS=merge_columns,
     )

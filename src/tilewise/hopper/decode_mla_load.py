@@ -8,6 +8,7 @@ from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
     as_boxes,
+    fence_async_shared,
     gl,
     gluon,
     load_tile,
@@ -16,6 +17,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.decode_load import box_place, load_pages
 from tilewise.hopper.decode_plan import make_line, piece_at, worker_units
+from tilewise.hopper.decode_rows import read_queries
 
 PART = gl.constexpr(128)  # columns; with 256, ptxas finds too few registers for a product of the wide kernel
 PARTS = gl.constexpr(4)
@@ -38,6 +40,23 @@ def make_keys(dtype: gl.constexpr, REST_CONSUMERS: gl.constexpr, cfg: gl.constex
     parts = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], part_layout)
     rest = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, REST], rest_layout)
     return Keys(make_ring(parts, cfg.KEY_SLOTS, 1, 2), make_ring(rest, cfg.STAGES, 1, REST_CONSUMERS))
+
+
+@gluon.jit
+def load_half_of_queries(H: gl.constexpr, q, queries, rest, use, piece, sizes, cfg: gl.constexpr):
+    """Publish half H of a piece's queries, two parts [BLOCK_M, PART]; the first one with the rest of them."""
+    LEFT: gl.constexpr = 2 * H
+    left = read_queries(q, LEFT * PART, cfg.BLOCK_M, PART, piece, sizes, cfg)
+    right = read_queries(q, (LEFT + 1) * PART, cfg.BLOCK_M, PART, piece, sizes, cfg)
+    if H == 0:
+        last = read_queries(q, PARTS * PART, cfg.BLOCK_M, REST, piece, sizes, cfg)
+    queries.acquire(use)
+    queries.part(use, LEFT).store(left)
+    queries.part(use, LEFT + 1).store(right)
+    if H == 0:
+        rest.store(last)
+    fence_async_shared()  # the stores above are visible to wgmma
+    queries.publish(use)
 
 
 @gluon.jit

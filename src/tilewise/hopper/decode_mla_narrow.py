@@ -22,10 +22,17 @@ from tilewise.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.hopper.decode import has_edge
-from tilewise.hopper.decode_mla_load import PART, PARTS, REST, Keys, load_role, make_keys
+from tilewise.hopper.decode_mla_load import (
+    PART,
+    PARTS,
+    REST,
+    Keys,
+    load_half_of_queries,
+    load_role,
+    make_keys,
+)
 from tilewise.hopper.decode_plan import make_line, piece_at, piece_index, worker_units
 from tilewise.hopper.decode_rows import (
-    load_queries,
     store_columns,
     store_lse,
     store_piece_columns,
@@ -111,19 +118,6 @@ def weigh(s, m, sums, tile, piece, sizes, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_half_of_queries(W: gl.constexpr, q, pieces, piece, smem, sizes, cfg: gl.constexpr):
-    """Warpgroup W's part of the piece's queries; then wait for the other's."""
-    queries = smem.queries
-    queries.acquire(pieces)
-    load_queries(q, queries.part(0, 2 * W), 2 * W * PART, piece, sizes, cfg)
-    load_queries(q, queries.part(0, 2 * W + 1), (2 * W + 1) * PART, piece, sizes, cfg)
-    if W == 0:
-        load_queries(q, smem.queries_rest, PARTS * PART, piece, sizes, cfg)
-    queries.publish(pieces)
-    queries.wait(pieces)
-
-
-@gluon.jit
 def mma_role(
     W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr
 ):
@@ -141,7 +135,8 @@ def mma_role(
     pieces = 0
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 4)
-        load_half_of_queries(W, q, pieces, piece, smem, sizes, cfg)
+        load_half_of_queries(W, q, smem.queries, smem.queries_rest, pieces, piece, sizes, cfg)
+        smem.queries.wait(pieces)
         m = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
         sums = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, layout)
         left = gl.full([PART, cfg.BLOCK_M], 0.0, gl.float32, layout)

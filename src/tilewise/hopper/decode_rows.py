@@ -18,19 +18,27 @@ def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg
 
 
 @gluon.jit
-def load_queries(q, smem, FIRST: gl.constexpr, piece, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a segment, columns from FIRST on; rows that do not exist are zeros."""
-    LANES: gl.constexpr = smem.shape[1] // 8
+def read_queries(
+    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, piece, sizes, cfg: gl.constexpr
+):
+    """Queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
+    LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
-    cols = FIRST + gl.arange(0, smem.shape[1], gl.SliceLayout(0, layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     position = piece.row + rows // cfg.PACK
     head = piece.kv_head * cfg.PACK + rows % cfg.PACK
     exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
     start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
     offset = position * sizes.stride_q_row + head * sizes.stride_q_head
     mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
-    smem.store(gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0))
+    return gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+    """Queries of all heads of a key head [64, BLOCK_D]."""
+    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, piece, sizes, cfg))
     fence_async_shared()  # the stores above are visible to wgmma
 
 
@@ -121,7 +129,7 @@ def store_lse(lse, m, l, b, segment, first, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(out, acc, FIRST: gl.constexpr, b, segment, first, sizes, cfg: gl.constexpr):
+def store_columns(out, acc, FIRST, b, segment, first, sizes, cfg: gl.constexpr):
     """Columns of out, from FIRST on, of rows [first, ...) of a segment."""
     layout: gl.constexpr = acc.type.layout
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
