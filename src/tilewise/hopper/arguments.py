@@ -170,13 +170,13 @@ class MlaConfig(DecodeConfig):
     @property
     def REGISTERS(self) -> list[int]:
         consumers = [self.CONSUMER_REGISTERS] * (1 if self.IS_NARROW else 2)
-        return [*consumers, self.PRODUCER_REGISTERS]
+        return [*consumers, self.PRODUCER_REGISTERS, self.PRODUCER_REGISTERS]
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start, of three or four warpgroups."""
+        """Registers of each thread at the start, of three or four warpgroups; the producers are one."""
         first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
-        return (first + sum(self.REGISTERS)) // (1 + len(self.REGISTERS)) // 8 * 8
+        return (first + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
 
 
 class DecodeSizes(NamedTuple):

@@ -3,7 +3,7 @@
     role            warps   does
     score_role      4       S = Q K^T by wgmma, softmax in registers; hands P and alpha over; stores lse
     value_role x 2  4 each  its half of O, 64 x 256 in registers: O = alpha O + P V by wgmma; stores it
-    load_role       1       streams the key tiles of the worker's pieces into rings: `hopper.decode_mla_load`
+    load_role x 2   1 each  half of the columns of the key tiles into rings: `hopper.decode_mla_load`
 
         K tile ---> score_role --- P, alpha ---> value_role 0   O[:, :256]   V is the same K tile, read
           |                           +--------> value_role 1   O[:, 256:]   by all three
@@ -167,9 +167,10 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
             parts.wait(first + 1)
             left = warpgroup_mma(p, parts.part(first, 0), left, is_async=True)  # [64, PART]
             right = warpgroup_mma(p, parts.part(first + 1, 0), right, is_async=True)
-            left, right = warpgroup_mma_wait(0, deps=(left, right))
-            weights.release(handed + n)
+            left = warpgroup_mma_wait(1, deps=(left,))
             parts.release(first)
+            right = warpgroup_mma_wait(0, deps=(right,))
+            weights.release(handed + n)
             parts.release(first + 1)
         use += piece.count
         handed += piece.count
@@ -213,8 +214,9 @@ def attn_decode_mla_kernel(
             (score_role, (lse, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
-            (load_role, (k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (1, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
         ],
-        [4, 4, 1],
+        [4, 4, 1, 1],
         cfg.REGISTERS,
     )

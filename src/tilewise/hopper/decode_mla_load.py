@@ -8,6 +8,7 @@ from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
     as_boxes,
+    ask_for,
     fence_async_shared,
     gl,
     gluon,
@@ -60,6 +61,20 @@ def load_half_of_queries(H: gl.constexpr, q, queries, rest, use, piece, sizes, c
 
 
 @gluon.jit
+def ask_for_queries(q, piece, sizes, cfg: gl.constexpr):
+    """Ask L2 for a piece's queries: read behind its first keys, they would arrive behind them all."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
+    columns = gl.minimum(64 * gl.arange(0, 16, gl.SliceLayout(0, layout)), cfg.HEAD_DIM - 1)
+    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
+    count = gl.minimum(cfg.ROWS, (sizes.seqlen_q - piece.row) * cfg.PACK)
+    for first in range(0, count, 8):
+        rows = gl.minimum(first + gl.arange(0, 8, gl.SliceLayout(1, layout)), count - 1)
+        head = piece.kv_head * cfg.PACK + rows % cfg.PACK
+        offset = (piece.row + rows // cfg.PACK) * sizes.stride_q_row + head * sizes.stride_q_head
+        ask_for(q + start + (offset[:, None] + columns[None, :]))
+
+
+@gluon.jit
 def load_columns(desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexpr):
     """Start TMA copies of boxes of a tile's columns, from FIRST on, into one slot of a ring."""
     boxes = as_boxes(ring.tiles, ring.STAGES * BOXES, desc)
@@ -73,8 +88,8 @@ def load_columns(desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexp
 
 
 @gluon.jit
-def load_role(desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
-    """Stream the worker's key tiles. Page numbers are read a tile ahead."""
+def load_role(L: gl.constexpr, q, desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+    """Stream half L of the columns of the worker's key tiles. Page numbers are read a tile ahead."""
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(line, sizes)
@@ -87,11 +102,14 @@ def load_role(desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
             ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
             held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         pages = load_pages(ptr_table, piece.tile, held, cfg)
+        if L == 0:
+            ask_for_queries(q, piece, sizes, cfg)
         for n in range(piece.count):
             next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
             place = box_place(0, pages, piece, piece.tile + n, sizes.rows_k, cfg)
-            load_columns(desc, keys.rest, use + n, place, PARTS * PART, 1)
-            for part in gl.static_range(PARTS):
+            if L == 0:
+                load_columns(desc, keys.rest, use + n, place, PARTS * PART, 1)
+            for part in gl.static_range(2 * L, 2 * L + 2):
                 load_columns(desc, keys.parts, PARTS * (use + n) + part, place, part * PART, PART // REST)
             pages = next_pages
         use += piece.count

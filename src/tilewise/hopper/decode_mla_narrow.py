@@ -2,7 +2,7 @@
 
     role          warps   does
     mma_role x 2  4 each  S^T = K Q^T and its softmax, both the same; its half of O^T, 256 columns of V
-    load_role     1       streams the key tiles of the worker's pieces into rings: `hopper.decode_mla_load`
+    load_role x 2 1 each  half of the columns of the key tiles into rings: `hopper.decode_mla_load`
 
 wgmma computes 64 rows, used or not. As its rows are keys here, and columns of V, 16 heads take a quarter of
 the time that they take in `hopper.decode_mla`, so that a tile has hardly arrived when its memory is free for
@@ -204,8 +204,9 @@ def attn_decode_mla_narrow_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
-            (load_role, (k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (1, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
         ],
-        [4, 1],
+        [4, 1, 1],
         cfg.REGISTERS,
     )
