@@ -242,8 +242,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
-        CONSUMER_REGISTERS=168,
-        PRODUCER_REGISTERS=72,
+        CONSUMER_REGISTERS=160 if block_d == block_dv == 64 else 168,
+        PRODUCER_REGISTERS=88 if block_d == block_dv == 64 else 72,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,

@@ -103,8 +103,8 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     return MlaConfig(
         BLOCK_N=BLOCK_N,
         STAGES=3 if block_m == 16 else 2,
-        CONSUMER_REGISTERS=232 if block_m == 32 else 168,
-        PRODUCER_REGISTERS={16: 72, 32: 40, 64: 32}[block_m],
+        CONSUMER_REGISTERS={16: 184, 32: 232, 64: 168}[block_m],
+        PRODUCER_REGISTERS=32 if block_m == 64 else 40,
         SCORE_REGISTERS=144,
         BLOCK_M=block_m,
         KEY_SLOTS={16: 11, 32: 10, 64: 8}[block_m],
