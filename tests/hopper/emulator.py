@@ -466,7 +466,7 @@ def install() -> None:
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
-        ask_for=lambda ptrs: None, start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
+        start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),

@@ -159,9 +159,9 @@ class DecodeConfig:
 class MlaConfig(DecodeConfig):
     """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
 
-    BLOCK_M: int  # ROWS padded: 64, or 16 or 32, which are columns of the narrow kernel's products
+    BLOCK_M: int  # ROWS padded: 64, or 16, which are columns of the narrow kernel's products
     SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
-    KEY_SLOTS: int  # parts of key tiles in flight
+    KEY_SLOTS: int  # parts of key tiles in flight, of each half of V
 
     @property
     def IS_NARROW(self) -> bool:

@@ -166,15 +166,6 @@ def pass_turn(W: gl.constexpr):
 
 
 @gluon.jit
-def ask_for(ptrs):
-    """Ask L2 for the 128 bytes at each of the pointers, and don't wait for them."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs.to(gl.int64)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def start_next_kernel():
     """The stream's next kernel may start, up to its wait for this one, if it was launched to do so."""
     _execute("griddepcontrol.launch_dependents;")
@@ -196,7 +187,6 @@ __all__ = [
     "as_boxes",
     "as_boxes_by_rows",
     "as_pages",
-    "ask_for",
     "await_signal",
     "fence_async_shared",
     "gl",

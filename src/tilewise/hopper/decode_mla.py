@@ -34,6 +34,7 @@ from tilewise.hopper.decode_mla_load import (
     PARTS,
     REST,
     Keys,
+    half_of,
     load_half_of_queries,
     load_role,
     make_keys,
@@ -72,7 +73,7 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     weights = gl.allocate_shared_memory(dtype, [1, 64, cfg.BLOCK_N], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(
-        make_keys(dtype, 1, cfg),
+        make_keys(dtype, 2, cfg),
         make_ring(queries, 1, PARTS, 1, 2),
         queries_rest,
         make_ring(weights, 1, 1, 2),
@@ -86,12 +87,13 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def scores(smem, use):
     """Start S = Q K^T [64, BLOCK_N] of a tile as its parts arrive."""
-    rest, parts = smem.keys.rest, smem.keys.parts
+    rest = smem.keys.rest
     rest.wait(use)
     s = product(smem.queries_rest, rest.part(use, 0).permute((1, 0)))
     for n in gl.static_range(PARTS):
-        parts.wait(PARTS * use + n)
-        k = parts.part(PARTS * use + n, 0).permute((1, 0))
+        parts = half_of(n // 2, smem.keys)
+        parts.wait(2 * use + n % 2)
+        k = parts.part(2 * use + n % 2, 0).permute((1, 0))
         s = warpgroup_mma(smem.queries.part(0, n), k, s, is_async=True)
     return s
 
@@ -99,7 +101,7 @@ def scores(smem, use):
 @gluon.jit
 def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr):
     """S and softmax of every tile of the worker's. A piece's last factor is 1 / l."""
-    parts, weights = smem.keys.parts, smem.weights
+    weights = smem.weights
     wait_for_previous_kernel()
     start_next_kernel()
     line = make_line(seqlens_k, sizes, cfg, 4)
@@ -116,7 +118,7 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
             s = warpgroup_mma_wait(0, deps=(scores(smem, use + n),))  # [64, BLOCK_N]
             smem.keys.rest.release(use + n)
             for part in gl.static_range(PARTS):
-                parts.release(PARTS * (use + n) + part)
+                half_of(part // 2, smem.keys).release(2 * (use + n) + part % 2)
             p, m, l, alpha = weigh(s, m, l, piece.tile + n, 0.0, piece, sizes, factors, cfg)
             p = p.to(weights.tiles.dtype)
             weights.acquire(handed + n)
@@ -143,7 +145,7 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
 @gluon.jit
 def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl.constexpr):
     """Half H of O, and of the queries, which it loads when the piece before has needed its own."""
-    parts, weights = smem.keys.parts, smem.weights
+    parts, weights = half_of(H, smem.keys), smem.weights
     rows: gl.constexpr = row_layout(PART)
     LEFT: gl.constexpr = 2 * H  # the first of this role's two parts
     wait_for_previous_kernel()
@@ -162,7 +164,7 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
             alpha = smem.factors.load(rows)[:, None]
             left, right = left * alpha, right * alpha
             p = weights.part(handed + n, 0)  # [64, BLOCK_N]
-            first = PARTS * (use + n) + LEFT  # use of the parts
+            first = 2 * (use + n)  # use of the parts
             parts.wait(first)
             parts.wait(first + 1)
             left = warpgroup_mma(p, parts.part(first, 0), left, is_async=True)  # [64, PART]
@@ -214,8 +216,8 @@ def attn_decode_mla_kernel(
             (score_role, (lse, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
-            (load_role, (0, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (1, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 4, 1, 1],
         cfg.REGISTERS,

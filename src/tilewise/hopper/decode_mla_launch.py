@@ -28,6 +28,7 @@ from tilewise.problem import AttentionProblem, Inputs
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
+NARROW_ROWS = 16  # of a tile, that are columns of the narrow kernel's products
 MANY_PIECES = 16  # of a segment: starts cost more here, where queries are large
 
 
@@ -99,15 +100,15 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     merge_pieces = min(64, power_of_two(USUAL_SMS // segments))
     merge_columns = 128 if merge_pieces > 16 else 512
     merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
-    block_m = max(16, power_of_two(rows))
+    is_narrow = rows <= NARROW_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
-        STAGES=3 if block_m == 16 else 2,
-        CONSUMER_REGISTERS={16: 184, 32: 232, 64: 168}[block_m],
-        PRODUCER_REGISTERS=32 if block_m == 64 else 40,
+        STAGES=3 if is_narrow else 2,
+        CONSUMER_REGISTERS=184 if is_narrow else 168,
+        PRODUCER_REGISTERS=40 if is_narrow else 32,
         SCORE_REGISTERS=144,
-        BLOCK_M=block_m,
-        KEY_SLOTS={16: 11, 32: 10, 64: 8}[block_m],
+        BLOCK_M=NARROW_ROWS if is_narrow else WARPGROUP_ROWS,
+        KEY_SLOTS=5 if is_narrow else 4,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=problem.head_dim,

@@ -8,7 +8,6 @@ from tilewise.hopper.channel import Ring, make_ring
 from tilewise.hopper.compat import (
     aggregate,
     as_boxes,
-    ask_for,
     fence_async_shared,
     gl,
     gluon,
@@ -27,20 +26,36 @@ REST = gl.constexpr(64)  # columns
 
 @aggregate
 class Keys:
-    """The rings of key tiles. Tile i's parts are uses PARTS * i to PARTS * i + 3 of theirs."""
+    """The rings of key tiles. Tile i's parts are uses 2 * i and 2 * i + 1 of each half's ring."""
 
-    parts: Ring  # KEY_SLOTS times [BLOCK_N, PART]
+    left: Ring  # KEY_SLOTS times [BLOCK_N, PART]
+    right: Ring
     rest: Ring  # STAGES times [BLOCK_N, REST]
 
 
 @gluon.jit
-def make_keys(dtype: gl.constexpr, REST_CONSUMERS: gl.constexpr, cfg: gl.constexpr):
-    """Two partitions release each part, REST_CONSUMERS the rest."""
+def make_keys(dtype: gl.constexpr, CONSUMERS: gl.constexpr, cfg: gl.constexpr):
+    """CONSUMERS partitions release each part, one the rest."""
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, PART], dtype)
     rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, REST], dtype)
-    parts = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], part_layout)
+    left = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], part_layout)
+    right = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, PART], part_layout)
     rest = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, REST], rest_layout)
-    return Keys(make_ring(parts, cfg.KEY_SLOTS, 1, 2), make_ring(rest, cfg.STAGES, 1, REST_CONSUMERS))
+    return Keys(
+        make_ring(left, cfg.KEY_SLOTS, 1, CONSUMERS),
+        make_ring(right, cfg.KEY_SLOTS, 1, CONSUMERS),
+        make_ring(rest, cfg.STAGES, 1, 1),
+    )
+
+
+@gluon.jit
+def half_of(H: gl.constexpr, keys):
+    """The ring of V's columns [256 H, 256 H + 256)."""
+    if H == 0:
+        ring = keys.left
+    else:
+        ring = keys.right
+    return ring
 
 
 @gluon.jit
@@ -61,39 +76,27 @@ def load_half_of_queries(H: gl.constexpr, q, queries, rest, use, piece, sizes, c
 
 
 @gluon.jit
-def ask_for_queries(q, piece, sizes, cfg: gl.constexpr):
-    """Ask L2 for a piece's queries: read behind its first keys, they would arrive behind them all."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
-    columns = gl.minimum(64 * gl.arange(0, 16, gl.SliceLayout(0, layout)), cfg.HEAD_DIM - 1)
-    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
-    count = gl.minimum(cfg.ROWS, (sizes.seqlen_q - piece.row) * cfg.PACK)
-    for first in range(0, count, 8):
-        rows = gl.minimum(first + gl.arange(0, 8, gl.SliceLayout(1, layout)), count - 1)
-        head = piece.kv_head * cfg.PACK + rows % cfg.PACK
-        offset = (piece.row + rows // cfg.PACK) * sizes.stride_q_row + head * sizes.stride_q_head
-        ask_for(q + start + (offset[:, None] + columns[None, :]))
-
-
-@gluon.jit
-def load_columns(desc, ring, use, place, FIRST: gl.constexpr, BOXES: gl.constexpr):
-    """Start TMA copies of boxes of a tile's columns, from FIRST on, into one slot of a ring."""
+def load_columns(desc, ring, use, place, first, BOXES: gl.constexpr):
+    """Start TMA copies of boxes of a tile's columns, from `first` on, into one slot of a ring."""
     boxes = as_boxes(ring.tiles, ring.STAGES * BOXES, desc)
     slot = use % ring.STAGES
     ring.acquire(use)
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, BOXES * desc.block_type.nbytes)
     for box in gl.static_range(BOXES):
-        coords = (1 << 30, place[0], place[1], 0, FIRST + box * REST)
+        coords = (1 << 30, place[0], place[1], 0, first + box * REST)
         load_tile(desc, coords, bar_full, boxes.index(slot * BOXES + box))
 
 
 @gluon.jit
-def load_role(L: gl.constexpr, q, desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+def load_role(L: gl.constexpr, desc, keys, queries, seqlens_k, page_table, sizes, cfg: gl.constexpr):
     """Stream half L of the columns of the worker's key tiles. Page numbers are read a tile ahead."""
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(line, sizes)
     use = 0  # tiles so far
+    if unit < end:
+        queries.wait(0)  # read behind the keys of all rings, they would arrive behind them: 6 us later
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 1)
         ptr_table = page_table
@@ -102,15 +105,14 @@ def load_role(L: gl.constexpr, q, desc, keys, seqlens_k, page_table, sizes, cfg:
             ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
             held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         pages = load_pages(ptr_table, piece.tile, held, cfg)
-        if L == 0:
-            ask_for_queries(q, piece, sizes, cfg)
         for n in range(piece.count):
             next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
             place = box_place(0, pages, piece, piece.tile + n, sizes.rows_k, cfg)
             if L == 0:
                 load_columns(desc, keys.rest, use + n, place, PARTS * PART, 1)
-            for part in gl.static_range(2 * L, 2 * L + 2):
-                load_columns(desc, keys.parts, PARTS * (use + n) + part, place, part * PART, PART // REST)
+            for part in gl.static_range(2):
+                columns = (2 * L + part) * PART
+                load_columns(desc, half_of(L, keys), 2 * (use + n) + part, place, columns, PART // REST)
             pages = next_pages
         use += piece.count
         unit += piece.units

@@ -1,12 +1,12 @@
 """Decoding of absorbed latent attention for Hopper, of so few rows that they are columns of the products.
 
     role          warps   does
-    mma_role x 2  4 each  S^T = K Q^T and its softmax, both the same; its half of O^T, 256 columns of V
+    mma_role x 2  4 each  S^T = K Q^T, half of its columns each; softmax of all; O^T of half of V's columns
     load_role x 2 1 each  half of the columns of the key tiles into rings: `hopper.decode_mla_load`
 
 wgmma computes 64 rows, used or not. As its rows are keys here, and columns of V, 16 heads take a quarter of
 the time that they take in `hopper.decode_mla`, so that a tile has hardly arrived when its memory is free for
-the next: what binds is memory. S is so little work that both warpgroups do it, and have nothing to hand over.
+the next: what binds is memory. Each half of a tile's columns, K and V, has one reader.
 """
 
 from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
@@ -16,6 +16,7 @@ from tilewise.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
+    meet,
     start_next_kernel,
     wait_for_previous_kernel,
     warpgroup_mma,
@@ -27,6 +28,7 @@ from tilewise.hopper.decode_mla_load import (
     PARTS,
     REST,
     Keys,
+    half_of,
     load_half_of_queries,
     load_role,
     make_keys,
@@ -50,22 +52,26 @@ class Shared:
     queries: Ring  # one tile of four parts [BLOCK_M, PART]; its barriers count `queries_rest`, too
     queries_rest: gl.shared_memory_descriptor  # [BLOCK_M, REST]
     weights: gl.shared_memory_descriptor  # P^T [2, BLOCK_N, BLOCK_M], of each warpgroup
+    sums: gl.shared_memory_descriptor  # S^T [2 * 2, BLOCK_N, BLOCK_M] of half the columns, likewise
 
 
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
-    """16 rows: 11 x 16 KB and 3 x 8 KB of keys, 18 KB of queries, 4 KB of P: 222 KB of 227 KB."""
+    """2 x 5 x 16 KB and 3 x 8 KB of keys, 18 KB of queries, 4 KB of P, 16 KB of S: 222 KB of 227 KB."""
     q_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, PART], dtype)
     q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, REST], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], dtype)
     queries = gl.allocate_shared_memory(dtype, [PARTS, cfg.BLOCK_M, PART], q_part)
     queries_rest = gl.allocate_shared_memory(dtype, [cfg.BLOCK_M, REST], q_rest)
     weights = gl.allocate_shared_memory(dtype, [2, cfg.BLOCK_N, cfg.BLOCK_M], p_layout)
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_N, cfg.BLOCK_M], sums_layout)
     return Shared(
-        make_keys(dtype, 2, cfg),
+        make_keys(dtype, 1, cfg),
         make_ring(queries, 1, PARTS, 2, 2),
         queries_rest,
         weights,
+        sums,
     )
 
 
@@ -73,18 +79,26 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def scores(smem, use, cfg: gl.constexpr):
-    """Start S^T = K Q^T [BLOCK_N, BLOCK_M] of a tile as its parts arrive."""
+def scores(W: gl.constexpr, smem, use, cfg: gl.constexpr):
+    """S^T = K Q^T [BLOCK_N, BLOCK_M] of a tile, half of the columns by the other warpgroup."""
+    parts, rest = half_of(W, smem.keys), smem.keys.rest
     s = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_M))
-    rest, parts = smem.keys.rest, smem.keys.parts
-    q = smem.queries_rest.permute((1, 0))
-    rest.wait(use)
-    s = warpgroup_mma(rest.part(use, 0), q, s, use_acc=False, is_async=True)
-    for n in gl.static_range(PARTS):
-        q = smem.queries.part(0, n).permute((1, 0))
-        parts.wait(PARTS * use + n)
-        s = warpgroup_mma(parts.part(PARTS * use + n, 0), q, s, is_async=True)
-    return s
+    if W == 0:
+        rest.wait(use)
+        q = smem.queries_rest.permute((1, 0))
+        s = warpgroup_mma(rest.part(use, 0), q, s, is_async=True)
+    for n in gl.static_range(2):
+        q = smem.queries.part(0, 2 * W + n).permute((1, 0))
+        parts.wait(2 * use + n)
+        s = warpgroup_mma(parts.part(2 * use + n, 0), q, s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if W == 0:
+        rest.release(use)
+    # two slots by turns: who stores the next but one has met the other after it read this one
+    sums = smem.sums
+    sums.index(use % 2 * 2 + W).store(s)
+    meet()
+    return s + sums.index(use % 2 * 2 + 1 - W).load(s.type.layout)
 
 
 @gluon.jit
@@ -122,10 +136,8 @@ def mma_role(
     W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr
 ):
     """Half W of O^T, and all of S^T."""
-    parts, weights = smem.keys.parts, smem.weights.index(W)
+    parts, weights = half_of(W, smem.keys), smem.weights.index(W)
     layout: gl.constexpr = accumulator_layout(cfg.BLOCK_M)
-    LEFT: gl.constexpr = 2 * W  # the first of this role's two parts of V
-    OTHER: gl.constexpr = 2 - LEFT
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
@@ -142,21 +154,18 @@ def mma_role(
         left = gl.full([PART, cfg.BLOCK_M], 0.0, gl.float32, layout)
         right = left
         for n in range(piece.count):
-            first = PARTS * (use + n)  # use of the parts
-            s = warpgroup_mma_wait(0, deps=(scores(smem, use + n, cfg),))  # [BLOCK_N, BLOCK_M]
-            smem.keys.rest.release(use + n)
-            parts.release(first + OTHER)
-            parts.release(first + OTHER + 1)
+            first = 2 * (use + n)  # use of the parts
+            s = scores(W, smem, use + n, cfg)  # [BLOCK_N, BLOCK_M]
             p, m, sums, alpha = weigh(s, m, sums, piece.tile + n, piece, sizes, factors, cfg)
             weights.store(p.to(weights.dtype))
             fence_async_shared()  # the stores above are visible to wgmma
             left, right = left * alpha[None, :], right * alpha[None, :]
-            v_left, v_right = parts.part(first + LEFT, 0), parts.part(first + LEFT + 1, 0)  # [BLOCK_N, PART]
+            v_left, v_right = parts.part(first, 0), parts.part(first + 1, 0)  # [BLOCK_N, PART]
             left = warpgroup_mma(v_left.permute((1, 0)), weights, left, is_async=True)
             right = warpgroup_mma(v_right.permute((1, 0)), weights, right, is_async=True)
             left, right = warpgroup_mma_wait(0, deps=(left, right))  # [PART, BLOCK_M]
-            parts.release(first + LEFT)
-            parts.release(first + LEFT + 1)
+            parts.release(first)
+            parts.release(first + 1)
         smem.queries.release(pieces)
         l = gl.sum(sums, 0)
         store_half(W, out, lse, partial, partial_lse, left, right, m, l, piece, sizes, cfg)
@@ -204,8 +213,8 @@ def attn_decode_mla_narrow_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
-            (load_role, (0, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (1, q, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 1, 1],
         cfg.REGISTERS,
