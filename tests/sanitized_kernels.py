@@ -68,7 +68,7 @@ def paged(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Several queries on pages of 16, of sequences that end anywhere in a page."""
-    pages = sum(length // 16 + 2 for length in lengths)
+    pages = sum((length + queries) // 16 + 2 for length in lengths)
     cache = tilewise.PagedKVCache(pages, 16, 2, dim, dtype=dtype, device="cuda")
     sequences = [cache.allocate() for _ in lengths]
     cache.append(*([draw(length, 2, dim) for length in lengths] for _ in range(2)))
@@ -92,12 +92,16 @@ def latent(dim: int, backend: str) -> None:
     tilewise.attention_with_cache(draw(3, 2, 96, dim + 64), cache, batch=sequences, backend=backend)
 
 
+def prefill(dim: int, backend: str) -> None:
+    paged(dim, backend, queries=130)
+
+
 def eight_bit(dim: int, backend: str) -> None:
     paged(dim, backend, dtype=torch.float8_e4m3fn)
 
 
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged", "ragged", "eight_bit"):
+    if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "latent":
         latent(512, backend)
@@ -142,6 +146,7 @@ CASES = {
         "paged",
         "ragged",
         "latent",
+        "prefill",
     ),
 }
 

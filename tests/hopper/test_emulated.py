@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-CASES = {"emulated_forward.py": 20, "emulated_backward.py": 14, "emulated_decode.py": 26}  # at least
+CASES = {  # at least so many
+    "emulated_forward.py": 20,
+    "emulated_prefill.py": 20,
+    "emulated_backward.py": 14,
+    "emulated_decode.py": 26,
+}
 
 
 @pytest.mark.parametrize("script", CASES)
