@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tilewise.hopper.arguments import WARPGROUP_ROWS, MlaConfig
 from tilewise.hopper.decode_launch import (
+    FEW_QUERIES,
     MAX_BATCH,
-    MAX_QUERIES,
     MIN_KEYS,
     START_UNITS,
     USUAL_SMS,
@@ -36,8 +36,8 @@ def supports(problem: AttentionProblem) -> str | None:
     """None if the kernel serves a cache of these head sizes."""
     if not problem.is_value_in_key:
         return f"takes head sizes {HEAD_DIMS} only where the values are the keys' first columns"
-    if problem.is_packed or not 0 < problem.seqlen_q <= MAX_QUERIES:
-        return f"takes caches for 1 to {MAX_QUERIES} queries a sequence only"
+    if problem.is_packed or not 0 < problem.seqlen_q <= FEW_QUERIES:
+        return f"takes caches for 1 to {FEW_QUERIES} queries a sequence only"
     if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.num_kv_heads != 1 or problem.num_heads % head_blocks(problem):
