@@ -107,6 +107,7 @@ class AttentionProblem:
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
+    is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
@@ -166,7 +167,7 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         NotImplementedError: a gradient that does not exist is asked for.
     """
     try:
-        return _describe(_signatures(inputs), options)
+        return _describe(_signatures(inputs), options, _is_value_in_key(inputs.key, inputs.value))
     except TypeError:
         _check_types(options)  # names what cannot be hashed
         raise
@@ -197,8 +198,18 @@ class _Signature(NamedTuple):
         return len(self.shape)
 
 
+def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
+    """Whether the values are a view of the keys' first columns."""
+    return (
+        key.shape[-1:] > value.shape[-1:]
+        and key.stride() == value.stride()
+        and key.storage_offset() == value.storage_offset()
+        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
+def _describe(raw: tuple[Any, ...], options: Options, is_value_in_key: bool = False) -> AttentionProblem:
     signatures: Any = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
     query, key, value = signatures.query, signatures.key, signatures.value
     _check_dtypes_and_devices(signatures)
@@ -246,6 +257,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
         is_quantized=signatures.key_scale is not None,
+        is_value_in_key=is_value_in_key,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
     )

@@ -244,6 +244,9 @@ class Pointer:
     def __add__(self, n: Any) -> Pointer:
         return Pointer(self.base, self.offset + n)
 
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.base, self.offset[key])
+
 
 def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:

@@ -117,7 +117,7 @@ class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
     WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
-    LOADERS: ClassVar[int] = 2  # warps for keys, and as many for values, which take turns as well
+    LOADERS: ClassVar[int] = 2  # warps, which take turns as well
 
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
@@ -144,11 +144,12 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
+    MERGE_COLUMNS: int
 
     @property
     def REGISTERS(self) -> list[int]:
         """Of the partitions after the first, which has the rest."""
-        return [self.CONSUMER_REGISTERS] + 2 * self.LOADERS * [self.PRODUCER_REGISTERS]
+        return [self.CONSUMER_REGISTERS] + self.LOADERS * [self.PRODUCER_REGISTERS]
 
     @property
     def STORES_WHOLE(self) -> bool:
@@ -179,6 +180,30 @@ class DecodeConfig:
         """Registers of each thread at the start; the producers are a warpgroup's worth of warps."""
         total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS
         return total // (self.WARPGROUPS + 1) // 8 * 8
+
+
+@dataclass(frozen=True)
+class MlaConfig(DecodeConfig):
+    """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
+
+    BLOCK_M: int  # ROWS padded: 64, or 16, which are columns of the narrow kernel's products
+    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
+    KEY_SLOTS: int  # parts of key tiles in flight, of each half of V
+
+    @property
+    def IS_NARROW(self) -> bool:
+        return self.BLOCK_M < WARPGROUP_ROWS
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        consumers = [self.CONSUMER_REGISTERS] * (1 if self.IS_NARROW else 2)
+        return [*consumers, self.PRODUCER_REGISTERS, self.PRODUCER_REGISTERS]
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start, of three or four warpgroups; the producers are one."""
+        first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
+        return (first + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
 
 
 class DecodeSizes(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.hopper import decode_launch
+from tilewise.hopper import decode_launch, decode_mla_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, has_triton, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
@@ -46,7 +46,9 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {problem.dtype}"
     sizes = (problem.head_dim, problem.head_dim_v)
-    if any(d % 8 or d > MAX_HEAD_DIM for d in sizes) or problem.head_dim_v > max(64, problem.head_dim):
+    has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
+    is_latent = problem.is_cached and sizes == decode_mla_launch.HEAD_DIMS
+    if (has_other_sizes or problem.head_dim_v > max(64, problem.head_dim)) and not is_latent:
         return (
             f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
         )
@@ -57,6 +59,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
+    if is_latent:
+        return decode_mla_launch.supports(problem)
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
     if problem.page_size is not None and not decode_launch.can_load_pages(problem.page_size):
@@ -95,6 +99,8 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        return decode_mla_launch.forward(problem, inputs)
     if config is None and decode_launch.is_faster(problem):
         return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
