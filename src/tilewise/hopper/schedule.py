@@ -16,7 +16,7 @@ class Work:
 
     row: gl.tensor
     head: gl.tensor  # first query head of the tile; of a tile of keys its key head
-    batch: gl.tensor  # of a dense tensor; packed: 0, but in the backward the sequence
+    batch: gl.tensor  # of a dense tensor; packed: the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
     start_k: gl.tensor
@@ -134,7 +134,7 @@ def locate(index, sizes, packing, cfg: gl.constexpr):
         tile, slot = place(
             index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
         )
-        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, 0 * b, start_q, own_q, start_k, own_k)
+        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, b, start_q, own_q, start_k, own_k)
     else:
         tile, slot = place(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT)
         heads = sizes.num_slots // sizes.batch
