@@ -93,15 +93,15 @@ def rotate(x: Tensor) -> Tensor:
 def quantize(x: Tensor) -> Quantized:
     """x (..., rows, dim) in 8 bits, with a factor for each 128 rows.
 
-    A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself: what is
-    rounded are mantissas, to 4 bits, and what is below 2^-15 of the block's largest number, to multiples of
-    at most 2^-17 of it. A block with a NaN or an infinity has the factor NaN; one of zeros 1.
+    A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself. Numbers
+    keep 4 significant bits; those below 2^-14 of the block's largest become multiples of less than 2^-16 of it.
+    A block with a NaN or an infinity has the factor NaN; one of zeros 1.
 
     Example:
         >>> x = torch.tensor([[1.0, 17.0, 1000.0]])
         >>> values, factors = quantize(x)
-        >>> values.float(), factors
-        (tensor([[  0.2500,   4.0000, 256.0000]]), tensor([4.]))
+        >>> values.tolist(), factors
+        ([[0.25, 4.0, 256.0]], tensor([4.]))
     """
     rows = x.shape[-2]
     x = x.float()

@@ -50,14 +50,9 @@ class OnlineSoftmaxStep(NamedTuple):
 
 
 def online_softmax_step(
-    s: Tensor,
-    v: Tensor,
-    m: Tensor,
-    l: Tensor,
-    acc: Tensor,
-    keep: Tensor | None = None,
+    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None,
     round_weights: Callable[[Tensor], Tensor] | None = None,
-) -> OnlineSoftmaxStep:
+) -> OnlineSoftmaxStep:  # fmt: skip
     """Fold one tile of scores and values into the running softmax.
 
     Args:

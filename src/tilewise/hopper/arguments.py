@@ -69,6 +69,7 @@ class FP8Config:
     BLOCK_N: ClassVar[int] = 128  # keys that share a factor
     PACK: ClassVar[int] = 1
 
+    ORDER: int
     WARPGROUPS: int
     STAGES: int
     Q_SLOTS: int

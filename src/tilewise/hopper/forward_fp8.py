@@ -205,22 +205,47 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV, 32))
-        while left > 0:
-            p, m, l, alpha = weigh(
-                s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-            )
+        if cfg.ORDER == 0:
+            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
+            while left > 0:
+                left -= 1
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                slot = visited(tiles, left, cfg)
+                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+                s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+                rings.k.release(use + 1)
+                p_next, m, l, alpha = weigh(
+                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
+                )
+                acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
+                rings.v.release(use)
+                acc = rescaled(acc, alpha, cfg)
+                p = p_next
+                use += 1
+        else:
+            while left > 0:
+                p, m, l, alpha = weigh(
+                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
+                )
+                acc = rescaled(acc, alpha, cfg)
+                left -= 1
+                slot = visited(tiles, left, cfg)
+                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+                if cfg.ORDER == 1:
+                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                    acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+                    rings.k.release(use + 1)
+                    rings.v.release(use)
+                else:
+                    acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+                    rings.v.release(use)
+                    s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
+                    rings.k.release(use + 1)
+                use += 1
+            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
             acc = rescaled(acc, alpha, cfg)
-            left -= 1
-            slot = visited(tiles, left, cfg)
-            k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-            s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-            acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-            s, acc = warpgroup_mma_wait(0, deps=(s, acc))
-            rings.k.release(use + 1)
-            rings.v.release(use)
-            use += 1
-        p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-        acc = rescaled(acc, alpha, cfg)
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
