@@ -15,6 +15,7 @@ from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
 
 SLOT = fp8.BLOCK_ROWS
+Descale = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v: float32 (sequences, kv heads)
 TILE_OVERRIDE: Any = None
 
 
@@ -27,45 +28,75 @@ class Rounded(NamedTuple):
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    query = inputs.query
-    q = round_tensor(problem, query, inputs.cu_seqlens_q, is_value=False)
+    q = round_tensor(problem, inputs.query, inputs.cu_seqlens_q, is_value=False)
     k = round_tensor(problem, inputs.key, inputs.cu_seqlens_k, is_value=False)
     v = round_tensor(problem, inputs.value, inputs.cu_seqlens_k, is_value=True)
-    rows = query.shape[:-2]
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
-    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
-    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
-    attend(problem, inputs, q, k, v, out, lse)
-    return out, lse
+    return attend(problem, inputs, q, k, v, is_rotated=True)
+
+
+def forward_8_bit(problem: AttentionProblem, inputs: Inputs, descale: Descale) -> tuple[Tensor, Tensor]:
+    """As `forward`, of float8_e4m3fn tensors as they are; the problem says bfloat16, which out is."""
+    q = arrange_tensor(problem, inputs.query, descale[0], inputs.cu_seqlens_q, is_value=False)
+    k = arrange_tensor(problem, inputs.key, descale[1], inputs.cu_seqlens_k, is_value=False)
+    v = arrange_tensor(problem, inputs.value, descale[2], inputs.cu_seqlens_k, is_value=True)
+    return attend(problem, inputs, q, k, v, is_rotated=False)
 
 
 def attend(
-    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded, out: Tensor, lse: Tensor
-) -> None:
-    """Fill out and lse from rounded tensors."""
+    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded, is_rotated: bool
+) -> tuple[Tensor, Tensor]:
+    """out and lse of tensors in slots."""
+    query = inputs.query
+    rows = query.shape[:-2]
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.dtype)
+    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
+    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
     tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
     fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
-    run(_forward_launch, problem, tensors, cfg, fresh=fresh)
+    run(_forward_launch, problem, tensors, cfg, is_rotated, fresh=fresh)
+    return out, lse
 
 
 def round_tensor(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
-    """A tensor in slots; q and k are rotated."""
-    heads, dim = t.shape[-2:]
-    batch, length = (problem.batch, 0) if cu_seqlens is not None else t.shape[:2]
-    slots = t.shape[0] // SLOT + batch if cu_seqlens is not None else batch * -(-length // SLOT)
-    width = fp8.padded_dim(dim)
-    shape = (heads, slots, width, SLOT) if is_value else (heads, slots, SLOT, width)
-    rounded = Rounded(
-        torch.empty(shape, dtype=torch.float8_e4m3fn, device=t.device),
-        torch.empty((heads, slots), dtype=torch.float32, device=t.device),
-    )
-    matrix = None if is_value else _matrix(width, t.dtype, t.device)
+    """A 16-bit tensor in slots; q and k are rotated."""
+    t = _with_dense_rows(t)
+    rounded = _empty_slots(problem, t, cu_seqlens, is_value)
+    matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
     run(_quantize_launch, problem, (t, matrix, cu_seqlens), fresh=rounded)
     return rounded
+
+
+def arrange_tensor(
+    problem: AttentionProblem, t: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None, is_value: bool
+) -> Rounded:
+    """A float8_e4m3fn tensor in slots; descale (sequences, kv heads), None for 1."""
+    t = _with_dense_rows(t)
+    rounded = _empty_slots(problem, t, cu_seqlens, is_value)
+    descale = None if descale is None else descale.contiguous()
+    run(_arrange_launch, problem, (t, descale, cu_seqlens), is_value, fresh=rounded)
+    return rounded
+
+
+def _with_dense_rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _empty_slots(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
+    *rows, heads, dim = t.shape
+    if cu_seqlens is None:
+        slots = rows[0] * -(-rows[1] // SLOT)
+    else:
+        slots = rows[0] // SLOT + problem.batch
+    width = fp8.padded_dim(dim)
+    shape = (heads, slots, width, SLOT) if is_value else (heads, slots, SLOT, width)
+    return Rounded(
+        torch.empty(shape, dtype=fp8.FP8, device=t.device),
+        torch.empty((heads, slots), dtype=torch.float32, device=t.device),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,23 +109,36 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
 
     t, matrix, cu_seqlens, values, factors = tensors
     assert t is not None and factors is not None
-    is_packed = cu_seqlens is not None
     heads, slots = factors.shape
-    stride_b, stride_s, stride_h = (0, *t.stride()[:2]) if is_packed else t.stride()[:3]
     width = fp8.padded_dim(t.shape[-1])
-    arguments = (
-        *((t, values, factors) if matrix is None else (t, matrix, values, factors)),
-        cu_seqlens,
-        problem.batch,
-        0 if is_packed else t.shape[1],
-        *(stride_b, stride_s, stride_h, t.shape[-1]),
-        *(width, is_packed),
-    )
+    leading = (t, values, factors) if matrix is None else (t, matrix, values, factors)
+    arguments = (*leading, cu_seqlens, *_places(problem, t, cu_seqlens), width, cu_seqlens is not None)
     kernel = quantize_values_kernel if matrix is None else quantize_rows_kernel
     return Launch(kernel, slots, arguments, num_warps=8 if width > 128 else 4, programs_y=heads)
 
 
-def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config) -> Launch:
+def _arrange_launch(problem: AttentionProblem, tensors: Tensors, is_value: bool) -> Launch:
+    from tilewise.hopper.quantize import arrange_kernel
+
+    t, descale, cu_seqlens, values, factors = tensors
+    assert t is not None and factors is not None
+    heads, slots = factors.shape
+    places = _places(problem, t, cu_seqlens)
+    choices = (fp8.padded_dim(t.shape[-1]), cu_seqlens is not None, is_value)
+    arguments = (t, values, descale, factors, cu_seqlens, *places, heads // problem.num_kv_heads, *choices)
+    return Launch(arrange_kernel, slots, arguments, num_warps=4, programs_y=heads)
+
+
+def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """batch, seqlen, the strides of batch, rows and heads, and the head size."""
+    if cu_seqlens is None:
+        return (problem.batch, t.shape[1], *t.stride()[:3], t.shape[-1])
+    return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
+
+
+def _forward_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, is_rotated: bool
+) -> Launch:
     from tilewise.hopper.forward_fp8 import attn_fwd_fp8_kernel
 
     q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter, q_factors, k_factors, v_factors = tensors
@@ -118,7 +162,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config)
         window_right=launch.edge(visibility.right),
     )
     scale, two_over_softcap, softcap = launch.factors(problem)
-    unrotated = 1 / cfg.HEAD_DIM  # the product of H and its transpose is HEAD_DIM times the identity
+    unrotated = 1 / cfg.HEAD_DIM if is_rotated else 1.0  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
         _slot_descriptor(k),
