@@ -228,10 +228,11 @@ def _take_turn(W: int) -> None:
         _local.turns.discard(W)
 
 
-def _pass_turn(W: int) -> None:
+def _pass_turn(W: int, COUNT: int = 2) -> None:
+    following = (W + 1) % COUNT
     with _lock:
-        assert 1 - W not in _local.turns, "a turn was passed twice before it was taken"
-        _local.turns.add(1 - W)
+        assert following not in _local.turns, "a turn was passed twice before it was taken"
+        _local.turns.add(following)
         _changed.notify_all()
 
 

@@ -70,6 +70,7 @@ class FP8Config:
     PACK: ClassVar[int] = 1
 
     ORDER: int
+    TURNS: int
     WARPGROUPS: int
     STAGES: int
     Q_SLOTS: int

@@ -22,11 +22,13 @@ from tilewise.hopper.compat import (
     as_blocks,
     gl,
     gluon,
+    pass_turn,
+    take_turn,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import skip, store_rows
+from tilewise.hopper.forward import store_rows
 from tilewise.hopper.layouts import accumulator_layout, operand_layout_8_bit, partial_layout, row_layout
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
@@ -119,8 +121,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
 
 @gluon.jit
 def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
-    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
-    k_ring.wait(use)
+    """Start S = Q K^T of a use on the tensor cores."""
     q = q_ring.part(q_use, 0).reshape([64, cfg.HEAD_DIM])
     k = k_ring.part(use, 0).reshape([cfg.BLOCK_N, cfg.HEAD_DIM])
     s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N, 32))
@@ -129,8 +130,7 @@ def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
 
 @gluon.jit
 def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
-    """Start O += P V, once the use's V has arrived."""
-    v_ring.wait(use)
+    """Start O += P V of a use."""
     v = v_ring.part(use, 0).reshape([cfg.BLOCK_DV, cfg.BLOCK_N])
     return warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)  # [64, BLOCK_DV]
 
@@ -177,12 +177,41 @@ def rescaled(acc, alpha, cfg: gl.constexpr):
 
 
 @gluon.jit
+def skip(W: gl.constexpr, k_ring, v_ring, use, count, cfg: gl.constexpr):
+    """Release tiles that other warpgroups need and this one does not."""
+    for _ in range(count):
+        if cfg.TURNS > 0:
+            take_turn(W)
+            pass_turn(W, cfg.WARPGROUPS)
+        k_ring.wait(use)
+        k_ring.release(use)
+        v_ring.wait(use)
+        v_ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
+def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
+    if cfg.TURNS > 0:
+        take_turn(W)
+
+
+@gluon.jit
+def end_turn(W: gl.constexpr, WHEN: gl.constexpr, cfg: gl.constexpr):
+    if cfg.TURNS == WHEN:
+        pass_turn(W, cfg.WARPGROUPS)
+
+
+@gluon.jit
 def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg: gl.constexpr):
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     use = 0  # of the K and V rings
     turn = 0
+    if cfg.TURNS > 0 and W == WARPGROUPS - 1:
+        pass_turn(W, WARPGROUPS)  # 0 begins
     work, _ = peek(rings.work, turn)
     while work.row >= 0:
         row = work.row + W * 64
@@ -190,13 +219,14 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         tiles = key_tiles(row, 64, work, sizes, cfg)
         before, after = unvisited(tiles, block, cfg)
         q_factor, k_factors, v_factors = factors_of(work, row, sizes, scales, cfg)
-        use = skip(rings.k, rings.v, use, before)
+        use = skip(W, rings.k, rings.v, use, before, cfg)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
 
         left = tiles.end - tiles.begin - 1  # tiles yet to visit
         slot = visited(tiles, left, cfg)
         k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+        rings.k.wait(use)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and turn > 0:
@@ -205,50 +235,52 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV, 32))
-        if cfg.ORDER == 0:
-            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-            while left > 0:
-                left -= 1
-                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+        while left > 0:
+            if cfg.ORDER == 3:
+                rings.k.wait(use + 1)
+                s_next = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+            p, m, l, alpha = weigh(
+                s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
+            )
+            left -= 1
+            slot = visited(tiles, left, cfg)
+            k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+            acc = rescaled(acc, alpha, cfg)
+            rings.v.wait(use)
+            if cfg.ORDER == 3:
+                begin_turn(W, cfg)
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-                slot = visited(tiles, left, cfg)
-                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-                s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+                end_turn(W, 1, cfg)
+                s, acc = warpgroup_mma_wait(0, deps=(s_next, acc))
+                end_turn(W, 2, cfg)
                 rings.k.release(use + 1)
-                p_next, m, l, alpha = weigh(
-                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-                )
-                acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
                 rings.v.release(use)
-                acc = rescaled(acc, alpha, cfg)
-                p = p_next
-                use += 1
-        else:
-            while left > 0:
-                p, m, l, alpha = weigh(
-                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-                )
-                acc = rescaled(acc, alpha, cfg)
-                left -= 1
-                slot = visited(tiles, left, cfg)
-                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+            else:
+                rings.k.wait(use + 1)
+                begin_turn(W, cfg)
                 if cfg.ORDER == 1:
                     s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                     acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                    end_turn(W, 1, cfg)
                     s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+                    end_turn(W, 2, cfg)
                     rings.k.release(use + 1)
                     rings.v.release(use)
                 else:
                     acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
                     rings.v.release(use)
-                    s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
+                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+                    end_turn(W, 1, cfg)
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    end_turn(W, 2, cfg)
                     rings.k.release(use + 1)
-                use += 1
-            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-            acc = rescaled(acc, alpha, cfg)
+            use += 1
+        p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
+        acc = rescaled(acc, alpha, cfg)
+        rings.v.wait(use)
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
-        use = skip(rings.k, rings.v, use + 1, after)
+        use = skip(W, rings.k, rings.v, use + 1, after, cfg)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
         acc = gl.convert_layout(acc, accumulator_layout(cfg.BLOCK_DV), assert_trivial=True)
         m = gl.convert_layout(m - HEADROOM, row_layout(cfg.BLOCK_N), assert_trivial=True)

@@ -203,9 +203,12 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
     visibility = problem.visibility()
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
-    order, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or ((1, 2, 2, 2, 240) if is_wide else (1, 2, 4, 4, 240))
+    order, turns, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or (
+        (1, 2, 2, 2, 2, 240) if is_wide else (1, 2, 2, 4, 4, 240)
+    )
     return FP8Config(
         ORDER=order,
+        TURNS=turns,
         WARPGROUPS=warpgroups,
         STAGES=stages,
         Q_SLOTS=q_slots,

@@ -65,7 +65,7 @@ def largest_of(y):
     return tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "seqlen"])
 def quantize_rows_kernel(
     x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr,
@@ -102,7 +102,7 @@ def stored_key(position):
     return position // 16 * 16 + 8 * c + 2 * t + b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "seqlen"])
 def quantize_values_kernel(
     x, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr,
@@ -123,7 +123,7 @@ def quantize_values_kernel(
     tl.store(factors + head * tl.num_programs(0) + slot, factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "seqlen"])
 def arrange_kernel(
     x, values, descale, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, group_size,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, IS_VALUE: tl.constexpr,
