@@ -70,6 +70,7 @@ class FP8Config:
     PACK: ClassVar[int] = 1
 
     ORDER: int
+    WIDTH_V: int
     TURNS: int
     WARPGROUPS: int
     STAGES: int
@@ -87,6 +88,11 @@ class FP8Config:
     @property
     def BLOCK_M(self) -> int:
         return self.WARPGROUPS * WARPGROUP_ROWS
+
+    @property
+    def PARTS_V(self) -> int:
+        """Parts of V's columns that are multiplied by themselves: registers do not hold two outputs of 256."""
+        return 1 if self.ORDER == 1 else -(-self.BLOCK_DV // self.WIDTH_V)
 
     @property
     def Q_PARTS(self) -> int:

@@ -28,7 +28,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import store_rows
+from tilewise.hopper.forward import store_block, store_lse
 from tilewise.hopper.layouts import accumulator_layout, operand_layout_8_bit, partial_layout, row_layout
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
@@ -129,10 +129,38 @@ def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
-    """Start O += P V of a use."""
-    v = v_ring.part(use, 0).reshape([cfg.BLOCK_DV, cfg.BLOCK_N])
-    return warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)  # [64, BLOCK_DV]
+def weighted_values(p, v_ring, use, PART: gl.constexpr, cfg: gl.constexpr):
+    """Start P V of one use, of one part of V's columns."""
+    WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
+    v = v_ring.part(use, 0).reshape([cfg.BLOCK_DV, cfg.BLOCK_N]).slice(PART * WIDTH, WIDTH)
+    zeros = gl.full([64, WIDTH], 0.0, gl.float32, accumulator_layout(WIDTH, 32))
+    return warpgroup_mma(p, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, WIDTH]
+
+
+@gluon.jit
+def add_values(acc, alpha, p, v_ring, use, cfg: gl.constexpr):
+    """acc times alpha, plus P V of a use. Parts of the columns follow each other, each added under the next."""
+    PARTS: gl.constexpr = cfg.PARTS_V
+    sums = ()
+    product = weighted_values(p, v_ring, use, 0, cfg)
+    for part in gl.static_range(1, PARTS):
+        following = weighted_values(p, v_ring, use, part, cfg)
+        product = warpgroup_mma_wait(1, deps=(product,))
+        sums = sums + (rescaled(acc[part - 1], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
+        product = following
+    product = warpgroup_mma_wait(0, deps=(product,))
+    return sums + (rescaled(acc[PARTS - 1], alpha, cfg) + product,)  # noqa: RUF005
+
+
+@gluon.jit
+def zero_output(cfg: gl.constexpr):
+    PARTS: gl.constexpr = cfg.PARTS_V
+    WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
+    parts = ()
+    for _ in gl.static_range(PARTS):
+        zeros = gl.full([64, WIDTH], 0.0, gl.float32, accumulator_layout(WIDTH, 32))
+        parts = parts + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
 
 
 @gluon.jit
@@ -143,7 +171,7 @@ def as_operand(p, cfg: gl.constexpr):
     as an operand: column 8c + 2t + b becomes column 4t + 2c + b.
     """
     p = p.reshape([64, cfg.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, cfg.BLOCK_N])
-    p = gl.convert_layout(p, operand_layout_8_bit(cfg.BLOCK_DV), assert_trivial=True)
+    p = gl.convert_layout(p, operand_layout_8_bit(cfg.BLOCK_DV // cfg.PARTS_V), assert_trivial=True)
     return gl.inline_asm_elementwise(ROUND_FOUR, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
@@ -173,7 +201,7 @@ def weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, c
 @gluon.jit
 def rescaled(acc, alpha, cfg: gl.constexpr):
     """Each row of acc times its alpha."""
-    return acc * gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV, 32), assert_trivial=True)[:, None]
+    return acc * gl.convert_layout(alpha, row_layout(acc.shape[1], 32), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -234,57 +262,42 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV, 32))
+        acc = zero_output(cfg)
         while left > 0:
-            if cfg.ORDER == 3:
-                rings.k.wait(use + 1)
-                s_next = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
             p, m, l, alpha = weigh(
                 s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
             )
             left -= 1
             slot = visited(tiles, left, cfg)
             k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-            acc = rescaled(acc, alpha, cfg)
             rings.v.wait(use)
-            if cfg.ORDER == 3:
-                begin_turn(W, cfg)
-                acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+            rings.k.wait(use + 1)
+            begin_turn(W, cfg)
+            if cfg.ORDER == 1:
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                t = weighted_values(p, rings.v, use, 0, cfg)  # [64, BLOCK_DV]
                 end_turn(W, 1, cfg)
-                s, acc = warpgroup_mma_wait(0, deps=(s_next, acc))
+                s, t = warpgroup_mma_wait(0, deps=(s, t))
                 end_turn(W, 2, cfg)
                 rings.k.release(use + 1)
                 rings.v.release(use)
+                acc = (rescaled(acc[0], alpha, cfg) + t,)
             else:
-                rings.k.wait(use + 1)
-                begin_turn(W, cfg)
-                if cfg.ORDER == 1:
-                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-                    acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-                    end_turn(W, 1, cfg)
-                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))
-                    end_turn(W, 2, cfg)
-                    rings.k.release(use + 1)
-                    rings.v.release(use)
-                else:
-                    acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
-                    rings.v.release(use)
-                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)
-                    end_turn(W, 1, cfg)
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    end_turn(W, 2, cfg)
-                    rings.k.release(use + 1)
+                acc = add_values(acc, alpha, p, rings.v, use, cfg)
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+                rings.v.release(use)
+                end_turn(W, 1, cfg)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                end_turn(W, 2, cfg)
+                rings.k.release(use + 1)
             use += 1
         p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-        acc = rescaled(acc, alpha, cfg)
         rings.v.wait(use)
-        acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+        acc = add_values(acc, alpha, p, rings.v, use, cfg)
         rings.v.release(use)
         use = skip(W, rings.k, rings.v, use + 1, after, cfg)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-        acc = gl.convert_layout(acc, accumulator_layout(cfg.BLOCK_DV), assert_trivial=True)
-        m = gl.convert_layout(m - HEADROOM, row_layout(cfg.BLOCK_N), assert_trivial=True)
-        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        store_parts(acc, m - HEADROOM, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -292,6 +305,20 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         turn += 1
         work, _ = peek(rings.work, turn)
     wait_for_stores(0)
+
+
+@gluon.jit
+def store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+    """`forward.store_rows` of O in parts."""
+    PARTS: gl.constexpr = cfg.PARTS_V
+    WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
+    m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
+    factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
+    factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
+    o = smem_o.reshape([64, cfg.BLOCK_DV])
+    for part in gl.static_range(PARTS):
+        o.slice(part * WIDTH, WIDTH, 1).store((acc[part] * factor[:, None]).to(o_desc.dtype))
+    store_block(o_desc, smem_o, row, work, cfg)
 
 
 @gluon.jit

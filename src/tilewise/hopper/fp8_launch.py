@@ -17,6 +17,7 @@ from tilewise.problem import AttentionProblem, Inputs
 SLOT = fp8.BLOCK_ROWS
 Descale = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v: float32 (sequences, kv heads)
 TILE_OVERRIDE: Any = None
+WARPS: Any = None
 
 
 class Rounded(NamedTuple):
@@ -114,7 +115,7 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     leading = (t, values, factors) if matrix is None else (t, matrix, values, factors)
     arguments = (*leading, cu_seqlens, *_places(problem, t, cu_seqlens), width, cu_seqlens is not None)
     kernel = quantize_values_kernel if matrix is None else quantize_rows_kernel
-    return Launch(kernel, slots, arguments, num_warps=8 if width > 128 else 4, programs_y=heads)
+    return Launch(kernel, slots, arguments, num_warps=WARPS or (8 if width > 128 else 4), programs_y=heads)
 
 
 def _arrange_launch(problem: AttentionProblem, tensors: Tensors, is_value: bool) -> Launch:
@@ -203,12 +204,13 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
     visibility = problem.visibility()
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
-    order, turns, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or (
-        (1, 2, 2, 2, 2, 240) if is_wide else (1, 2, 2, 4, 4, 240)
+    order, width_v, turns, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or (
+        (2, 64, 1, 2, 2, 2, 240) if is_wide else (1, 128, 1, 2, 4, 4, 240)
     )
     return FP8Config(
         ORDER=order,
         TURNS=turns,
+        WIDTH_V=width_v,
         WARPGROUPS=warpgroups,
         STAGES=stages,
         Q_SLOTS=q_slots,
