@@ -138,18 +138,31 @@ def weighted_values(p, v_ring, use, PART: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, alpha, p, v_ring, use, cfg: gl.constexpr):
+def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
+    if cfg.TURNS > 0:
+        take_turn(W)
+
+
+@gluon.jit
+def end_turn(W: gl.constexpr, WHEN: gl.constexpr, cfg: gl.constexpr):
+    if cfg.TURNS == WHEN:
+        pass_turn(W, cfg.WARPGROUPS)
+
+
+@gluon.jit
+def add_values(W: gl.constexpr, acc, alpha, p, v_ring, use, cfg: gl.constexpr):
     """acc times alpha, plus P V of a use. Parts of the columns follow each other, each added under the next."""
     PARTS: gl.constexpr = cfg.PARTS_V
     sums = ()
-    product = weighted_values(p, v_ring, use, 0, cfg)
-    for part in gl.static_range(1, PARTS):
-        following = weighted_values(p, v_ring, use, part, cfg)
-        product = warpgroup_mma_wait(1, deps=(product,))
-        sums = sums + (rescaled(acc[part - 1], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
-        product = following
-    product = warpgroup_mma_wait(0, deps=(product,))
-    return sums + (rescaled(acc[PARTS - 1], alpha, cfg) + product,)  # noqa: RUF005
+    for part in gl.static_range(PARTS):
+        product = weighted_values(p, v_ring, use, part, cfg)
+        if part == PARTS - 1:
+            end_turn(W, 1, cfg)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        if part == PARTS - 1:
+            end_turn(W, 2, cfg)
+        sums = sums + (rescaled(acc[part], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
+    return sums
 
 
 @gluon.jit
@@ -220,18 +233,6 @@ def skip(W: gl.constexpr, k_ring, v_ring, use, count, cfg: gl.constexpr):
 
 
 @gluon.jit
-def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
-    if cfg.TURNS > 0:
-        take_turn(W)
-
-
-@gluon.jit
-def end_turn(W: gl.constexpr, WHEN: gl.constexpr, cfg: gl.constexpr):
-    if cfg.TURNS == WHEN:
-        pass_turn(W, cfg.WARPGROUPS)
-
-
-@gluon.jit
 def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg: gl.constexpr):
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
@@ -251,50 +252,75 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
 
-        left = tiles.end - tiles.begin - 1  # tiles yet to visit
-        slot = visited(tiles, left, cfg)
-        k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-        rings.k.wait(use)
-        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
-        rings.k.release(use)
-        if HAS_SPARE_SLOT and turn > 0:
-            wait_for_stores(0)  # the previous tile's O has left shared memory
-            rings.q.release(q_use - WARPGROUPS)
-        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
-        l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-        acc = zero_output(cfg)
-        while left > 0:
-            p, m, l, alpha = weigh(
-                s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-            )
-            left -= 1
+        if cfg.ORDER == 4:
+            m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
+            l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+            acc = zero_output(cfg)
+            left = tiles.end - tiles.begin  # tiles yet to visit
+            while left > 0:
+                left -= 1
+                slot = visited(tiles, left, cfg)
+                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+                rings.k.wait(use)
+                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))  # [64, BLOCK_N]
+                rings.k.release(use)
+                p, m, l, alpha = weigh(
+                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
+                )
+                rings.v.wait(use)
+                begin_turn(W, cfg)
+                acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
+                rings.v.release(use)
+                use += 1
+            if HAS_SPARE_SLOT and turn > 0:
+                wait_for_stores(0)
+                rings.q.release(q_use - WARPGROUPS)
+            use -= 1
+        else:
+            left = tiles.end - tiles.begin - 1  # tiles yet to visit
             slot = visited(tiles, left, cfg)
             k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+            rings.k.wait(use)
+            s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
+            rings.k.release(use)
+            if HAS_SPARE_SLOT and turn > 0:
+                wait_for_stores(0)  # the previous tile's O has left shared memory
+                rings.q.release(q_use - WARPGROUPS)
+            m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
+            l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+            acc = zero_output(cfg)
+            while left > 0:
+                p, m, l, alpha = weigh(
+                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
+                )
+                left -= 1
+                slot = visited(tiles, left, cfg)
+                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
+                rings.v.wait(use)
+                rings.k.wait(use + 1)
+                begin_turn(W, cfg)
+                if cfg.ORDER == 1:
+                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                    t = weighted_values(p, rings.v, use, 0, cfg)  # [64, BLOCK_DV]
+                    end_turn(W, 1, cfg)
+                    s, t = warpgroup_mma_wait(0, deps=(s, t))
+                    end_turn(W, 2, cfg)
+                    rings.k.release(use + 1)
+                    rings.v.release(use)
+                    acc = (rescaled(acc[0], alpha, cfg) + t,)
+                else:
+                    acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
+                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+                    rings.v.release(use)
+                    end_turn(W, 1, cfg)
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    end_turn(W, 2, cfg)
+                    rings.k.release(use + 1)
+                use += 1
+            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
             rings.v.wait(use)
-            rings.k.wait(use + 1)
-            begin_turn(W, cfg)
-            if cfg.ORDER == 1:
-                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-                t = weighted_values(p, rings.v, use, 0, cfg)  # [64, BLOCK_DV]
-                end_turn(W, 1, cfg)
-                s, t = warpgroup_mma_wait(0, deps=(s, t))
-                end_turn(W, 2, cfg)
-                rings.k.release(use + 1)
-                rings.v.release(use)
-                acc = (rescaled(acc[0], alpha, cfg) + t,)
-            else:
-                acc = add_values(acc, alpha, p, rings.v, use, cfg)
-                s = scores(rings.q, q_use, rings.k, use + 1, cfg)
-                rings.v.release(use)
-                end_turn(W, 1, cfg)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                end_turn(W, 2, cfg)
-                rings.k.release(use + 1)
-            use += 1
-        p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-        rings.v.wait(use)
-        acc = add_values(acc, alpha, p, rings.v, use, cfg)
-        rings.v.release(use)
+            acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
+            rings.v.release(use)
         use = skip(W, rings.k, rings.v, use + 1, after, cfg)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
         store_parts(acc, m - HEADROOM, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
