@@ -148,7 +148,7 @@ def test_rows_without_keys():
 class TestRefused:
     def test_dtypes(self):
         x = torch.ones(1, 4, 1, 64)
-        with pytest.raises(TypeError, match=r"query.dtype=torch.float32 must be bfloat16 or float16 when precision"):
+        with pytest.raises(TypeError, match="query.dtype=torch.float32 must be bfloat16 or float16"):
             tilewise.attention(x, x, x, precision="fp8")
 
     def test_gradients(self):
@@ -183,5 +183,5 @@ class TestRefused:
     @pytest.mark.parametrize("backend", ["llvm", "aten"])
     def test_other_backends(self, backend: str):
         x = torch.ones(1, 4, 1, 64, dtype=torch.half)
-        with pytest.raises(NotImplementedError, match=f"'{backend}' has no 8-bit products; 'tiled' would serve"):
+        with pytest.raises(NotImplementedError, match=f"'{backend}' has no 8-bit products; 'tiled'"):
             tilewise.attention(x, x, x, precision="fp8", backend=backend)

@@ -15,9 +15,9 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
   and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
   which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
 - q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
-  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3. On Hopper GPUs
-  both products take 8 bits (without attention_chunk, seqused and caches): weights are rounded to float8_e4m3fn as in
-  FlashAttention-3, an error of up to 1/16 of each. Elsewhere they are in bfloat16.
+  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3. On
+  Hopper GPUs both products take 8 bits (without attention_chunk, seqused and caches): weights are rounded to
+  float8_e4m3fn as in FlashAttention-3, an error of up to 1/16 of each. Elsewhere they are in bfloat16.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
 - num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.

@@ -5,9 +5,9 @@
     S  = scale / d * q8 k8^T       (in exact arithmetic q' k'^T = d q k^T: the rotation changes nothing)
     O  = e4m3(P) v8 / l,           P = exp(S - m), l = sum P and all else in float32
 
-float8_e4m3fn numbers have 4 significant bits: rounding errs by up to 1/16 of a number. Where columns with numbers much
-larger than the others meet in q and in k, a score's error is that of few products; the rotation spreads them over all
-columns. FlashAttention-3 (Shah et al., 2024), section 3.3; QuIP (Chee et al., 2023) for incoherence.
+float8_e4m3fn numbers have 4 significant bits: rounding errs by up to 1/16 of a number. Where columns with
+numbers much larger than the others meet in q and in k, a score's error is that of few products; the rotation
+spreads them over all columns. FlashAttention-3 (Shah et al., 2024), section 3.3; QuIP (Chee et al., 2023).
 
 Example:
     >>> _ = torch.manual_seed(0)
@@ -52,7 +52,7 @@ def padded_dim(dim: int) -> int:
 
 
 def hadamard(dim: int, device: torch.device | str | None = None) -> Tensor:
-    """H (dim, dim), float32: row i is row i of Sylvester's Hadamard matrix times a sign, drawn once and for all.
+    """H (dim, dim), float32: the rows of Sylvester's Hadamard matrix, each times a sign drawn once and for all.
 
     Args:
         dim: a power of two.
@@ -93,9 +93,9 @@ def rotate(x: Tensor) -> Tensor:
 def quantize(x: Tensor) -> Quantized:
     """x (..., rows, dim) in 8 bits, with a factor for each 128 rows.
 
-    A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself. Numbers
-    keep 4 significant bits; those below 2^-14 of the block's largest become multiples of less than 2^-16 of it.
-    A block with a NaN or an infinity has the factor NaN; one of zeros 1.
+    A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself.
+    Numbers keep 4 significant bits; those below 2^-14 of the block's largest become multiples of less than
+    2^-16 of it. A block with a NaN or an infinity has the factor NaN; one of zeros 1.
 
     Example:
         >>> x = torch.tensor([[1.0, 17.0, 1000.0]])
@@ -116,7 +116,7 @@ def quantize(x: Tensor) -> Quantized:
 
 
 def rounded_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What 8-bit numbers of q, k and v (..., rows, dim) stand for, float32; q and k rotated, q over `padded_dim`.
+    """What 8-bit numbers of q, k and v (..., rows, dim) stand for, float32; q and k rotated, q over the size.
 
     Example:
         >>> q, k, v = torch.ones(3, 2, 64)

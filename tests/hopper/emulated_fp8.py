@@ -1,7 +1,7 @@
 """Check the 8-bit forward kernel on the CPU, run by `emulator`, on the 8-bit numbers of `tilewise.fp8`.
 
-It must be as near to float64 attention of these numbers as the same maths in PyTorch, whose weights are rounded
-to 8 bits as well.
+It must be as near to float64 attention of these numbers as the same maths in PyTorch, which rounds weights to
+8 bits as well.
 """
 
 from __future__ import annotations

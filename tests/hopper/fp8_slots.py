@@ -13,7 +13,7 @@ from tilewise.problem import AttentionProblem, Inputs, spans
 
 
 def stored_keys() -> Tensor:
-    """The key of each position of a slot of V^T, by definition: column 8c + 2t + b becomes column 4t + 2c + b."""
+    """The key of each position of a slot of V^T: column 8c + 2t + b becomes column 4t + 2c + b."""
     keys = torch.arange(fp8.BLOCK_ROWS)
     first, c, t, b = keys // 16 * 16, keys % 16 // 8, keys % 8 // 2, keys % 2
     return torch.empty_like(keys).index_put((first + 4 * t + 2 * c + b,), keys)
@@ -49,11 +49,11 @@ def in_slots(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is
 def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """float64 attention of the numbers that the 8-bit ones stand for."""
     parts: list[tuple[Tensor, ...]] = []
-    packed = [inputs.query, inputs.key, inputs.value]
+    query, key, value = inputs[:3]
     if problem.is_packed:
-        sequences = [[packed[0][s.q0 : s.q1], packed[1][s.k0 : s.k1], packed[2][s.k0 : s.k1]] for s in spans(problem, inputs)]
+        sequences = [(query[a:b], key[c:d], value[c:d]) for a, b, c, d in spans(problem, inputs)]
     else:
-        sequences = [[t[b] for t in packed] for b in range(problem.batch)]
+        sequences = list(zip(query, key, value, strict=True))
     for tensors in sequences:
         rounded = fp8.rounded_operands(*(t.transpose(0, 1) for t in tensors))
         parts.append(tuple(t.transpose(0, 1).double() for t in rounded))
@@ -62,5 +62,7 @@ def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor,
     visibility = problem.visibility()
     extras = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "sinks")}
     extras = {name: t for name, t in extras.items() if t is not None}
-    options = {"scale": problem.scale, "window": (visibility.left, visibility.right), "softcap": problem.softcap}
-    return reference.attention(q, k, v, **options, **extras)
+    window = (visibility.left, visibility.right)
+    return reference.attention(
+        q, k, v, scale=problem.scale, window=window, softcap=problem.softcap, **extras
+    )

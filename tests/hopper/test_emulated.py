@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-CASES = {"emulated_forward.py": 20, "emulated_fp8.py": 16, "emulated_backward.py": 14, "emulated_decode.py": 15}  # at least
+CASES = {  # at least
+    "emulated_forward.py": 20,
+    "emulated_fp8.py": 16,
+    "emulated_backward.py": 14,
+    "emulated_decode.py": 15,
+}
 
 
 @pytest.mark.parametrize("script", CASES)

@@ -24,9 +24,9 @@ def problem_of(t: torch.Tensor, cu_seqlens: torch.Tensor | None):
 
 
 def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Two integers in a row, times a power of two for each: their sums have 4 bits, which nobody has to round.
+    """Two integers in a row, times a power of two: their sums have 4 bits, which nobody has to round.
 
-    The interpreter rounds to 8 bits wrongly, and its products are wrong in bfloat16. A part of a larger tensor.
+    The interpreter rounds to 8 bits wrongly, and its products are wrong in bfloat16.
     """
     rows = (500,) if is_packed else (2, 300)
     column = torch.rand(*rows, 6, dim).argsort(-1)

@@ -43,11 +43,14 @@ from tilewise.hopper.softmax import (
     softcapped,
 )
 
-HEADROOM = gl.constexpr(8.0)  # log2 of the largest P: 256 of 448
+WEIGHT_FACTOR = gl.constexpr(2.0**8)  # of the largest weight: see `tilewise.fp8`
 SLOT = gl.constexpr(128)  # rows that share a factor; keys of a tile
+# Four weights p of at most 1 to e4m3(256 p), rounded to the nearest. A float16 has 4 bits of exponent and 3 of
+# mantissa, those of the result, in bits 7 to 13: cut off, plus half of bit 7, moved to bits 8 to 14.
 ROUND_FOUR = gl.constexpr(
-    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+    "{ .reg .b32 low, high; cvt.rz.f16x2.f32 low, $2, $1; cvt.rz.f16x2.f32 high, $4, $3; "
+    "mad.lo.u32 low, low, 2, 0x00800080; mad.lo.u32 high, high, 2, 0x00800080; "
+    "prmt.b32 $0, low, high, 0x7531; }"
 )
 SMALLEST = gl.constexpr(2.0**-126)  # a product of factors is not 0: masked scores would be NaN
 
@@ -156,10 +159,10 @@ def add_values(W: gl.constexpr, acc, alpha, p, v_ring, use, cfg: gl.constexpr):
     sums = ()
     for part in gl.static_range(PARTS):
         product = weighted_values(p, v_ring, use, part, cfg)
-        if part == PARTS - 1:
+        if part == PARTS - 1 and cfg.ORDER == 4:
             end_turn(W, 1, cfg)
         product = warpgroup_mma_wait(0, deps=(product,))
-        if part == PARTS - 1:
+        if part == PARTS - 1 and cfg.ORDER == 4:
             end_turn(W, 2, cfg)
         sums = sums + (rescaled(acc[part], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
     return sums
@@ -205,7 +208,7 @@ def weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, c
     m_new = gl.maximum(m, gl.max(s, 1) * factor + log2_v)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
-    shift = log2_v + HEADROOM - m_finite
+    shift = log2_v - m_finite
     p = exp2(s * factor + shift[:, None])  # [64, BLOCK_N]
     l = rescaled_sums(l, alpha) + partial_sums(p) * reciprocal(v_factor)
     return as_operand(p, cfg), m_new, l, alpha
@@ -323,7 +326,7 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
             rings.v.release(use)
         use = skip(W, rings.k, rings.v, use + 1, after, cfg)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-        store_parts(acc, m - HEADROOM, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -340,7 +343,7 @@ def store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
     factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
-    factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
+    factor = gl.convert_layout(factor / WEIGHT_FACTOR, row_layout(WIDTH, 32), assert_trivial=True)
     o = smem_o.reshape([64, cfg.BLOCK_DV])
     for part in gl.static_range(PARTS):
         o.slice(part * WIDTH, WIDTH, 1).store((acc[part] * factor[:, None]).to(o_desc.dtype))

@@ -205,7 +205,7 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
     order, width_v, turns, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or (
-        (2, 64, 1, 2, 2, 2, 240) if is_wide else (1, 128, 1, 2, 4, 4, 240)
+        (4, 128, 0, 2, 2, 2, 240) if is_wide else (4, 128, 0, 3, 3, 6, 160)
     )
     return FP8Config(
         ORDER=order,

@@ -4,9 +4,8 @@
     V      [kv heads, slots, BLOCK_DV, 128]  transposed, its keys permuted: see `stored_key`
 
 A sequence begins with a slot of its own: slot b * ceil(seqlen / 128) of a dense tensor, and of a packed one
-cu_seqlens[b] // 128 + b, also if it is empty. What a slot has beyond its sequence is zeros, and so are columns
-beyond the head.
-Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. One that stands for NaN or infinity
+cu_seqlens[b] // 128 + b, also if it is empty. What a slot has beyond its sequence is zeros, and so are
+columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. One that stands for NaN or infinity
 among its rows is NaN. Tensors that have 8 bits already are only moved, and bring their factors.
 """
 
@@ -128,7 +127,7 @@ def arrange_kernel(
     x, values, descale, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, group_size,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one head of a tensor that has 8 bits already; descale [sequences, kv heads] or None for 1."""
+    """One slot of one head of a tensor of 8 bits; descale [sequences, kv heads] or None for 1."""
     slot, head = tl.program_id(0), tl.program_id(1)
     b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
     position = tl.arange(0, SLOT)
