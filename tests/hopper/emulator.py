@@ -228,11 +228,10 @@ def _take_turn(W: int) -> None:
         _local.turns.discard(W)
 
 
-def _pass_turn(W: int, COUNT: int = 2) -> None:
-    following = (W + 1) % COUNT
+def _pass_turn(W: int) -> None:
     with _lock:
-        assert following not in _local.turns, "a turn was passed twice before it was taken"
-        _local.turns.add(following)
+        assert 1 - W not in _local.turns, "a turn was passed twice before it was taken"
+        _local.turns.add(1 - W)
         _changed.notify_all()
 
 

@@ -69,9 +69,6 @@ class FP8Config:
     BLOCK_N: ClassVar[int] = 128  # keys that share a factor
     PACK: ClassVar[int] = 1
 
-    ORDER: int
-    WIDTH_V: int
-    TURNS: int
     WARPGROUPS: int
     STAGES: int
     Q_SLOTS: int
@@ -91,8 +88,8 @@ class FP8Config:
 
     @property
     def PARTS_V(self) -> int:
-        """Parts of V's columns that are multiplied by themselves: registers do not hold two outputs of 256."""
-        return 1 if self.ORDER == 1 else -(-self.BLOCK_DV // self.WIDTH_V)
+        """Parts of V's columns: registers hold O and one part's product."""
+        return -(-self.BLOCK_DV // 128)
 
     @property
     def Q_PARTS(self) -> int:

@@ -155,14 +155,14 @@ def await_signal(NUMBER: gl.constexpr, when=1):
 
 @gluon.jit
 def take_turn(W: gl.constexpr):
-    """Warpgroup W waits until the one before it has passed the turn to it."""
+    """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
     _execute(_turn("sync", 8 + W))
 
 
 @gluon.jit
-def pass_turn(W: gl.constexpr, COUNT: gl.constexpr = 2):
-    """Warpgroup W of COUNT lets the next one go on, and does not wait."""
-    _execute(_turn("arrive", 8 + (W + 1) % COUNT))
+def pass_turn(W: gl.constexpr):
+    """Warpgroup W lets the other one go on, and does not wait."""
+    _execute(_turn("arrive", 9 - W))
 
 
 @gluon.jit

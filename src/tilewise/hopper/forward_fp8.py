@@ -7,10 +7,12 @@ What differs from `hopper.forward`:
 - Q, K and V come from `hopper.quantize`: heads apart, in tiles of 128 rows with a factor each. V is transposed,
   as 8-bit operands must have the summed dimension last.
 - V's factor joins the exponent, so that O is one sum over tiles of different factors. l takes it out again.
-- m is the running maximum: P ends at 448, which leaves no room for a reference that stays. P is scaled up by
-  2^8, so that weights down to 2^-14 of the largest keep all their bits.
+- m is the running maximum: 8-bit P has no room for a reference that stays.
+- The tensor cores add 8-bit products with few bits: sums over thousands of keys would lose up to a fifth. So
+  each tile's P V is a sum of its own, added to O in float32, where O is rescaled anyway.
 - P as an accumulator has other columns in a thread than P as an operand. V's keys are permuted within every
   sixteen instead (`quantize.stored_key`), so that nothing moves.
+- A warpgroup does one thing after the other: two others fill in, or one where registers are short.
 
 FlashAttention-3 (Shah et al., 2024), section 3.3.
 """
@@ -22,13 +24,11 @@ from tilewise.hopper.compat import (
     as_blocks,
     gl,
     gluon,
-    pass_turn,
-    take_turn,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import store_block, store_lse
+from tilewise.hopper.forward import skip, store_block, store_lse
 from tilewise.hopper.layouts import accumulator_layout, operand_layout_8_bit, partial_layout, row_layout
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
@@ -124,11 +124,15 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.co
 
 @gluon.jit
 def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
-    """Start S = Q K^T of a use on the tensor cores."""
+    """S = Q K^T of a use."""
+    k_ring.wait(use)
     q = q_ring.part(q_use, 0).reshape([64, cfg.HEAD_DIM])
     k = k_ring.part(use, 0).reshape([cfg.BLOCK_N, cfg.HEAD_DIM])
     s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N, 32))
-    return warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
+    k_ring.release(use)
+    return s
 
 
 @gluon.jit
@@ -141,35 +145,21 @@ def weighted_values(p, v_ring, use, PART: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
-    if cfg.TURNS > 0:
-        take_turn(W)
-
-
-@gluon.jit
-def end_turn(W: gl.constexpr, WHEN: gl.constexpr, cfg: gl.constexpr):
-    if cfg.TURNS == WHEN:
-        pass_turn(W, cfg.WARPGROUPS)
-
-
-@gluon.jit
-def add_values(W: gl.constexpr, acc, alpha, p, v_ring, use, cfg: gl.constexpr):
-    """acc times alpha, plus P V of a use. Parts of the columns follow each other, each added under the next."""
+def add_values(acc, alpha, p, v_ring, use, cfg: gl.constexpr):
+    """acc times alpha, plus P V of a use: one part of the columns after the other, as registers are short."""
     PARTS: gl.constexpr = cfg.PARTS_V
+    v_ring.wait(use)
     sums = ()
     for part in gl.static_range(PARTS):
-        product = weighted_values(p, v_ring, use, part, cfg)
-        if part == PARTS - 1 and cfg.ORDER == 4:
-            end_turn(W, 1, cfg)
-        product = warpgroup_mma_wait(0, deps=(product,))
-        if part == PARTS - 1 and cfg.ORDER == 4:
-            end_turn(W, 2, cfg)
+        product = warpgroup_mma_wait(0, deps=(weighted_values(p, v_ring, use, part, cfg),))
         sums = sums + (rescaled(acc[part], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
+    v_ring.release(use)
     return sums
 
 
 @gluon.jit
 def zero_output(cfg: gl.constexpr):
+    """O of 64 rows, in parts of its columns."""
     PARTS: gl.constexpr = cfg.PARTS_V
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
     parts = ()
@@ -192,14 +182,13 @@ def as_operand(p, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg: gl.constexpr):
-    """Softmax of a finished tile of products: (p as operand, m, l, alpha); `left` tiles are yet to come."""
+def weigh(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factors, cfg: gl.constexpr):
+    """Softmax of a finished tile of products, of key tile j: (p as operand, m, l, alpha)."""
     factor = factors.scale_log2e * k_factor
     if cfg.HAS_SOFTCAP:
         s = softcapped(s * k_factor, factors)
         factor = factors.scale_log2e
     factor = gl.where(factor < SMALLEST, SMALLEST, factor)
-    j = visited(tiles, left, cfg)
     if j >= tiles.plain_end:  # only edge tiles are masked
         s = hide_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.plain_begin:
@@ -221,29 +210,12 @@ def rescaled(acc, alpha, cfg: gl.constexpr):
 
 
 @gluon.jit
-def skip(W: gl.constexpr, k_ring, v_ring, use, count, cfg: gl.constexpr):
-    """Release tiles that other warpgroups need and this one does not."""
-    for _ in range(count):
-        if cfg.TURNS > 0:
-            take_turn(W)
-            pass_turn(W, cfg.WARPGROUPS)
-        k_ring.wait(use)
-        k_ring.release(use)
-        v_ring.wait(use)
-        v_ring.release(use)
-        use += 1
-    return use
-
-
-@gluon.jit
 def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg: gl.constexpr):
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     use = 0  # of the K and V rings
     turn = 0
-    if cfg.TURNS > 0 and W == WARPGROUPS - 1:
-        pass_turn(W, WARPGROUPS)  # 0 begins
     work, _ = peek(rings.work, turn)
     while work.row >= 0:
         row = work.row + W * 64
@@ -251,80 +223,25 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         tiles = key_tiles(row, 64, work, sizes, cfg)
         before, after = unvisited(tiles, block, cfg)
         q_factor, k_factors, v_factors = factors_of(work, row, sizes, scales, cfg)
-        use = skip(W, rings.k, rings.v, use, before, cfg)
+        use = skip(rings.k, rings.v, use, before)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
-
-        if cfg.ORDER == 4:
-            m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
-            l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-            acc = zero_output(cfg)
-            left = tiles.end - tiles.begin  # tiles yet to visit
-            while left > 0:
-                left -= 1
-                slot = visited(tiles, left, cfg)
-                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-                rings.k.wait(use)
-                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))  # [64, BLOCK_N]
-                rings.k.release(use)
-                p, m, l, alpha = weigh(
-                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-                )
-                rings.v.wait(use)
-                begin_turn(W, cfg)
-                acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
-                rings.v.release(use)
-                use += 1
-            if HAS_SPARE_SLOT and turn > 0:
-                wait_for_stores(0)
-                rings.q.release(q_use - WARPGROUPS)
-            use -= 1
-        else:
-            left = tiles.end - tiles.begin - 1  # tiles yet to visit
-            slot = visited(tiles, left, cfg)
-            k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-            rings.k.wait(use)
-            s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
-            rings.k.release(use)
-            if HAS_SPARE_SLOT and turn > 0:
-                wait_for_stores(0)  # the previous tile's O has left shared memory
-                rings.q.release(q_use - WARPGROUPS)
-            m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
-            l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-            acc = zero_output(cfg)
-            while left > 0:
-                p, m, l, alpha = weigh(
-                    s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg
-                )
-                left -= 1
-                slot = visited(tiles, left, cfg)
-                k_factor, v_factor = gl.load(k_factors + slot) * q_factor, gl.load(v_factors + slot)
-                rings.v.wait(use)
-                rings.k.wait(use + 1)
-                begin_turn(W, cfg)
-                if cfg.ORDER == 1:
-                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
-                    t = weighted_values(p, rings.v, use, 0, cfg)  # [64, BLOCK_DV]
-                    end_turn(W, 1, cfg)
-                    s, t = warpgroup_mma_wait(0, deps=(s, t))
-                    end_turn(W, 2, cfg)
-                    rings.k.release(use + 1)
-                    rings.v.release(use)
-                    acc = (rescaled(acc[0], alpha, cfg) + t,)
-                else:
-                    acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
-                    s = scores(rings.q, q_use, rings.k, use + 1, cfg)
-                    rings.v.release(use)
-                    end_turn(W, 1, cfg)
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    end_turn(W, 2, cfg)
-                    rings.k.release(use + 1)
-                use += 1
-            p, m, l, alpha = weigh(s, m, l, left, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-            rings.v.wait(use)
-            acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
-            rings.v.release(use)
-        use = skip(W, rings.k, rings.v, use + 1, after, cfg)
+        if HAS_SPARE_SLOT and turn > 0:
+            wait_for_stores(0)  # the previous tile's O has left shared memory
+            rings.q.release(q_use - WARPGROUPS)
+        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N, 32))
+        l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+        acc = zero_output(cfg)
+        left = tiles.end - tiles.begin  # tiles yet to visit
+        while left > 0:
+            left -= 1
+            j = visited(tiles, left, cfg)
+            k_factor, v_factor = gl.load(k_factors + j) * q_factor, gl.load(v_factors + j)
+            s = scores(rings.q, q_use, rings.k, use, cfg)  # [64, BLOCK_N]
+            p, m, l, alpha = weigh(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
+            acc = add_values(acc, alpha, p, rings.v, use, cfg)
+            use += 1
+        use = skip(rings.k, rings.v, use, after)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
         store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next

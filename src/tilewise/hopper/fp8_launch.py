@@ -16,8 +16,6 @@ from tilewise.problem import AttentionProblem, Inputs
 
 SLOT = fp8.BLOCK_ROWS
 Descale = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v: float32 (sequences, kv heads)
-TILE_OVERRIDE: Any = None
-WARPS: Any = None
 
 
 class Rounded(NamedTuple):
@@ -115,7 +113,7 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     leading = (t, values, factors) if matrix is None else (t, matrix, values, factors)
     arguments = (*leading, cu_seqlens, *_places(problem, t, cu_seqlens), width, cu_seqlens is not None)
     kernel = quantize_values_kernel if matrix is None else quantize_rows_kernel
-    return Launch(kernel, slots, arguments, num_warps=WARPS or (8 if width > 128 else 4), programs_y=heads)
+    return Launch(kernel, slots, arguments, num_warps=8 if width > 128 else 4, programs_y=heads)
 
 
 def _arrange_launch(problem: AttentionProblem, tensors: Tensors, is_value: bool) -> Launch:
@@ -142,7 +140,7 @@ def _forward_launch(
 ) -> Launch:
     from tilewise.hopper.forward_fp8 import attn_fwd_fp8_kernel
 
-    q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter, q_factors, k_factors, v_factors = tensors
+    q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
     assert q is not None and k is not None and out is not None
     visibility = problem.visibility()
     num_slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
@@ -170,7 +168,7 @@ def _forward_launch(
         _slot_descriptor(v),
         launch.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
-        *(q_factors, k_factors, v_factors, q.shape[1], k.shape[1]),
+        *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
         *sizes,
         *((scale, two_over_softcap * unrotated, softcap) if softcap else (scale * unrotated, 0.0, 0.0)),
         cfg,
@@ -185,8 +183,8 @@ def _rows_descriptor(q: Tensor) -> Any:
 
     heads, slots, rows, width = q.shape
     block = (1, WARPGROUP_ROWS, width)
-    strides = [slots * rows * width, width, 1]
-    return TensorDescriptor(q, [heads, slots * rows, width], strides, list(block), launch.shared_layout(block, q.dtype))
+    shape, strides = [heads, slots * rows, width], [slots * rows * width, width, 1]
+    return TensorDescriptor(q, shape, strides, list(block), launch.shared_layout(block, q.dtype))
 
 
 def _slot_descriptor(t: Tensor | None) -> Any:
@@ -195,7 +193,8 @@ def _slot_descriptor(t: Tensor | None) -> Any:
 
     assert t is not None
     block = (1, 1, *t.shape[2:])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), launch.shared_layout(block, t.dtype))
+    layout = launch.shared_layout(block, t.dtype)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,13 +203,9 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
     visibility = problem.visibility()
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
-    order, width_v, turns, warpgroups, stages, q_slots, registers = TILE_OVERRIDE or (
-        (4, 128, 0, 2, 2, 2, 240) if is_wide else (4, 128, 0, 3, 3, 6, 160)
-    )
+    # 2 x 64 KB of K and V, 2 x 32 KB of Q and O; 3 x 32 KB and 6 x 16 KB: 192 KB both
+    warpgroups, stages, q_slots, registers = (2, 2, 2, 240) if is_wide else (3, 3, 6, 160)
     return FP8Config(
-        ORDER=order,
-        TURNS=turns,
-        WIDTH_V=width_v,
         WARPGROUPS=warpgroups,
         STAGES=stages,
         Q_SLOTS=q_slots,
