@@ -355,6 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compare", action="store_true", help="time transformers with SDPA too")
     chosen = parser.parse_args(arguments)
     is_large = chosen.model == "llama"
+    if chosen.compare and chosen.model == "gpt":
+        parser.error("--compare needs a Llama model")
     device = torch.device(chosen.device or ("cuda" if is_large else "cpu"))
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if is_large else "float32"))
     count, prompt, new, most = (
@@ -384,8 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if dtype == torch.float32 and same < len(pairs):
         raise SystemExit("in float32 all must be")
     if chosen.compare:
-        if not isinstance(model, Llama):
-            parser.error("--compare needs a Llama model")
+        assert isinstance(model, Llama)
         print(f"transformers with SDPA: {transformers_speed(model, requests):.1f} tokens/s")
 
 

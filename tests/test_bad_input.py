@@ -18,6 +18,7 @@ def x(*shape, dtype=torch.float32):
 
 Q, KV, BATCH_3 = x(2, 4, 6, 8), x(2, 5, 3, 8), x(3, 5, 3, 8)
 
+NESTED = torch.nested.as_nested_tensor([x(3, 3, 8), x(5, 3, 8)], layout=torch.strided)
 JAGGED = torch.nested.nested_tensor([x(3, 3, 8), x(5, 3, 8)], layout=torch.jagged)
 
 ATTENTION = {
@@ -40,7 +41,8 @@ ATTENTION = {
     "window length": (dict(window=(1,)), ValueError, "window=(1,) must be (left, right)"),
     "window type": (dict(window=(1.5, 0)), ValueError, "window=(1.5, 0) must be (left, right)"),
     "sparse": (dict(query=Q.to_sparse()), TypeError, "query.layout=torch.sparse_coo must be torch.strided: pass to_dense"),
-    "nested": (dict(key=JAGGED), TypeError, "key.layout=torch.jagged must be torch.strided: attention_varlen takes"),
+    "nested": (dict(key=JAGGED), TypeError, "key is nested of layout=torch.jagged, must not be nested: attention_varlen takes"),
+    "nested, padded": (dict(key=NESTED), TypeError, "key is nested of layout=torch.strided, must not be nested"),
     "generator": (dict(generator=3), TypeError, "generator=3 must be None or a torch.Generator"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap=-1.0 must be 0 (off) or a positive finite number"),
     "softcap nan": (dict(softcap=float("nan")), ValueError, "softcap=nan must be 0 (off) or a positive"),

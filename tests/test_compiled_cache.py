@@ -1,5 +1,7 @@
 """Steps of a cache in compiled code: one graph, no matter how many tokens the cache holds."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -54,6 +56,25 @@ def test_attention_with_cache(is_paged):
         assert caches[0].lengths.tolist() == [sum(STEPS)] * 2
         tensors = step(1)
         torch.testing.assert_close(*(call(cache, None, *tensors) for cache in caches))
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_storage_is_static_as_pytorch_marks_it(is_copied):
+    """Else mode="reduce-overhead" captures no graph that writes to it."""
+    caches = [
+        tilewise.KVCache(2, 32, 2, 8, dtype=torch.float32),
+        tilewise.KVCache(2, 32, 2, 8, head_dim_v=4, dtype=torch.float32, value_in_key=True),
+        tilewise.PagedKVCache(8, 16, 2, 8, dtype=torch.float32),
+        tilewise.PagedKVCache(8, 16, 2, 8, dtype=torch.float8_e4m3fn),
+    ]
+    if is_copied:
+        caches = copy.deepcopy(caches)
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static_address(marked, guard=False)
+    for cache in caches:
+        written = [t for t in vars(cache).values() if isinstance(t, torch.Tensor)]
+        assert len(written) >= 2
+        assert all(vars(t).items() >= vars(marked).items() for t in written)
 
 
 @pytest.mark.parametrize(("version", "kind"), [(2, "contiguous"), (2, "batch_idx"), (3, "paged")])

@@ -327,6 +327,18 @@ def test_func_grad_is_autograd(backend):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_nested_tensors_are_packed_ones():
+    lengths, x = torch.tensor([0, 300, 301, 500], device="cuda"), draw(500, 4, 64).requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(x, lengths).transpose(1, 2)
+    out = tilewise.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    found = out.transpose(1, 2).values()
+    expected = tilewise.attention_varlen(x, x, x, lengths, lengths, causal=True)
+    assert torch.equal(found, expected)
+    check_attention(*(3 * [x[301:][None]]), causal=True)
+    grads = (torch.autograd.grad(t.square().sum(), x)[0] for t in (found, expected))
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)  # dq is summed in no fixed order
+
+
 def test_tf32_is_close_and_ieee_exact():
     q, k, v = (draw(1, 257, 2, 128, dtype=torch.float32).requires_grad_() for _ in range(3))
     exact, _ = reference.attention(q, k, v, causal=True)
@@ -427,3 +439,35 @@ def test_dropout_is_the_cpu_mask():
         *(None if t is None else t.cuda() for t in inputs), *Options(dropout_p=0.3), None
     )
     torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@torch.no_grad()
+def test_compiled_steps_are_captured_in_cuda_graphs(is_paged):
+    """mode="reduce-overhead" writes to caches, also to another one, and lengths are read in each replay."""
+    from torch._dynamo.utils import counters
+
+    def call(cache, batch, q, k, v):
+        return tilewise.attention_with_cache(q, cache, k, v, batch=batch)
+
+    def make():
+        if not is_paged:
+            return tilewise.KVCache(2, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
+        cache = tilewise.PagedKVCache(16, 16, 2, 64, max_seqlen=64, dtype=torch.bfloat16, device="cuda")
+        cache.allocate(), cache.allocate()
+        return cache
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for _ in range(2):
+        caches, batches = [make(), make()], [None, None]
+        for _ in range(20):
+            if is_paged:
+                batches = [c.reserve(c.sequences, 1, into=b) for c, b in zip(caches, batches)]
+            q, k, v = (draw(2, 1, heads, 64) for heads in (4, 2, 2))
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled(caches[0], batches[0], q, k, v).clone()
+            assert torch.equal(found, call(caches[1], batches[1], q, k, v))
+        assert torch.equal(caches[0].key, caches[1].key)
+    assert counters["inductor"]["cudagraph_skips"] == 0

@@ -21,6 +21,16 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}={shown(size)} must be an integer of at least 0")
 
 
+def mark_static(*tensors: Tensor | None) -> None:
+    """Tell `torch.compile` that these stay where they are, so that mode="reduce-overhead" may write to them.
+
+    As `torch._dynamo.mark_static_address` does without a guard; its import takes a second.
+    """
+    for t in tensors:
+        if t is not None:
+            t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
 class KVCache:
     """A contiguous cache: (batch, max_seqlen, num_kv_heads, head_dim) for keys, likewise for values.
 
@@ -87,6 +97,7 @@ class KVCache:
             )
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts
+        mark_static(self.key, self.value, self.lengths, self.arrivals)
         self._know([0] * batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,6 +106,7 @@ class KVCache:
         self._known = None
         if self.value_in_key:
             self.value = self.key[..., : self.value.shape[-1]]
+        mark_static(self.key, self.value, self.lengths, self.arrivals)
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.

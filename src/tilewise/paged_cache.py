@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key
+from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key, mark_static
 from tilewise.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.problem import DTYPES, shown
 
@@ -98,6 +98,7 @@ class PagedKVCache:
             else:
                 self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
                 self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
+        mark_static(self.key, self.value, self.key_scale, self.value_scale)
         self._table = PageTable(num_pages, page_size, max_seqlen)
         self._layers = [self]
         if shares is not None:
@@ -117,6 +118,7 @@ class PagedKVCache:
         self.__dict__.update(state)
         if self.value_in_key:
             self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
+        mark_static(self.key, self.value, self.key_scale, self.value_scale)
 
     # ---- sequences
 

@@ -354,9 +354,13 @@ def check_tensors(**tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t.is_nested:
+            kind = f"nested of layout={t.layout}"
+            raise TypeError(
+                f"{name} is {kind}, must not be nested: attention_varlen takes values() and offsets()"
+            )
         if t.layout != torch.strided:
-            remedy = "attention_varlen takes values() and offsets()" if t.is_nested else "pass to_dense()"
-            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: {remedy}")
+            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: pass to_dense()")
 
 
 def check_number(name: str, value: Any) -> None:

@@ -59,10 +59,13 @@ def attempt(query: Tensor, key: Tensor, value: Tensor, *scalars: Any) -> tuple[H
     place = _place(query, key, value)
     if place is None:
         return None, None
-    signature = (
-        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, place, options,
-    )  # fmt: skip
+    try:
+        signature = (
+            query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+            query.dtype, key.dtype, value.dtype, place, options,
+        )  # fmt: skip
+    except RuntimeError:  # nested tensors have no shape
+        return None, None
     run = _local.runs.get(signature, _new)
     if run is _new:
         return signature, None

@@ -20,6 +20,7 @@ from tilewise.hopper import backward_launch, backward_slim, backward_wide_launch
 from tilewise.hopper.launch import LOG2_E  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
+PROGRAMS = 3  # as many as there are SMs
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
 CASES = {
     "full": (130, 200, 2, 2, 128, 128, {}),
@@ -32,6 +33,7 @@ CASES = {
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
+    "deterministic_groups": (300, 260, 3, 1, 64, 64, {"deterministic": True, "causal": True}),
     "deterministic_window": (
         400,
         400,
@@ -41,6 +43,7 @@ CASES = {
         64,
         {"deterministic": True, "causal": True, "window_left": 90},
     ),
+    "deterministic_causal": (260, 420, 2, 1, 128, 128, {"deterministic": True, "causal": True}),
     # most keys seen by no query, worked on before the others, and after them
     "deterministic_unseen": (70, 600, 1, 1, 128, 128, {"deterministic": True, "window_left": 50}),
     "deterministic_unseen_causal": (
@@ -52,6 +55,11 @@ CASES = {
         64,
         {"deterministic": True, "causal": True, "window_left": 20},
     ),
+    # the last round's tiles in pieces: units that end inside of a tile, with it, and of several tiles
+    "pieces": (700, 500, 2, 2, 64, 64, {}),
+    "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
+    "pieces_of_groups": (200, 600, 6, 2, 128, 64, {"softcap": 5.0}),
+    "pieces_of_few_queries": (1, 400, 5, 1, 40, 40, {}),
     "packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
     "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
@@ -98,6 +106,8 @@ def check(name: str) -> float:
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap} | packing
+    if "pieces" in name:
+        assert backward_launch.divide(problem, backward_launch.backward_config(problem), PROGRAMS).pieces
     out, lse = reference.attention(q, k, v, **plain)
     found = backward_launch.backward(problem, inputs, out.bfloat16(), lse.float(), dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
@@ -110,7 +120,7 @@ def start(launched: launch_plan.Launch) -> None:
     if launched.kernel in (prepare, finish):
         launched.kernel(*launched.arguments)
     else:
-        emulator.start(launched, 3)
+        emulator.start(launched, PROGRAMS)
 
 
 def prepare(
@@ -132,15 +142,18 @@ def prepare(
 
 def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
     """What attn_bwd_finish_kernel writes, and what it waits for."""
-    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, dim, columns, block, is_early = rest[
-        3:
-    ]
+    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *pieces = rest[3:]
+    *pieces, dim, dim_v, columns, block, is_early = pieces
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
-    claims, ends = turns[: slots * tiles_q], turns[slots * tiles_q :][: slots // group_size]
+    assert num_tiles == slots * tiles_q
+    claims, ends = turns[:num_tiles], turns[num_tiles:][: slots // group_size]
     key_tiles = key_tiles if first_tile is None else int(first_tile[-1])
-    assert (ends == (key_tiles if is_early else 0)).all()
+    shares = torch.full_like(ends, key_tiles if is_early else 0)
+    if pieces[2] is not None:
+        finish_keys(*pieces, key_tiles, num_heads // group_size, tiles_q * group_size, dim, dim_v, shares)
+    assert (ends == shares).all()
     sums.view(len(claims), -1)[claims == 0] = 0  # whoever comes first stores
-    parts = sums.view(-1, 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(-1, 64, 64)
+    parts = in_rows(sums, 64)
     rows = parts.view(-1, 128, 64)
     if block == 64:
         rows = parts.view(-1, 2, 64, 64).transpose(1, 2)
@@ -149,6 +162,29 @@ def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *
     dq.copy_(
         torch.cat([rows[:, t * block : t * block + b - a] for a, b, t in starts], 1)[..., :dim].view(dq.shape)
     )
+
+
+def finish_keys(
+    dk: Any, dv: Any, sums: Any, seqlen_k: int, whole: int, unit: int, key_tiles: int, kv_heads: int,
+    steps: int, dim: int, dim_v: int, shares: torch.Tensor,
+) -> None:  # fmt: skip
+    """dK and dV of the tiles from `whole` on, from their pieces; a shared tile counts as its steps."""
+    columns = sums.shape[1] // 256
+    for number in range(whole, key_tiles * len(shares)):
+        slot, row = number // key_tiles, number % key_tiles * 128
+        shares[slot] += steps - 1
+        first = (number - whole) * steps
+        starts = {first, *(s for s in range(first, first + steps) if s % unit == 0)}
+        numbers = [start // unit + number - whole for start in sorted(starts)]
+        parts = in_rows(sums[numbers].sum(0), columns).view(2, 2, 64, columns)  # NaN where nobody stored
+        for part, (grad, width) in enumerate(((dk, dim), (dv, dim_v))):
+            here = grad[slot // kv_heads, row : min(row + 128, seqlen_k), slot % kv_heads]
+            here.copy_(parts[:, part].reshape(128, columns)[: len(here), :width])
+
+
+def in_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Parts [64, columns] of what lies in the order of registers."""
+    return x.view(-1, columns // 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(-1, 64, columns)
 
 
 def sequences(cu_seqlens: torch.Tensor | None, seqlen: int, block: int) -> list[tuple[int, int, int]]:
@@ -163,7 +199,7 @@ def main() -> None:
     sys.modules["tilewise.hopper.backward_rows"] = kernels  # type: ignore[assignment]
     launch_plan.start = start
     for module in (backward_launch, backward_wide_launch):
-        module.num_sms = lambda index: 3
+        module.num_sms = lambda index: PROGRAMS
         module.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     for case in sys.argv[1:] or CASES:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tilewise.hopper.backward_launch import section
+from tilewise.hopper.backward_launch import backward_config, divide, section
 from tilewise.problem import Inputs, Options, describe
 
 pytest.importorskip("triton")
@@ -22,7 +23,7 @@ AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_
 
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
     rows = compiled_by("compile_backward.py")
-    assert len({row["case"] for row in rows}) >= 16
+    assert len({row["case"] for row in rows}) >= 18
     assert {row["kernel"] for row in rows if row["is_early"]} == {"attn_bwd_finish_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
@@ -44,3 +45,27 @@ def test_a_section_holds_as_many_key_heads_with_groups_as_without(kv_heads: int)
     assert section(describe(Inputs(q, k, k), Options(causal=True)), slots) == 8
     for options in (Options(), Options(causal=True, window_left=100)):
         assert section(describe(Inputs(q, k, k), options), slots) == 1
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_blocks_share_the_tiles_of_the_last_round_where_that_saves_time(dim: int):
+    sms, shared = 132, []
+    for batch, heads, group, seqlen in itertools.product((1, 3), (1, 5, 16), (1, 4), (1, 100, 2000, 16384)):
+        q, k = (
+            torch.empty(batch, seqlen, n, dim, dtype=torch.bfloat16, device="meta")
+            for n in (heads * group, heads)
+        )
+        tiles = batch * heads * -(-seqlen // 128)
+        for options in (Options(), Options(causal=True), Options(deterministic=True)):
+            problem = describe(Inputs(q, k, k), options)
+            division = divide(problem, backward_config(problem), sms)
+            assert division.whole + division.shared == tiles
+            if not division.pieces:
+                continue
+            assert options == Options()
+            steps = group * -(-seqlen // backward_config(problem).BLOCK_M)
+            units = division.shared * steps / division.unit
+            assert division.whole % sms == 0 and division.shared < sms
+            assert units <= division.units < units + 1 and division.units <= sms
+            shared.append(tiles)
+    assert min(shared) < sms < max(shared)

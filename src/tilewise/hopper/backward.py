@@ -25,7 +25,7 @@ FlashAttention-3.
 """
 
 from tilewise.hopper.arguments import Packing
-from tilewise.hopper.backward_arguments import BackwardSizes, ScoreFactors
+from tilewise.hopper.backward_arguments import BackwardSizes, Pieces, ScoreFactors
 from tilewise.hopper.backward_loads import (
     FIRST_STATE,
     await_slot,
@@ -39,8 +39,10 @@ from tilewise.hopper.backward_loads import (
     to_next_keys,
     to_next_queries,
 )
+from tilewise.hopper.backward_pieces import queries_of, receive_piece, store_piece
 from tilewise.hopper.backward_ranges import (
-    next_tile,
+    mirrored,
+    next_queries,
     query_tiles,
     scratch_tile,
     slot_counter,
@@ -68,7 +70,7 @@ from tilewise.hopper.compat import (
 )
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
 from tilewise.hopper.products import product
-from tilewise.hopper.schedule import answer, draw, receive
+from tilewise.hopper.schedule import answer, draw
 
 LEFT = gl.constexpr(9)  # + W: the signal that warpgroup W has left a part of dQ
 TAKEN = gl.constexpr(11)  # + W: that it has been read
@@ -178,12 +180,12 @@ def leave_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
+def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     turn = 0
     use = 0  # query tiles so far
     last = 0  # the slot that the next step gives back
-    work = receive(ch.work, turn)
+    work, first_step = receive_piece(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -191,18 +193,17 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        tile = tiles.begin
-        head = work.head * sizes.group_size
+        head, tile, steps, _ = queries_of(first_step, work, tiles, sizes, pieces, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
-        steps = tiles.count() * sizes.group_size
         for step in range(steps):
             zero = opaque_zero(step)
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
+            place = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, tile, key, own, work, dk_desc, ch, sizes, factors, cfg
+                W, step, use, turn, slot, last, keys, place, key, own, work, dk_desc, ch, sizes, factors, cfg
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
@@ -217,15 +218,18 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.cons
             await_signal(TAKEN + W, use)  # the last dQ has been read. As late as can be: TMA is slow at that
             leave_dq(W, dq, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            head, tile = next_tile(head, tile, tiles)
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             use += 1
             last = slot
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
         last = key_slot(state)
-        place = key_place(W, work, cfg)
-        store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
+        if cfg.IS_SPLIT and first_step >= 0:
+            store_piece(W, first_step, dk * factors.scale, dv, sizes, pieces, cfg)
+        else:
+            place = key_place(W, work, cfg)
+            store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
         turn += 1
-        work = receive(ch.work, turn)
+        work, first_step = receive_piece(ch.work, turn)
     fence_async_shared()
     signal(LEFT + W, use)
     await_signal(TAKEN + W, use)
@@ -247,25 +251,23 @@ def store_keys(W: gl.constexpr, dk, dv, keys, zero, place, dk_desc, dv_desc, ch,
 
 
 @gluon.jit
-def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
+def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
     """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup.
 
     Nobody writes zeros: the first to claim a query tile, or deterministic the first in turn, stores.
     """
     use = 0
-    work = receive(ch.work, use, 1)
+    work, first_step = receive_piece(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        tile = tiles.begin
-        head = work.head * sizes.group_size
-        scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
-        steps = tiles.count() * sizes.group_size
+        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
         if not cfg.IS_DETERMINISTIC:
             ticket = draw(turns + scratch, IS_ACQUIRE=True)
         for step in range(steps):
             counter = turns + scratch
             if cfg.IS_DETERMINISTIC:
-                turn = turn_of_keys(tile, work, sizes, cfg)
+                turn = turn_of_keys(mirrored(tile, tiles, cfg), work, sizes, cfg)
                 await_count(counter, turn)
             else:
                 turn = answer(ticket)
@@ -274,8 +276,8 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
             for w in gl.static_range(2):
                 await_signal(LEFT + w)
                 write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), turn)
-            head, tile = next_tile(head, tile, tiles)
-            scratch = scratch_tile(work, head, staggered(tile, tiles, work, cfg), sizes, cfg)
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
+            scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
             if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
                 ticket = draw(turns + scratch, step + 1 < steps, IS_ACQUIRE=True)
             for w in gl.static_range(2):
@@ -289,9 +291,10 @@ def add_role(dq_desc, turns, ch, sizes, cfg: gl.constexpr):
                 gl.atomic_add(counter, STORED, sem="release")
         if cfg.ENDS_UNEVENLY:
             wait_for_writes()
-            gl.atomic_add(slot_counter(turns, work, sizes, cfg), 1, sem="release")
+            share = gl.where(first_step < 0, 1, steps)  # a tile's pieces add up to all of its steps
+            gl.atomic_add(slot_counter(turns, work, sizes, cfg), share, sem="release")
         use += 1
-        work = receive(ch.work, use, 1)
+        work, first_step = receive_piece(ch.work, use, 1)
 
 
 @gluon.jit
@@ -314,29 +317,34 @@ def await_count(counter, least):
         now = gl.atomic_add(counter, 0, sem="acquire")
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "whole", "unit"])
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
-    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    whole, unit, key_sums, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every key tile, and dQ / scale summed in float32; the integers are `BackwardSizes`."""
+    """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Pieces`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
         window_left, window_right,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    pieces = Pieces(whole, unit, key_sums)
     if cfg.ENDS_UNEVENLY:
         start_next_kernel()  # its programs run on SMs that have nothing left to do
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
-            (add_role, (dq_desc, turns, ch, sizes, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg)),
+            (
+                load_role,
+                (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, pieces, cfg),
+            ),
+            (add_role, (dq_desc, turns, ch, sizes, pieces, cfg)),
         ],
         [4, 1, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],

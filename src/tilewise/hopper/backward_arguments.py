@@ -21,13 +21,15 @@ class BackwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
+    LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first
+    IS_SPLIT: bool = False  # several blocks share a tile of keys: see backward_pieces
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
 
     @property
     def DESCENDING(self) -> bool:
         """Whether the last keys of a sequence are worked on first."""
-        return self.IS_DETERMINISTIC and self.HAS_RIGHT
+        return self.IS_DETERMINISTIC and self.HAS_RIGHT and not self.LATEST_FIRST
 
     @property
     def ENDS_UNEVENLY(self) -> bool:
@@ -58,6 +60,32 @@ class BackwardSizes(NamedTuple):
     tiles_q: Any  # query tiles of a query head in the scratch tensors
     window_left: Any
     window_right: Any
+
+
+class Division(NamedTuple):
+    """How blocks divide tiles of keys; without units, each is one block's. See `backward_pieces`."""
+
+    whole: int  # tiles of one block
+    unit: int = 1  # steps of a block in the tiles that are shared
+    units: int = 0
+    shared: int = 0  # tiles
+
+    @property
+    def draws(self) -> int:
+        return self.whole + self.units
+
+    @property
+    def pieces(self) -> int:
+        """At most; a piece is what a unit has of one tile."""
+        return self.units + self.shared
+
+
+class Pieces(NamedTuple):
+    """Which tiles of keys several blocks share, where IS_SPLIT: see `backward_pieces`."""
+
+    whole: Any  # tiles of keys before those
+    unit: Any  # steps of a block: query tiles, of all heads of a group
+    sums: Any  # float32 (pieces, 2 warpgroups, dK and dV, 64 * BLOCK_D), in the order of registers
 
 
 class ScoreFactors(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from tilewise.hopper.backward_arguments import (
     CHUNK,
     BackwardConfig,
     BackwardSizes,
+    Division,
+    Pieces,
     ScoreFactors,
     WideBackwardConfig,
 )
@@ -51,38 +54,40 @@ def backward(
 
         return wide_backward(problem, inputs, out, lse, dout, dlse)
     cfg = config or backward_config(problem)
+    division = divide(problem, cfg, num_sms(inputs.query.device.index))
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
-    stats, dq_sum = (
-        query.new_empty(shape, dtype=torch.float32) for shape in scratch_shapes(problem, cfg, query.shape[-3])
-    )
+    shapes = scratch_shapes(problem, cfg, division, query.shape[-3])
+    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
     optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
-    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats, dq_sum)
-    run_steps(problem, steps(problem, cfg, given, new, optional))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
+    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, *scratch)
+    run_steps(problem, steps(problem, cfg, division, given, new, optional))
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
 def steps(
     problem: AttentionProblem,
     cfg: BackwardConfig,
+    division: Division,
     given: Sequence[Tensor],
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 5,
 ) -> list[Step]:
     """The three launches; `optional` are dlse, the sequences' offsets, and `order_sequences`."""
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, dq_sum = new
+    dq, dk, dv, stats, dq_sum, *pieces = new
+    key_sums = pieces[0] if pieces else None
     dlse, cu_q, cu_k, *ordered = optional
     # of each query tile: who has written to its dQ; then of each slot: tiles of keys whose dQ is complete
     turns = torch.empty(stats.shape[0] + query_slots(problem), dtype=torch.int32, device=stats.device)
-    fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device))
+    fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device), key_sums)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
-        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg,), fresh),
-        Step(finish_launch, (dq, cu_q), (cfg,), (dq_sum, turns, ordered[1])),
+        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
+        Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, turns, ordered[1], dk, dv, key_sums)),
     ]
 
 
@@ -95,7 +100,9 @@ def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> Repeated
         launches, scratch = functools.partial(wide.steps, problem, wide_cfg), [stats_shape(problem, wide_cfg)]
     else:
         cfg = backward_config(problem)
-        launches, scratch = functools.partial(steps, problem, cfg), scratch_shapes(problem, cfg)
+        division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
+        launches = functools.partial(steps, problem, cfg, division)
+        scratch = scratch_shapes(problem, cfg, division)
     return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t)
 
 
@@ -114,7 +121,20 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
+        LATEST_FIRST=latest_first(problem, block_d),
     )
+
+
+def latest_first(problem: AttentionProblem, block_d: int) -> bool:
+    """Whether tiles of keys visit queries from the last on: deterministic and causal, where keys take turns.
+
+    So the first tiles, which have most to do, come first, and are the first to add to each query tile. Those
+    after them start a step late; but without groups, a tile of head size 64 is only a step shorter than the
+    one before, and what is lost at the start is lost to the end.
+    """
+    visibility = problem.visibility()
+    is_causal = visibility.right is not None and visibility.left is None
+    return problem.deterministic and is_causal and (block_d == 128 or problem.group_size > 1)
 
 
 def query_slots(problem: AttentionProblem) -> int:
@@ -134,11 +154,33 @@ def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None)
 
 
 def scratch_shapes(
-    problem: AttentionProblem, cfg: BackwardConfig, rows: int | None = None
+    problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
 ) -> list[tuple[int, int]]:
-    """Float32 memory of one call: `stats_shape`, and dQ, each [64, 64] part in the order of the registers."""
+    """Float32 memory of one call: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers."""
     stats = stats_shape(problem, cfg, rows)
-    return [stats, (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)]
+    dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
+    pieces = (division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)
+    return [stats, dq, pieces] if division.pieces else [stats, dq]
+
+
+@functools.lru_cache(maxsize=4096)
+def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
+    """Which tiles of keys blocks share: those of a last, incomplete round, if that saves time.
+
+    Only where all tiles take the same time. Causal or packed, short ones fill the last round, and a piece
+    might be empty; deterministic, keys take turns.
+    """
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N) * problem.num_kv_heads * problem.batch
+    query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    steps, shared = query_tiles * problem.group_size, tiles % sms
+    if problem.is_packed or not cfg.STAGGERED or steps * shared == 0:
+        return Division(tiles)
+    unit = -(-shared * steps // sms)
+    division = Division(tiles - shared, unit, -(-shared * steps // unit), shared)
+    # In steps, as measured: a unit stores twice. Pieces are stored and read in float32. The idle SMs of the
+    # last round would have converted that much of dQ.
+    cost = 1 + division.pieces * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
+    return division if steps - unit > cost else Division(tiles)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
@@ -155,11 +197,14 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
-def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+def main_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig, division: Division
+) -> Launch:
     from tilewise.hopper.backward import attn_bwd_kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others, key_sums = tensors
     assert query is not None and key is not None
+    cfg = dataclasses.replace(cfg, IS_SPLIT=division.pieces > 0)
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
@@ -172,10 +217,11 @@ def main_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig
         *(turns, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
+        *Pieces(division.whole, division.unit, key_sums),
         cfg,
     )
-    most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
-    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
+    most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
+    programs = min(num_sms(query.device.index), most)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -211,20 +257,27 @@ def section(problem: AttentionProblem, num_slots: int) -> int:
     return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
 
 
-def finish_launch(problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig) -> Launch:
+def finish_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig, division: Division
+) -> Launch:
     from tilewise.hopper.backward_rows import attn_bwd_finish_kernel
 
-    dq, cu_seqlens_q, sums, turns, first_tile = tensors
+    dq, cu_seqlens_q, sums, turns, first_tile, dk, dv, key_sums = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
     key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
-    integers = (tiles_q, problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size, key_tiles)
-    arguments = (sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale, *integers)
-    constants = (problem.head_dim, cfg.BLOCK_D, cfg.BLOCK_M, cfg.ENDS_UNEVENLY)
-    programs, is_early = sums.numel() // CHUNK, cfg.ENDS_UNEVENLY
-    return Launch(
-        attn_bwd_finish_kernel, programs, (*arguments, *constants), num_warps=4, launch_pdl=is_early
+    num_tiles = query_slots(problem) * tiles_q
+    heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
+    pieces = (dk, dv, key_sums, problem.seqlen_k, division.whole, division.unit)
+    arguments = (
+        *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
+        *(tiles_q, *heads, key_tiles, num_tiles, *pieces),
+        *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M, cfg.ENDS_UNEVENLY),
     )
+    programs = sums.numel() // CHUNK
+    if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns
+        programs += division.shared * cfg.BLOCK_D // 4
+    return Launch(attn_bwd_finish_kernel, programs, arguments, num_warps=4, launch_pdl=cfg.ENDS_UNEVENLY)
 
 
 def row_strides(t: Tensor) -> tuple[int, ...]:

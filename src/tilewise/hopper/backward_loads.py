@@ -10,11 +10,12 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
     bits 8-11             parity of each slot's round
 """
 
-from tilewise.hopper.backward_ranges import locate_keys, next_tile, query_tiles, scratch_tile, staggered
+from tilewise.hopper.backward_pieces import count_indices, first_index, locate_piece, next_index, queries_of
+from tilewise.hopper.backward_ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
 from tilewise.hopper.forward import coords
-from tilewise.hopper.schedule import count_work, draw, drawn, finish, make_work_ring, send
+from tilewise.hopper.schedule import finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -110,27 +111,28 @@ def acquire_slot(state, slot, ch):
 
 
 @gluon.jit
-def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+def load_role(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, pieces, cfg: gl.constexpr
+):
     """Draw work and stream its tiles: K, V, and Q and dO of each query tile of each head of the group."""
-    num_work = count_work(sizes, packing, cfg)
-    index = gl.program_id(0)
+    num_work = count_indices(sizes, packing, pieces, cfg)
+    index = first_index(gl.program_id(0), pieces, cfg)
     turn = 0  # tiles of keys so far
     state = 0 * index + FIRST_STATE
     while index < num_work:
-        work = locate_keys(index, sizes, packing, cfg)
-        send(ch.work, turn, work)
+        work, first_step = locate_piece(index, sizes, packing, pieces, cfg)
+        send(ch.work, turn, work, first_step)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        tile = tiles.begin
-        head = work.head * sizes.group_size
+        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
-        first = staggered(tile, tiles, work, cfg)
+        first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free
-        for _ in range(1, tiles.count() * sizes.group_size):
-            head, tile = next_tile(head, tile, tiles)
-            place = staggered(tile, tiles, work, cfg)
+        for _ in range(1, steps):
+            head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
+            place = staggered(tile, tiles, spread, cfg)
             state = load_queries(state, head, place, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
-        index = drawn(draw(counter))
+        index = next_index(index, steps, num_work, pieces, counter, cfg)
         turn += 1
     finish(ch.work, turn, index, counter)
 

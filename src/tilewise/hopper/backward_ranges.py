@@ -51,15 +51,35 @@ def next_tile(head, tile, tiles):
 
 
 @gluon.jit
-def staggered(tile, tiles, work, cfg: gl.constexpr):
+def next_queries(head, tile, tiles, work, sizes, cfg: gl.constexpr):
+    """Likewise, but LATEST_FIRST: each query tile of all heads of the group, before the next query tile."""
+    if cfg.LATEST_FIRST:
+        is_last = head + 1 == (work.head + 1) * sizes.group_size
+        head = gl.where(is_last, work.head * sizes.group_size, head + 1)
+        tile = gl.where(is_last, tile + 1, tile)
+    else:
+        head, tile = next_tile(head, tile, tiles)
+    return head, tile
+
+
+@gluon.jit
+def mirrored(tile, tiles, cfg: gl.constexpr):
+    """The query tile that comes as number `tile`, but for `staggered`."""
+    if cfg.LATEST_FIRST:
+        tile = tiles.begin + tiles.end - 1 - tile
+    return tile
+
+
+@gluon.jit
+def staggered(tile, tiles, spread, cfg: gl.constexpr):
     """The query tile that comes as number `tile`.
 
-    If all keys see all queries, tiles of keys that start together start at different queries: they would
-    wait for each other at each query tile's dQ.
+    If all keys see all queries, tiles of keys that start together start at different queries, `spread` from
+    the first one: they would wait for each other at each query tile's dQ.
     """
     if cfg.STAGGERED:
-        tile = tiles.begin + (tile - tiles.begin + work.row // cfg.BLOCK_N) % tiles.count()
-    return tile
+        tile = tiles.begin + (tile - tiles.begin + spread) % tiles.count()
+    return mirrored(tile, tiles, cfg)
 
 
 @gluon.jit
@@ -121,9 +141,10 @@ def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
     """(tile, slot) of an index: slots section by section, so that their tiles share queries in L2.
 
     Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
-    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries.
+    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries;
+    or, LATEST_FIRST, in sections as else.
     """
-    if cfg.IS_DETERMINISTIC:
+    if cfg.IS_DETERMINISTIC and not cfg.LATEST_FIRST:
         section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
     tile, slot = place(index, num_tiles, num_slots, section, True)
     if not cfg.DESCENDING:

@@ -72,40 +72,125 @@ def attn_bwd_prepare_kernel(
         tl.store(turns_ptr + tl.num_programs(0) + slot, 0, mask=tile == 0)
 
 
-@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles"])
+FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
+
+
+@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "whole", "unit"])
 def attn_bwd_finish_kernel(
     sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
-    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, IS_EARLY: tl.constexpr,
+    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
+    dk, dv, key_sums_ptr, seqlen_k, whole, unit,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, in its own layout and dtype. A program undoes the order of a [64, 64] part.
+    """dQ, and dK and dV of keys that several blocks share; num_tiles query tiles, key_tiles of a key head.
 
-    If they start early, on SMs that have no work left in the main kernel, they wait for all keys of a head.
+    Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head.
+    """
+    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    program = tl.program_id(0)
+    if program < num_tiles * PARTS:
+        tile = program // PARTS
+        slot = tile // tiles_q
+        b, h, start, row, own = locate_rows(
+            tile % tiles_q, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
+        )
+        if IS_EARLY:
+            if first_tile_ptr is not None:
+                key_tiles = tl.load(first_tile_ptr + batch)
+            shares = key_tiles
+            if key_sums_ptr is not None:  # a tile that is shared counts as its steps
+                shared = (slot // group_size + 1) * key_tiles - whole
+                shared = tl.minimum(tl.maximum(shared, 0), key_tiles)
+                shares += shared * (tiles_q * group_size - 1)
+            prefetch(sums_ptr + program.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
+            await_count(turns_ptr + num_tiles + slot // group_size, shares)
+        dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
+        dq_base += start.to(tl.int64) * dq_stride_row
+        finish_queries(sums_ptr, turns_ptr, dq_base, dq_stride_row, scale, row, own, DIM, BLOCK_D, BLOCK_M)
+    elif key_sums_ptr is not None:
+        if IS_EARLY:
+            tl.extra.cuda.gdc_wait()
+        number = program - num_tiles * PARTS
+        kv_heads = num_heads // group_size
+        steps = tiles_q * group_size
+        finish_keys(
+            key_sums_ptr,
+            dk,
+            dv,
+            number,
+            kv_heads,
+            seqlen_k,
+            key_tiles,
+            whole,
+            unit,
+            steps,
+            DIM,
+            DIM_V,
+            BLOCK_D,
+        )
+    if IS_EARLY and program == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
+
+
+@triton.jit
+def finish_queries(
+    sums_ptr, turns_ptr, dq_base, dq_stride_row, scale, row, own,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale * sums, in its own layout and dtype: a [64, 64] part of a query tile.
+
     Where nobody has had a turn the sums were never written, and dQ is 0.
     """
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     chunk = tl.program_id(0).to(tl.int64)
     part = tl.program_id(0) % PARTS
-    tile = tl.program_id(0) // PARTS % tiles_q
-    slot = tl.program_id(0) // PARTS // tiles_q
-    b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
-    if IS_EARLY:
-        if first_tile_ptr is not None:
-            key_tiles = tl.load(first_tile_ptr + batch)
-        prefetch(sums_ptr + chunk * 4096 + tl.arange(0, 128) * 32)
-        await_count(turns_ptr + tl.num_programs(0) // PARTS + slot // group_size, key_tiles)
     x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
     x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
-    # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
-    x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, (64, 64)) * scale
+    x = in_rows(x, 64) * scale
     i = row + part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
     col = part * 64 % BLOCK_D + tl.arange(0, 64)
-    dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
-    ptrs = dq_base + (start + i).to(tl.int64)[:, None] * dq_stride_row + col[None, :]
-    tl.store(ptrs, x.to(dq.dtype.element_ty), mask=(i < own)[:, None] & (col < DIM)[None, :])
-    if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
+    ptrs = dq_base + i.to(tl.int64)[:, None] * dq_stride_row + col[None, :]
+    tl.store(ptrs, x.to(dq_base.dtype.element_ty), mask=(i < own)[:, None] & (col < DIM)[None, :])
+
+
+@triton.jit
+def finish_keys(
+    sums_ptr, dk, dv, number, kv_heads, seqlen_k, key_tiles, whole, unit, steps,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dK or dV of 64 keys, 16 columns: the sum of a tile's pieces; see `backward_pieces`."""
+    CHUNKS: tl.constexpr = BLOCK_D // 16
+    part = number // CHUNKS % 2
+    shared = number // (4 * CHUNKS)
+    first = shared * steps // unit + shared
+    last = ((shared + 1) * steps - 1) // unit + shared
+    offset = number % (4 * CHUNKS) * 1024 + tl.arange(0, 1024)
+    x = tl.zeros((1024,), tl.float32)
+    for piece in range(first, last + 1, 8):
+        pieces = piece + tl.arange(0, 8)
+        ptrs = sums_ptr + pieces.to(tl.int64)[:, None] * (256 * BLOCK_D) + offset[None, :]
+        x += tl.sum(tl.load(ptrs, mask=(pieces <= last)[:, None], other=0.0), 0)
+    x = in_rows(x, 16)
+    slot, tile = (whole + shared) // key_tiles, (whole + shared) % key_tiles
+    key = tile * 128 + number // (2 * CHUNKS) % 2 * 64 + tl.arange(0, 64)
+    row = ((slot // kv_heads).to(tl.int64) * seqlen_k + key) * kv_heads + slot % kv_heads
+    col = number % CHUNKS * 16 + tl.arange(0, 16)
+    exists = (key < seqlen_k)[:, None]
+    if part == 0:
+        ptrs = dk + row[:, None] * DIM + col[None, :]
+        tl.store(ptrs, x.to(dk.dtype.element_ty), mask=exists & (col < DIM)[None, :])
+    else:
+        ptrs = dv + row[:, None] * DIM_V + col[None, :]
+        tl.store(ptrs, x.to(dv.dtype.element_ty), mask=exists & (col < DIM_V)[None, :])
+
+
+@triton.jit
+def in_rows(x, COLUMNS: tl.constexpr):
+    """[64, COLUMNS] of what lies in the order of a warpgroup's registers."""
+    # eights of columns, warp, row, pair of columns, half of the warp's rows, column -> rows, columns
+    x = tl.permute(tl.reshape(x, (COLUMNS // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return tl.reshape(x, (64, COLUMNS))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise import repeat
 from tilewise.api import attention, canonical_inputs
 from tilewise.integrations.autocast import autocast
+from tilewise.integrations.jagged import is_jagged, jagged_attention
 from tilewise.problem import Options, check_tensors
 
 
@@ -30,7 +31,8 @@ def scaled_dot_product_attention(
     autocast all floating-point tensors but float64 take autocast's dtype.
 
     Args:
-        query: (..., num_heads, seqlen_q, head_dim); any number of leading dimensions, also none.
+        query: (..., num_heads, seqlen_q, head_dim); any number of leading dimensions, also none. Or all three
+            nested, of layout `torch.jagged`: (batch, num_heads, ragged seqlen, head_dim), without attn_mask.
         key: (..., num_kv_heads, seqlen_k, head_dim).
         value: (..., num_kv_heads, seqlen_k, head_dim_v).
         attn_mask: bool (True = attend) or float added to the scores, broadcastable to
@@ -41,10 +43,11 @@ def scaled_dot_product_attention(
         enable_gqa: allow fewer key heads than query heads.
 
     Returns:
-        (..., num_heads, seqlen_q, head_dim_v). A query that sees no key gives 0.
+        (..., num_heads, seqlen_q, head_dim_v), nested if query is. A query that sees no key gives 0.
 
     Raises:
         ValueError, TypeError: as `tilewise.attention`, and is_causal together with attn_mask.
+        NotImplementedError: attn_mask of nested tensors.
 
     Example:
         >>> q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 5, 8)
@@ -55,6 +58,8 @@ def scaled_dot_product_attention(
     signature = None
     if torch._C._is_any_autocast_enabled():
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+    if is_jagged(query, key, value):
+        return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is None:
         scalars = ("sdpa", dropout_p, is_causal, scale, enable_gqa)
         signature, repeated = repeat.attempt(query, key, value, *scalars)
