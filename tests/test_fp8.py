@@ -41,7 +41,7 @@ def test_hadamard_is_orthogonal_and_its_signs_are_mixed(dim: int):
     assert torch.equal(h @ h.T, dim * torch.eye(dim))
     assert torch.equal(h, fp8.hadamard(dim))
     if dim >= 64:
-        assert 0.3 < (h > 0).float().mean(0).min() and (h[:, 0] > 0).float().mean() < 0.7
+        assert (h[:, 0] > 0).float().mean().sub(0.5).abs() < 0.2
 
 
 def test_hadamard_of_other_sizes():
@@ -64,7 +64,7 @@ def test_a_rounded_number_is_within_a_sixteenth():
     assert rounded.factors.shape == (2, 3) and (mantissa == 0.5).all()  # powers of two
     largest = torch.stack([x[:, i : i + 128].abs().amax((1, 2)) for i in (0, 128, 256)], 1)
     assert (largest / rounded.factors <= 448).all() and (largest / rounded.factors > 224).all()
-    smallest = 2.0**-10 * rounded.factors.repeat_interleave(128, 1)[:, :300, None]  # half of the smallest number
+    smallest = 2.0**-10 * rounded.factors.repeat_interleave(128, 1)[:, :300, None]  # half of the smallest
     assert ((rounded.dequantize() - x).abs() <= torch.maximum(x.abs() / 16, smallest)).all()
 
 
@@ -148,7 +148,7 @@ def test_rows_without_keys():
 class TestRefused:
     def test_dtypes(self):
         x = torch.ones(1, 4, 1, 64)
-        with pytest.raises(TypeError, match="query.dtype=torch.float32 must be bfloat16 or float16"):
+        with pytest.raises(TypeError, match=r"query\.dtype=torch\.float32 must be bfloat16 or float16"):
             tilewise.attention(x, x, x, precision="fp8")
 
     def test_gradients(self):

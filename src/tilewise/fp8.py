@@ -52,7 +52,7 @@ def padded_dim(dim: int) -> int:
 
 
 def hadamard(dim: int, device: torch.device | str | None = None) -> Tensor:
-    """H (dim, dim), float32: the rows of Sylvester's Hadamard matrix, each times a sign drawn once and for all.
+    """H (dim, dim), float32: the rows of Sylvester's Hadamard matrix, each with a sign drawn once for all.
 
     Args:
         dim: a power of two.

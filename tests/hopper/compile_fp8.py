@@ -1,6 +1,6 @@
 """Compile the 8-bit forward and its quantizing kernels for sm_90a without a GPU: see `compile_forward`.
 
-    python tests/hopper/compile_fp8.py [CASE ...]
+python tests/hopper/compile_fp8.py [CASE ...]
 """
 
 from __future__ import annotations

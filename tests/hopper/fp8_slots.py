@@ -63,6 +63,4 @@ def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor,
     extras = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "sinks")}
     extras = {name: t for name, t in extras.items() if t is not None}
     window = (visibility.left, visibility.right)
-    return reference.attention(
-        q, k, v, scale=problem.scale, window=window, softcap=problem.softcap, **extras
-    )
+    return reference.attention(q, k, v, scale=problem.scale, window=window, softcap=problem.softcap, **extras)

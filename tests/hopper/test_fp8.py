@@ -1,4 +1,4 @@
-"""The 8-bit kernels against float64 attention of the same 8-bit numbers, on a Hopper GPU; skipped without one.
+"""The 8-bit kernels against float64 attention of the same 8-bit numbers; skipped without a Hopper GPU.
 
 The budget is the project's: twice the largest and 1.1 times the mean error of the same maths in PyTorch,
 which rounds weights to 8 bits too.

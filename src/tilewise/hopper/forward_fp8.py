@@ -4,8 +4,8 @@
 
 What differs from `hopper.forward`:
 
-- Q, K and V come from `hopper.quantize`: heads apart, in tiles of 128 rows with a factor each. V is transposed,
-  as 8-bit operands must have the summed dimension last.
+- Q, K and V come from `hopper.quantize`: heads apart, in tiles of 128 rows with a factor each. V is
+  transposed, as 8-bit operands must have the summed dimension last.
 - V's factor joins the exponent, so that O is one sum over tiles of different factors. l takes it out again.
 - m is the running maximum: 8-bit P has no room for a reference that stays.
 - The tensor cores add 8-bit products with few bits: sums over thousands of keys would lose up to a fifth. So
@@ -45,7 +45,7 @@ from tilewise.hopper.softmax import (
 
 WEIGHT_FACTOR = gl.constexpr(2.0**8)  # of the largest weight: see `tilewise.fp8`
 SLOT = gl.constexpr(128)  # rows that share a factor; keys of a tile
-# Four weights p of at most 1 to e4m3(256 p), rounded to the nearest. A float16 has 4 bits of exponent and 3 of
+# Four weights p of at most 1 to e4m3(256 p), to the nearest. A float16 has 4 bits of exponent and 3 of
 # mantissa, those of the result, in bits 7 to 13: cut off, plus half of bit 7, moved to bits 8 to 14.
 ROUND_FOUR = gl.constexpr(
     "{ .reg .b32 low, high; cvt.rz.f16x2.f32 low, $2, $1; cvt.rz.f16x2.f32 high, $4, $3; "
@@ -173,7 +173,7 @@ def zero_output(cfg: gl.constexpr):
 def as_operand(p, cfg: gl.constexpr):
     """P [64, BLOCK_N] rounded to 8 bits, its columns in the order of V's keys.
 
-    Of every sixteen columns a thread t holds 2t, 2t + 1, 8 + 2t and 9 + 2t as an accumulator, and 4t to 4t + 3
+    Of every sixteen columns a thread t holds 2t, 2t + 1, 8 + 2t, 9 + 2t as an accumulator, and 4t to 4t + 3
     as an operand: column 8c + 2t + b becomes column 4t + 2c + b.
     """
     p = p.reshape([64, cfg.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, cfg.BLOCK_N])

@@ -135,9 +135,7 @@ def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> 
     return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
 
 
-def _forward_launch(
-    problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, is_rotated: bool
-) -> Launch:
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, is_rotated: bool) -> Launch:
     from tilewise.hopper.forward_fp8 import attn_fwd_fp8_kernel
 
     q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]

@@ -5,8 +5,8 @@
 
 A sequence begins with a slot of its own: slot b * ceil(seqlen / 128) of a dense tensor, and of a packed one
 cu_seqlens[b] // 128 + b, also if it is empty. What a slot has beyond its sequence is zeros, and so are
-columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. One that stands for NaN or infinity
-among its rows is NaN. Tensors that have 8 bits already are only moved, and bring their factors.
+columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. Where NaN or
+infinity is among its rows, a factor is NaN. Tensors of 8 bits are only moved, and bring their factors.
 """
 
 import triton

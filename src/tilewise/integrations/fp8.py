@@ -1,8 +1,8 @@
 """FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and key head.
 
 Where the 8-bit Hopper kernel serves (`attend`), it multiplies the numbers as they are, and rounds weights to
-8 bits. Elsewhere they are multiplied in bfloat16: a score is q k q_descale k_descale, so both factors go to q, in
-bfloat16; v_descale goes to out. What is in k and v is a bfloat16 number as it stands.
+8 bits. Elsewhere they are multiplied in bfloat16: a score is q k q_descale k_descale, so both go to q,
+in bfloat16; v_descale goes to out. What is in k and v is a bfloat16 number as it stands.
 """
 
 from __future__ import annotations
