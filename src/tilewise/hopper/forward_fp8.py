@@ -24,11 +24,13 @@ from tilewise.hopper.compat import (
     as_blocks,
     gl,
     gluon,
+    pass_turn,
+    take_turn,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import skip, store_block, store_lse
+from tilewise.hopper.forward import store_block, store_lse
 from tilewise.hopper.layouts import accumulator_layout, operand_layout_8_bit, partial_layout, row_layout
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
 from tilewise.hopper.schedule import count_work, draw, drawn, finish, locate, make_work_ring, peek, send
@@ -43,14 +45,11 @@ from tilewise.hopper.softmax import (
     softcapped,
 )
 
-WEIGHT_FACTOR = gl.constexpr(2.0**8)  # of the largest weight: see `tilewise.fp8`
 SLOT = gl.constexpr(128)  # rows that share a factor; keys of a tile
-# Four weights p of at most 1 to e4m3(256 p), to the nearest. A float16 has 4 bits of exponent and 3 of
-# mantissa, those of the result, in bits 7 to 13: cut off, plus half of bit 7, moved to bits 8 to 14.
-ROUND_FOUR = gl.constexpr(
-    "{ .reg .b32 low, high; cvt.rz.f16x2.f32 low, $2, $1; cvt.rz.f16x2.f32 high, $4, $3; "
-    "mad.lo.u32 low, low, 2, 0x00800080; mad.lo.u32 high, high, 2, 0x00800080; "
-    "prmt.b32 $0, low, high, 0x7531; }"
+LOG2_LARGEST = gl.constexpr(8.0)  # of P: 256 of 448, see `tilewise.fp8.round_weights`
+ROUND_FOUR = gl.constexpr(  # float32 to 8 bits
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
 )
 SMALLEST = gl.constexpr(2.0**-126)  # a product of factors is not 0: masked scores would be NaN
 
@@ -145,14 +144,29 @@ def weighted_values(p, v_ring, use, PART: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, alpha, p, v_ring, use, cfg: gl.constexpr):
+def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
+    """Two warpgroups take turns at P V, each once a tile: else both wait for exponentials at the same time."""
+    if cfg.WARPGROUPS == 2:
+        take_turn(W)
+
+
+@gluon.jit
+def end_turn(W: gl.constexpr, cfg: gl.constexpr):
+    if cfg.WARPGROUPS == 2:
+        pass_turn(W)
+
+
+@gluon.jit
+def add_values(W: gl.constexpr, acc, alpha, p, v_ring, use, cfg: gl.constexpr):
     """acc times alpha, plus P V of a use: one part of the columns after the other, as registers are short."""
     PARTS: gl.constexpr = cfg.PARTS_V
     v_ring.wait(use)
+    begin_turn(W, cfg)
     sums = ()
     for part in gl.static_range(PARTS):
         product = warpgroup_mma_wait(0, deps=(weighted_values(p, v_ring, use, part, cfg),))
         sums = sums + (rescaled(acc[part], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
+    end_turn(W, cfg)
     v_ring.release(use)
     return sums
 
@@ -197,7 +211,7 @@ def weigh(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factors, cfg:
     m_new = gl.maximum(m, gl.max(s, 1) * factor + log2_v)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
-    shift = log2_v - m_finite
+    shift = log2_v + LOG2_LARGEST - m_finite
     p = exp2(s * factor + shift[:, None])  # [64, BLOCK_N]
     l = rescaled_sums(l, alpha) + partial_sums(p) * reciprocal(v_factor)
     return as_operand(p, cfg), m_new, l, alpha
@@ -210,12 +224,28 @@ def rescaled(acc, alpha, cfg: gl.constexpr):
 
 
 @gluon.jit
+def skip(W: gl.constexpr, k_ring, v_ring, use, count, cfg: gl.constexpr):
+    """Release tiles that other warpgroups need and this one does not."""
+    for _ in range(count):
+        begin_turn(W, cfg)
+        end_turn(W, cfg)
+        k_ring.wait(use)
+        k_ring.release(use)
+        v_ring.wait(use)
+        v_ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
 def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg: gl.constexpr):
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     use = 0  # of the K and V rings
     turn = 0
+    if W == 1:
+        end_turn(W, cfg)  # 0 begins
     work, _ = peek(rings.work, turn)
     while work.row >= 0:
         row = work.row + W * 64
@@ -223,7 +253,7 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
         tiles = key_tiles(row, 64, work, sizes, cfg)
         before, after = unvisited(tiles, block, cfg)
         q_factor, k_factors, v_factors = factors_of(work, row, sizes, scales, cfg)
-        use = skip(rings.k, rings.v, use, before)
+        use = skip(W, rings.k, rings.v, use, before, cfg)
         q_use = turn * WARPGROUPS + W
         rings.q.wait(q_use)
         if HAS_SPARE_SLOT and turn > 0:
@@ -239,11 +269,11 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
             k_factor, v_factor = gl.load(k_factors + j) * q_factor, gl.load(v_factors + j)
             s = scores(rings.q, q_use, rings.k, use, cfg)  # [64, BLOCK_N]
             p, m, l, alpha = weigh(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factors, cfg)
-            acc = add_values(acc, alpha, p, rings.v, use, cfg)
+            acc = add_values(W, acc, alpha, p, rings.v, use, cfg)
             use += 1
-        use = skip(rings.k, rings.v, use, after)
+        use = skip(W, rings.k, rings.v, use, after, cfg)
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-        store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        store_parts(acc, m - LOG2_LARGEST, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -260,7 +290,7 @@ def store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
     factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
-    factor = gl.convert_layout(factor / WEIGHT_FACTOR, row_layout(WIDTH, 32), assert_trivial=True)
+    factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
     o = smem_o.reshape([64, cfg.BLOCK_DV])
     for part in gl.static_range(PARTS):
         o.slice(part * WIDTH, WIDTH, 1).store((acc[part] * factor[:, None]).to(o_desc.dtype))
