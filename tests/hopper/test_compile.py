@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 Row = dict[str, Any]
 Compiler = Callable[..., list[Row]]
 SHARED_BYTES = 227 << 10
-FP8_SPILL_BYTES = 128  # at head size 256, outside of the loop
+FP8_SPILL_BYTES = 48  # with a window, softcap and sinks; else 12 or less
 SPILL_BYTES = 24  # Triton 3.6 spills 16 at head size 256, 3.9 that in one case
 
 

@@ -145,7 +145,7 @@ def weighted_values(p, v_ring, use, PART: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def begin_turn(W: gl.constexpr, cfg: gl.constexpr):
-    """Two warpgroups take turns at P V, each once a tile: else both wait for exponentials at the same time."""
+    """Two warpgroups take turns at P V, each once a tile: else both wait for exponentials at once."""
     if cfg.WARPGROUPS == 2:
         take_turn(W)
 
