@@ -1,19 +1,22 @@
 """Random attention problems on a GPU, forward and backward, by the project's error rule.
 
-`python tests/random_gpu_cases.py hopper 1000 [first seed]` checks so many.
+`python tests/random_gpu_cases.py hopper 1000 [first seed]` checks so many; `triton` likewise. `cache` checks
+many queries on caches, forward only, with whichever kernels serve them.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import reference
+from tilewise import dispatch, reference
+from tilewise.problem import Inputs, Options, describe
 from tilewise.testing import check_attention, compare
 
 HEAD_DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (80, 80), (96, 96), (112, 112), (40, 40), (160, 160))
@@ -21,6 +24,7 @@ WIDE = ((192, 128), (192, 192), (256, 256), (128, 64))
 EDGES = (1, 2, 15, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 257, 383, 385)
 LENGTHS = (*EDGES, 500, 777, 1000, 1300)
 CASES_A_KERNEL = 20
+PAGE_SIZES = (None, None, 8, 16, 16, 32, 64, 128, 256)
 
 
 def draw(seed: int, backend: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], float]:
@@ -120,6 +124,68 @@ def check(seed: int, backend: str) -> None:
         assert report.max_error <= report.max_budget, str(report)
 
 
+def draw_cache(seed: int) -> tuple[Inputs, Options, list[Tensor], list[int], list[int]]:
+    """Inputs, whose cache is NaN behind each sequence; options, keys and values, lengths, ends of queries."""
+    kernel_rng, rng = random.Random(seed // CASES_A_KERNEL), random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = kernel_rng.choice((torch.bfloat16, torch.bfloat16, torch.float16))
+    dims, page_size = kernel_rng.choice(HEAD_DIMS + WIDE), kernel_rng.choice(PAGE_SIZES)
+    is_packed, has_softcap, has_sinks = (kernel_rng.random() < share for share in (0.5, 0.2, 0.2))
+    has_right, has_left = kernel_rng.random() < 0.7, kernel_rng.random() < 0.3
+    kv_heads, group, batch = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 8, 3)), rng.choice((1, 2, 3, 5))
+    capacity, steepness = rng.choice((256, 512, 1536)), rng.choice((1.0, 1.0, 1.0, 4.0, 20.0))
+    lengths = [min(rng.choice((0, 5, *LENGTHS, capacity)), capacity) for _ in range(batch)]
+    same = rng.choice([n for n in LENGTHS if n > 16])
+    ends = [0, *accumulate(rng.choice((0, 5, *EDGES)) if is_packed else same for _ in lengths)]
+    q = _tensor(rng, (max(1, ends[-1]), kv_heads * group, dims[0]), dtype) * steepness
+    ends[-1] = len(q)
+    tokens = [_tensor(rng, (batch, capacity, kv_heads, d), dtype) for d in dims]
+    held = torch.tensor(lengths, dtype=rng.choice((torch.int32, torch.int64)), device="cuda")
+    tensors: dict[str, Any] = {"seqlens_k": held}
+    behind = torch.arange(capacity, device="cuda") >= held[:, None]
+    stored = [t.masked_fill(behind[..., None, None], float("nan")) for t in tokens]
+    if page_size is not None:
+        table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1)
+        tensors["page_table"] = table.masked_fill(behind[:, ::page_size], 1 << 30).int()
+        where = table.flatten().argsort()
+        stored = [t.unflatten(1, (-1, page_size)).flatten(0, 1)[where] for t in stored]
+    if is_packed:
+        tensors["cu_seqlens_q"] = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    else:
+        q = q.unflatten(0, (batch, same))
+    if has_sinks:
+        tensors["sinks"] = torch.randn(kv_heads * group, device="cuda")
+    options = Options(
+        window_left=rng.choice((0, 5, 40, 200, 600)) if has_left else None,
+        window_right=rng.choice((0, 0, 0, 3, 50)) if has_right else None,
+        softcap=rng.choice((2.0, 30.0)) if has_softcap else 0.0,
+        scale=rng.choice((None, None, 0.3)),
+    )
+    return Inputs(q, *stored, **tensors), options, tokens, lengths, ends
+
+
+def check_cache(seed: int) -> None:
+    """The forward by itself, sequence by sequence, all of them within one budget."""
+    inputs, options, (k, v), lengths, ends = draw_cache(seed)
+    problem = describe(inputs, options)
+    out, lse = dispatch.load(dispatch.choose(problem)).forward(problem, inputs)
+    found = out.flatten(0, -3), lse if lse.ndim == 2 else lse.transpose(0, 1).flatten(1)
+    q, window = inputs.query.flatten(0, -3), (options.window_left, options.window_right)
+    parts = []
+    for dtype in (torch.float64, q.dtype):
+        results = [
+            reference.attention(
+                q[None, start:end], k[b : b + 1, :length], v[b : b + 1, :length], dtype=dtype, window=window,
+                softcap=options.softcap, scale=options.scale, sinks=inputs.sinks,
+            )
+            for b, ((start, end), length) in enumerate(zip(pairwise(ends), lengths, strict=True))
+        ]  # fmt: skip
+        parts.append((torch.cat([r[0][0] for r in results]), torch.cat([r[1][0] for r in results], 1)))
+    for name, *tensors in zip(("out", "lse"), found, *parts, strict=True):
+        report = compare(name, *tensors)
+        assert report.max_error <= report.max_budget, str(report)
+
+
 def main() -> None:
     backend, count = sys.argv[1], int(sys.argv[2])
     first = int(sys.argv[3]) if len(sys.argv) > 3 else 0
@@ -127,7 +193,7 @@ def main() -> None:
     failures = 0
     for seed in range(first, first + count):
         try:
-            check(seed, backend)
+            check_cache(seed) if backend == "cache" else check(seed, backend)
         except (AssertionError, RuntimeError) as problem:
             failures += 1
             print(f"seed {seed}: {problem!r}", flush=True)

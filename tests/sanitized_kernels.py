@@ -68,7 +68,7 @@ def paged(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Several queries on pages of 16, of sequences that end anywhere in a page."""
-    pages = sum(length // 16 + 2 for length in lengths)
+    pages = sum((length + queries) // 16 + 2 for length in lengths)
     cache = tilewise.PagedKVCache(pages, 16, 2, dim, dtype=dtype, device="cuda")
     sequences = [cache.allocate() for _ in lengths]
     cache.append(*([draw(length, 2, dim) for length in lengths] for _ in range(2)))
@@ -81,12 +81,16 @@ def ragged(dim: int, backend: str) -> None:
     paged(dim, backend, lengths=[5 + 97 * n % 411 for n in range(24)], queries=8)
 
 
+def prefill(dim: int, backend: str) -> None:
+    paged(dim, backend, queries=130)
+
+
 def eight_bit(dim: int, backend: str) -> None:
     paged(dim, backend, dtype=torch.float8_e4m3fn)
 
 
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged", "ragged", "eight_bit"):
+    if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "slim":
         dense(192, backend, dim_v=128, causal=True)
@@ -127,6 +131,7 @@ CASES = {
         "cached",
         "paged",
         "ragged",
+        "prefill",
     ),
 }
 

@@ -51,6 +51,25 @@ CASES = {
     ),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_int64": Case(64, 64, extras=("packed", "int64")),
+    "cache_d64": Case(64, 64, options={"causal": True}, extras=("lengths",)),
+    "cache_d64_long": Case(64, 64, extras=("lengths",), heads=32, seqlen_q=4096, seqlen_k=4096),
+    "cache_d128": Case(128, 128, options={"causal": True}, extras=("lengths",)),
+    "cache_d128_packed": Case(
+        128, 128, options={"causal": True}, extras=("lengths", "packed_queries"), kv_heads=2
+    ),
+    "cache_d256": Case(256, 256, extras=("lengths",)),
+    "pages_of_8_d64": Case(64, 64, torch.float16, {"causal": True}, ("paged",), page_size=8),
+    "pages_of_16_d64": Case(64, 64, options={"causal": True}, extras=("paged",), kv_heads=2),
+    "pages_of_16_d64_long": Case(64, 64, extras=("paged",), heads=32, seqlen_q=4096),
+    "pages_of_256_d64": Case(64, 64, extras=("paged", "packed_queries"), page_size=256),
+    "pages_of_16_d128": Case(128, 128, options={"causal": True}, extras=("paged", "packed_queries")),
+    "pages_of_64_d128": Case(128, 128, options={"causal": True}, extras=("paged",), page_size=64),
+    "pages_of_128_d128": Case(128, 128, options={"causal": True}, extras=("paged",), page_size=128),
+    "pages_of_16_window_softcap_sinks": Case(
+        128, 128, options={"window_left": 128, "window_right": 0, "softcap": 20.0}, extras=("paged", "sinks")
+    ),
+    "pages_of_16_d192_128": Case(192, 128, options={"causal": True}, extras=("paged",)),
+    "pages_of_16_d256": Case(256, 256, extras=("paged",)),
     "few_queries": Case(128, 128, options={"causal": True}, heads=8, kv_heads=1, seqlen_q=4),
 }
 

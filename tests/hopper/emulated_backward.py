@@ -60,6 +60,11 @@ CASES = {
     "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
     "pieces_of_groups": (200, 600, 6, 2, 128, 64, {"softcap": 5.0}),
     "pieces_of_few_queries": (1, 400, 5, 1, 40, 40, {}),
+    # causal, the longest tiles in parts
+    "pieces_causal": (250, 250, 1, 1, 128, 128, {"causal": True}),
+    "pieces_causal_groups": (330, 260, 6, 1, 64, 40, {"causal": True}),
+    "pieces_causal_of_one_tile": (128, 100, 8, 1, 128, 128, {"causal": True, "softcap": 4.0}),
+    "pieces_of_more_queries": (500, 200, 3, 1, 64, 64, {"window_right": 30}),
     "packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
     "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
@@ -143,14 +148,15 @@ def prepare(
 def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
     """What attn_bwd_finish_kernel writes, and what it waits for."""
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *pieces = rest[3:]
-    *pieces, dim, dim_v, columns, block, is_early = pieces
+    *pieces, dim, dim_v, columns, block, is_early, in_parts = pieces
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
     assert num_tiles == slots * tiles_q
     claims, ends = turns[:num_tiles], turns[num_tiles:][: slots // group_size]
     key_tiles = key_tiles if first_tile is None else int(first_tile[-1])
     shares = torch.full_like(ends, key_tiles if is_early else 0)
     if pieces[2] is not None:
-        finish_keys(*pieces, key_tiles, num_heads // group_size, tiles_q * group_size, dim, dim_v, shares)
+        steps = 0 if in_parts else tiles_q * group_size
+        finish_keys(*pieces, key_tiles, num_heads // group_size, steps, dim, dim_v, shares)
     assert (ends == shares).all()
     sums.view(len(claims), -1)[claims == 0] = 0  # whoever comes first stores
     parts = in_rows(sums, 64)
@@ -165,20 +171,22 @@ def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *
 
 
 def finish_keys(
-    dk: Any, dv: Any, sums: Any, seqlen_k: int, whole: int, unit: int, key_tiles: int, kv_heads: int,
+    dk: Any, dv: Any, sums: Any, seqlen_k: int, border: int, unit: int, key_tiles: int, kv_heads: int,
     steps: int, dim: int, dim_v: int, shares: torch.Tensor,
 ) -> None:  # fmt: skip
-    """dK and dV of the tiles from `whole` on, from their pieces; a shared tile counts as its steps."""
-    columns = sums.shape[1] // 256
-    for number in range(whole, key_tiles * len(shares)):
-        slot, row = number // key_tiles, number % key_tiles * 128
-        shares[slot] += steps - 1
-        first = (number - whole) * steps
-        starts = {first, *(s for s in range(first, first + steps) if s % unit == 0)}
-        numbers = [start // unit + number - whole for start in sorted(starts)]
+    """dK and dV of shared tiles from their pieces: units of steps, or `unit` parts of the first tiles."""
+    columns, slots = sums.shape[1] // 256, len(shares)
+    for number in range(border, key_tiles * slots) if steps else range(border):
+        slot, tile = divmod(number, key_tiles) if steps else divmod(number, slots)[::-1]
+        numbers = list(range(number * unit, number * unit + unit))
+        if steps:
+            shares[slot] += steps - 1  # a shared tile counts as its steps
+            first = (number - border) * steps
+            starts = {first, *(s for s in range(first, first + steps) if s % unit == 0)}
+            numbers = [start // unit + number - border for start in sorted(starts)]
         parts = in_rows(sums[numbers].sum(0), columns).view(2, 2, 64, columns)  # NaN where nobody stored
         for part, (grad, width) in enumerate(((dk, dim), (dv, dim_v))):
-            here = grad[slot // kv_heads, row : min(row + 128, seqlen_k), slot % kv_heads]
+            here = grad[slot // kv_heads, tile * 128 : min(tile * 128 + 128, seqlen_k), slot % kv_heads]
             here.copy_(parts[:, part].reshape(128, columns)[: len(here), :width])
 
 

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "full": (3, 6, 2, 64, 64, None, 5, {}),
     "odd_sizes": (5, 3, 1, 80, 40, None, 4, {"causal": True}),
     "two_row_tiles": (16, 12, 2, 64, 64, None, 5, {"causal": True}),
+    "many_queries": (40, 4, 2, 64, 64, 16, 5, {"causal": True}),
     "pages_of_16": (2, 4, 2, 128, 128, 16, 4, {"causal": True}),
     "pages_of_8": (1, 4, 2, 64, 64, 8, 4, {"causal": True}),
     "one_sequence_in_pages": (2, 4, 2, 128, 128, 16, 5, {"causal": True, "lengths": [517]}),
@@ -76,8 +77,8 @@ def check(name: str) -> float:
     if options.pop("alibi", False):
         own["alibi_slopes"] = torch.rand(batch, heads)
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
-    assert decode_launch.supports(problem) is None and decode_launch.is_faster(problem) == is_dense
-    out, lse = launch.forward(problem, inputs)
+    assert decode_launch.supports(problem) is None
+    out, lse = decode_launch.forward(problem, inputs)
     visibility = problem.visibility()
     worst = 0.0
     for b, length in enumerate(all_lengths):

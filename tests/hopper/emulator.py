@@ -250,6 +250,7 @@ class Pointer:
 def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:
         return tile(p.base[p.offset].clone())
+    mask = torch.as_tensor(mask)
     return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
 
 
@@ -351,10 +352,11 @@ def run_grid(kernel: Any, num_programs: int, *args: Any) -> None:
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
-        tiled, other, order, first_tile, _, rows = launched.arguments
-        order.copy_(torch.argsort(other.diff(), descending=True, stable=True))
+        tiled, other, order, first_tile, batch, seqlen_q, rows, has_offsets = launched.arguments
+        order.copy_(torch.argsort(other.diff() if has_offsets else other, descending=True, stable=True))
+        lengths = torch.full((batch,), seqlen_q) if tiled is None else tiled.diff()
         first_tile[0] = 0
-        first_tile[1:] = ((tiled.diff()[order.long()] + rows - 1) // rows).cumsum(0)
+        first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
         return
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
     run_grid(launched.kernel, num_programs, *pointers)

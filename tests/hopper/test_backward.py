@@ -50,7 +50,7 @@ def test_tiles_that_blocks_share(dim: int, shape: tuple[int, int, int, int]):
     """Fewer tiles of keys than SMs, and a few more."""
     batch, seqlen, heads, kv_heads = shape
     q, k, v = (draw(seqlen + n, h, dim, batch) for n, h in ((0, heads), (40, kv_heads), (40, kv_heads)))
-    for options in ({}, {"softcap": 5.0}):
+    for options in ({}, {"causal": True}, {"softcap": 5.0}):
         check_attention(q, k, v, backend="hopper", **options)
 
 

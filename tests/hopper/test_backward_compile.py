@@ -23,7 +23,7 @@ AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_
 
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
     rows = compiled_by("compile_backward.py")
-    assert len({row["case"] for row in rows}) >= 18
+    assert len({row["case"] for row in rows}) >= 19
     assert {row["kernel"] for row in rows if row["is_early"]} == {"attn_bwd_finish_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
@@ -49,7 +49,8 @@ def test_a_section_holds_as_many_key_heads_with_groups_as_without(kv_heads: int)
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_blocks_share_the_tiles_of_the_last_round_where_that_saves_time(dim: int):
-    sms, shared = 132, []
+    sms = 132
+    shared: dict[str, list[int]] = {"full": [], "causal": []}
     for batch, heads, group, seqlen in itertools.product((1, 3), (1, 5, 16), (1, 4), (1, 100, 2000, 16384)):
         q, k = (
             torch.empty(batch, seqlen, n, dim, dtype=torch.bfloat16, device="meta")
@@ -59,13 +60,18 @@ def test_blocks_share_the_tiles_of_the_last_round_where_that_saves_time(dim: int
         for options in (Options(), Options(causal=True), Options(deterministic=True)):
             problem = describe(Inputs(q, k, k), options)
             division = divide(problem, backward_config(problem), sms)
-            assert division.whole + division.shared == tiles
             if not division.pieces:
+                assert division == (tiles, 0, 0, 0, 1)
                 continue
-            assert options == Options()
-            steps = group * -(-seqlen // backward_config(problem).BLOCK_M)
-            units = division.shared * steps / division.unit
-            assert division.whole % sms == 0 and division.shared < sms
-            assert units <= division.units < units + 1 and division.units <= sms
-            shared.append(tiles)
-    assert min(shared) < sms < max(shared)
+            counts = "causal" if options == Options(causal=True) else "full"
+            shared[counts].append(tiles)
+            border, unit = division.border, division.unit
+            assert options != Options(deterministic=True) and division.shared <= sms
+            assert division.pieces <= 2 * sms
+            if counts == "causal":
+                assert division.draws == tiles + border * (unit - 1) and border == division.shared
+                continue
+            units = division.shared * group * -(-seqlen // backward_config(problem).BLOCK_M) / unit
+            assert border % sms == 0 and border + division.shared == tiles
+            assert units <= division.draws - border < units + 1
+    assert min(shared["full"]) < sms < max(shared["full"]) and shared["causal"]

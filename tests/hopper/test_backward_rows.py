@@ -47,7 +47,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     counters = torch.cat([turns, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
         sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False,
+        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -66,35 +66,42 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
         torch.testing.assert_close(found[:, there], rows[:, here, :dim] * 0.5)
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(("block_d", "dim", "dim_v"), [(64, 64, 40), (128, 128, 104)])
-def test_keys_in_pieces(block_d: int, dim: int, dim_v: int):
-    """The last five of 12 tiles of keys, of 3 query tiles x 2 heads each, in units of 7, 2 and 6 steps."""
+def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
+    """Of 12 tiles of keys the last five, of 3 query tiles x 2 heads each, in units of 7, 2 and 6 steps.
+
+    Or the first seven, of all heads, in that many parts each.
+    """
     from tilewise.hopper import backward_rows
 
-    batch, kv_heads, group_size, tiles_q, key_tiles, whole, seqlen_k = 2, 2, 2, 3, 3, 7, 300
-    shared = batch * kv_heads * key_tiles - whole
+    batch, kv_heads, group_size, tiles_q, key_tiles, border, seqlen_k = 2, 2, 2, 3, 3, 7, 300
+    slots = batch * kv_heads
     steps = tiles_q * group_size
+    order = [divmod(n, key_tiles) for n in range(slots * key_tiles)]  # (slot, tile)
+    if in_parts:
+        order = [(n % slots, n // slots) for n in range(slots * key_tiles)]
+    shared = order[:border] if in_parts else order[border:]
     for unit in (7, 2, 6):
-        pieces = torch.full((-(-shared * steps // unit) + shared, 4, 64, block_d), math.nan)
-        exact = torch.zeros(shared, 4, 64, block_d)
-        for step in range(shared * steps):
-            if step % steps == 0 or step % unit == 0:
-                piece = torch.randn(4, 64, block_d)
-                pieces[step // unit + step // steps] = piece
-                exact[step // steps] += piece
+        pieces = torch.full((len(shared) * 7 + 10, 4, 64, block_d), math.nan)
+        exact = torch.zeros(len(shared), 4, 64, block_d)
+        for start in range(len(shared) * (unit if in_parts else steps)):
+            number = start if in_parts else start // unit + start // steps
+            if in_parts or start % steps == 0 or start % unit == 0:
+                pieces[number] = torch.randn(4, 64, block_d)
+                exact[start // (unit if in_parts else steps)] += pieces[number]
         sums = pieces.view(-1, 4, 4, 2, 8, block_d // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
         dk, dv = (torch.full((batch, seqlen_k, kv_heads, d), math.nan) for d in (dim, dim_v))
-        backward_rows.attn_bwd_finish_kernel[(shared * block_d // 4,)](
+        backward_rows.attn_bwd_finish_kernel[(len(shared) * block_d // 4,)](
             None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
-            key_tiles, 0, dk, dv, sums, seqlen_k, whole, unit, dim, dim_v, block_d, 64, False,
+            key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, dim, dim_v, block_d, 64, False, in_parts,
         )  # fmt: skip
-        for number in range(batch * kv_heads * key_tiles):
-            slot, row = divmod(number, key_tiles)
-            rows = min(128, seqlen_k - row * 128)
+        for slot, tile in order:
+            rows = min(128, seqlen_k - tile * 128)
             for part, grad in enumerate((dk, dv)):
-                found = grad[slot // kv_heads, row * 128 : row * 128 + rows, slot % kv_heads]
-                if number < whole:  # the main kernel's
+                found = grad[slot // kv_heads, tile * 128 : tile * 128 + rows, slot % kv_heads]
+                if (slot, tile) not in shared:  # the main kernel's
                     assert found.isnan().all()
                     continue
-                wanted = exact[number - whole].view(2, 2, 64, block_d)[:, part].reshape(128, block_d)
-                torch.testing.assert_close(found, wanted[:rows, : grad.shape[-1]])
+                wanted = exact[shared.index((slot, tile))].view(2, 2, 64, block_d)[:, part]
+                torch.testing.assert_close(found, wanted.reshape(128, block_d)[:rows, : grad.shape[-1]])

@@ -72,7 +72,7 @@ def check(
     return out, lse
 
 
-@pytest.mark.parametrize("queries", [1, 2, 5, 16])
+@pytest.mark.parametrize("queries", [1, 2, 5, 16, 40])
 @pytest.mark.parametrize("heads", [(8, 2), (9, 3), (4, 4), (64, 1)], ids=str)
 def test_queries_and_groups(queries: int, heads: tuple[int, int]):
     check(*cached(queries, heads, (128, 128)), causal=True)

@@ -8,16 +8,23 @@ import pytest
 import torch
 
 from tilewise.hopper import decode_launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise.problem import AttentionProblem, Inputs, Options, describe
 
 
-def cached(queries: int = 1, heads: int = 4, dim: int = 64, page_size: int | None = None, **extras: Any):
+def cached(
+    queries: int = 1,
+    heads: int = 4,
+    dim: int = 64,
+    page_size: int | None = None,
+    keys: int = 512,
+    **extras: Any,
+) -> AttentionProblem:
     q = torch.empty(2, queries, heads, dim, dtype=torch.bfloat16, device="meta")
-    lead = (2, 512) if page_size is None else (1024 // page_size, page_size)
+    lead = (2, keys) if page_size is None else (2 * keys // page_size, page_size)
     k, v = (torch.empty(*lead, 1, dim, dtype=torch.bfloat16, device="meta") for _ in range(2))
     lengths = torch.empty(2, dtype=torch.int32, device="meta")
     if page_size is not None:
-        extras["page_table"] = torch.empty(2, 512 // page_size, dtype=torch.int32, device="meta")
+        extras["page_table"] = torch.empty(2, keys // page_size, dtype=torch.int32, device="meta")
     return describe(Inputs(q, k, v, seqlens_k=lengths, **extras), Options(causal=True))
 
 
@@ -26,7 +33,6 @@ def test_what_is_served():
         assert decode_launch.supports(served) is None
     leftpad = torch.empty(2, dtype=torch.int32, device="meta")
     refused = {
-        "1 to 16 queries": cached(17),
         "head sizes to 128": cached(dim=256),
         "64 query heads": cached(heads=65),
         "left padding": cached(leftpad_k=leftpad),
@@ -34,6 +40,14 @@ def test_what_is_served():
     }
     for reason, problem in refused.items():
         assert reason in (decode_launch.supports(problem) or "")
+
+
+def test_more_queries_are_served_where_the_keys_are_worth_cutting():
+    """Else the forward kernel has tiles of queries enough for all processors, or too little to do."""
+    cases = ((16, 512), (17, 512), (17, 8192), (64, 8192), (2000, 8192))
+    assert {case: decode_launch.is_faster(cached(case[0], keys=case[1])) for case in cases} == {
+        (16, 512): True, (17, 512): False, (17, 8192): True, (64, 8192): True, (2000, 8192): False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("queries", [1, 4, 16])

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-CASES = {  # at least
+CASES = {  # at least so many
     "emulated_forward.py": 20,
+    "emulated_prefill.py": 20,
     "emulated_fp8.py": 16,
     "emulated_backward.py": 14,
     "emulated_decode.py": 15,

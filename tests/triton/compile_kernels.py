@@ -41,6 +41,7 @@ class Case:
     seqlen_q: int = 512
     seqlen_k: int = 512
     batch: int = 2
+    page_size: int = 16
 
 
 CASES = {
@@ -122,9 +123,12 @@ def case_inputs(case: Case) -> Inputs:
         lead = dict.fromkeys("qkv", (1024,))
         offsets = torch.int64 if "int64" in case.extras else torch.int32
         fields |= {f"cu_seqlens_{n}": make(3, dtype=offsets) for n in "qk"}
+    if "packed_queries" in case.extras:
+        lead["q"] = (1024,)
+        fields["cu_seqlens_q"] = make(case.batch + 1, dtype=torch.int32)
     if "paged" in case.extras:
-        lead |= dict.fromkeys("kv", (64, 16))
-        fields["page_table"] = make(case.batch, 32, dtype=torch.int32)
+        lead |= dict.fromkeys("kv", (1024 // case.page_size, case.page_size))
+        fields["page_table"] = make(case.batch, 512 // case.page_size, dtype=torch.int32)
     if "lengths" in case.extras or "paged" in case.extras:
         fields["seqlens_k"] = make(case.batch, dtype=torch.int32)
     if "mask" in case.extras:

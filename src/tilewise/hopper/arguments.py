@@ -24,11 +24,28 @@ class ForwardConfig:
     BLOCK_DV: int  # head size of V, filled up to a power of two
     LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `weigh`
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
-    IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
+    IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached
+    IS_CACHED: bool  # keys of a cache, of which each sequence has a number of its own
+    PAGE_SIZE: int  # 0: keys are not paged
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        """Whether tiles are numbered sequence by sequence, those with most keys first."""
+        return self.IS_PACKED or self.IS_CACHED
+
+    @property
+    def BOX_ROWS(self) -> int:
+        """Keys of one TMA copy: no more than a page has."""
+        return min(self.PAGE_SIZE or self.BLOCK_N, self.BLOCK_N)
+
+    @property
+    def BOXES(self) -> int:
+        """Boxes of a tile along its keys."""
+        return self.BLOCK_N // self.BOX_ROWS
 
     @property
     def IS_OVERLAPPED(self) -> bool:
@@ -68,6 +85,7 @@ class FP8Config:
 
     BLOCK_N: ClassVar[int] = 128  # keys that share a factor
     PACK: ClassVar[int] = 1
+    IS_CACHED: ClassVar[bool] = False
 
     WARPGROUPS: int
     STAGES: int
@@ -81,6 +99,10 @@ class FP8Config:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        return self.IS_PACKED
 
     @property
     def BLOCK_M(self) -> int:
@@ -116,18 +138,28 @@ class Packing(NamedTuple):
     first_tile: Any  # (batch + 1,) query tiles of one head before each sequence of `order`
 
 
+class Cache(NamedTuple):
+    """Where the keys of a cache's sequences lie. All None without a cache."""
+
+    seqlens_k: Any
+    page_table: Any  # (batch, pages); None: sequence b is entry b
+
+
 class Sizes(NamedTuple):
     """Integers that change from call to call, built inside a kernel."""
 
     batch: Any
-    seqlen_q: Any
-    seqlen_k: Any
+    seqlen_q: Any  # packed: of all sequences together
+    seqlen_k: Any  # cached: the most that a sequence may have
     group_size: Any  # query heads that share one key head
-    num_slots: Any  # (batch, head) pairs, or heads if packed; with PACK heads in one tile, that many fewer
-    num_tiles: Any  # query tiles of a slot; packed: not used
+    num_slots: Any  # (batch, head) pairs, or heads if ordered; with PACK heads in one tile, that many fewer
+    num_tiles: Any  # query tiles of a slot; ordered: not used
     section: Any  # slots whose keys and values stay in L2 together
     window_left: Any
     window_right: Any
+    rows_k: Any  # of a cache: rows from one entry, a sequence or a page, to the next
+    rows_v: Any
+    stride_page_table: Any
 
 
 @dataclass(frozen=True)

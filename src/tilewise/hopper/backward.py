@@ -18,7 +18,8 @@ from both. One query tile, a step, and the next:
 dQ of a query tile is summed in memory by the blocks that have its keys. Each tile has a counter, 0 at first:
 who adds 1 and finds 0 stores, and adds STORED once that is in memory; who finds less than STORED waits for
 it, then adds. Deterministic, the counter says whose turn it is. Another counter, one a key head, tells the
-next kernel when all of a head's dQ is there.
+next kernel when all of a head's dQ is there. Where tiles of keys don't fill the SMs evenly, several blocks
+share one: see `backward_pieces`.
 
 FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
 FlashAttention-3.
@@ -185,7 +186,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
     turn = 0
     use = 0  # query tiles so far
     last = 0  # the slot that the next step gives back
-    work, first_step = receive_piece(ch.work, turn)
+    work, start = receive_piece(ch.work, turn)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -193,7 +194,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        head, tile, steps, _ = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, _ = queries_of(start, work, tiles, sizes, pieces, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -223,13 +224,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
             last = slot
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
         last = key_slot(state)
-        if cfg.IS_SPLIT and first_step >= 0:
-            store_piece(W, first_step, dk * factors.scale, dv, sizes, pieces, cfg)
+        if cfg.IS_SPLIT and start >= 0:
+            store_piece(W, start, dk * factors.scale, dv, sizes, pieces, cfg)
         else:
             place = key_place(W, work, cfg)
             store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
         turn += 1
-        work, first_step = receive_piece(ch.work, turn)
+        work, start = receive_piece(ch.work, turn)
     fence_async_shared()
     signal(LEFT + W, use)
     await_signal(TAKEN + W, use)
@@ -257,10 +258,10 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
     Nobody writes zeros: the first to claim a query tile, or deterministic the first in turn, stores.
     """
     use = 0
-    work, first_step = receive_piece(ch.work, use, 1)
+    work, start = receive_piece(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
         scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
         if not cfg.IS_DETERMINISTIC:
             ticket = draw(turns + scratch, IS_ACQUIRE=True)
@@ -291,10 +292,10 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
                 gl.atomic_add(counter, STORED, sem="release")
         if cfg.ENDS_UNEVENLY:
             wait_for_writes()
-            share = gl.where(first_step < 0, 1, steps)  # a tile's pieces add up to all of its steps
+            share = gl.where(start < 0, 1, steps)  # a tile's pieces add up to all of its steps
             gl.atomic_add(slot_counter(turns, work, sizes, cfg), share, sem="release")
         use += 1
-        work, first_step = receive_piece(ch.work, use, 1)
+        work, start = receive_piece(ch.work, use, 1)
 
 
 @gluon.jit
@@ -317,13 +318,13 @@ def await_count(counter, least):
         now = gl.atomic_add(counter, 0, sem="acquire")
 
 
-@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "whole", "unit"])
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit"])
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    whole, unit, key_sums, cfg: gl.constexpr,
+    border, unit, key_sums, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Pieces`."""
     sizes = BackwardSizes(
@@ -332,7 +333,7 @@ def attn_bwd_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
-    pieces = Pieces(whole, unit, key_sums)
+    pieces = Pieces(border, unit, key_sums)
     if cfg.ENDS_UNEVENLY:
         start_next_kernel()  # its programs run on SMs that have nothing left to do
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)

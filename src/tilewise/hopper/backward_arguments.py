@@ -21,7 +21,7 @@ class BackwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
-    LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first
+    LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several blocks share a tile of keys: see backward_pieces
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
@@ -40,6 +40,16 @@ class BackwardConfig:
     def STAGGERED(self) -> bool:
         """Whether tiles of keys start at different queries."""
         return not (self.HAS_LEFT or self.HAS_RIGHT or self.IS_DETERMINISTIC)
+
+    @property
+    def IN_UNITS(self) -> bool:
+        """Whether shared tiles, of the same length, are cut into units of steps."""
+        return self.IS_SPLIT and not self.HAS_RIGHT
+
+    @property
+    def IN_PARTS(self) -> bool:
+        """Whether each is cut into the same number of parts."""
+        return self.IS_SPLIT and self.HAS_RIGHT
 
     @property
     def maxnreg(self) -> int:
@@ -63,28 +73,20 @@ class BackwardSizes(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How blocks divide tiles of keys; without units, each is one block's. See `backward_pieces`."""
+    """How blocks divide tiles of keys, see `backward_pieces`; without pieces each is one block's."""
 
-    whole: int  # tiles of one block
-    unit: int = 1  # steps of a block in the tiles that are shared
-    units: int = 0
+    draws: int  # units or parts, and whole tiles
     shared: int = 0  # tiles
-
-    @property
-    def draws(self) -> int:
-        return self.whole + self.units
-
-    @property
-    def pieces(self) -> int:
-        """At most; a piece is what a unit has of one tile."""
-        return self.units + self.shared
+    pieces: int = 0  # at most
+    border: int = 0  # of shared tiles and whole ones
+    unit: int = 1
 
 
 class Pieces(NamedTuple):
     """Which tiles of keys several blocks share, where IS_SPLIT: see `backward_pieces`."""
 
-    whole: Any  # tiles of keys before those
-    unit: Any  # steps of a block: query tiles, of all heads of a group
+    border: Any  # tiles of keys from this one on; causal, those before it
+    unit: Any  # steps of a block: query tiles, of all heads of a group; causal, parts of a tile
     sums: Any  # float32 (pieces, 2 warpgroups, dK and dV, 64 * BLOCK_D), in the order of registers
 
 

@@ -165,22 +165,58 @@ def scratch_shapes(
 
 @functools.lru_cache(maxsize=4096)
 def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
-    """Which tiles of keys blocks share: those of a last, incomplete round, if that saves time.
+    """Which tiles of keys blocks share, if that saves time: those of a last, incomplete round.
 
-    Only where all tiles take the same time. Causal or packed, short ones fill the last round, and a piece
-    might be empty; deterministic, keys take turns.
+    Causal, the longest ones where tiles are few. With a window none is long. Deterministic, keys take turns;
+    packed, the host does not know the lengths.
     """
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N) * problem.num_kv_heads * problem.batch
     query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
     steps, shared = query_tiles * problem.group_size, tiles % sms
+    if cfg.HAS_RIGHT:
+        return divide_causal(problem, cfg, sms)
     if problem.is_packed or not cfg.STAGGERED or steps * shared == 0:
         return Division(tiles)
     unit = -(-shared * steps // sms)
-    division = Division(tiles - shared, unit, -(-shared * steps // unit), shared)
+    units = -(-shared * steps // unit)
     # In steps, as measured: a unit stores twice. Pieces are stored and read in float32. The idle SMs of the
     # last round would have converted that much of dQ.
-    cost = 1 + division.pieces * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
-    return division if steps - unit > cost else Division(tiles)
+    cost = 1 + (units + shared) * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
+    whole = tiles - shared
+    return (
+        Division(whole + units, shared, units + shared, whole, unit)
+        if steps - unit > cost
+        else Division(tiles)
+    )
+
+
+def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
+    """Tiles in up to four parts each, if each SM has at most one; but whole if some part would be empty."""
+    slots = problem.num_kv_heads * problem.batch
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    visibility = problem.visibility()
+    query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
+    is_small = slots * tiles * query_tiles > 0 and slots * tiles <= sms and section(problem, slots) == slots
+    if not (is_plain and is_small):
+        return Division(tiles * slots)
+    ahead = problem.seqlen_k - problem.seqlen_q + (visibility.right or 0)  # keys that the first query sees
+    lengths = [
+        problem.group_size * max(1, query_tiles - max(0, key - ahead) // cfg.BLOCK_M)
+        for key in range(0, tiles * cfg.BLOCK_N, cfg.BLOCK_N)
+    ]
+    shared = {n: slots * sum(length >= n for length in lengths) for n in range(1, 5)}
+
+    def time(parts: int) -> float:
+        """In steps, as measured: the longest part or an SM's share, and the ends of all parts."""
+        longest = max(lengths[0] / parts, slots * sum(lengths) / sms)
+        return longest + shared[parts] * parts * cfg.BLOCK_D / 3200 if parts > 1 else lengths[0]
+
+    parts = min(range(1, min(4, lengths[0], 2 * sms // (slots * tiles)) + 1), key=time)
+    if parts == 1:
+        return Division(tiles * slots)
+    long = shared[parts]
+    return Division(tiles * slots + long * (parts - 1), long, long * parts, long, parts)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
@@ -217,7 +253,7 @@ def main_launch(
         *(turns, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
-        *Pieces(division.whole, division.unit, key_sums),
+        *Pieces(division.border, division.unit, key_sums),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
@@ -268,11 +304,12 @@ def finish_launch(
     key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     num_tiles = query_slots(problem) * tiles_q
     heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
-    pieces = (dk, dv, key_sums, problem.seqlen_k, division.whole, division.unit)
+    pieces = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
     arguments = (
         *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
         *(tiles_q, *heads, key_tiles, num_tiles, *pieces),
-        *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M, cfg.ENDS_UNEVENLY),
+        *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
+        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
     )
     programs = sums.numel() // CHUNK
     if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns

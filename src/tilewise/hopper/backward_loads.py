@@ -14,7 +14,7 @@ from tilewise.hopper.backward_pieces import count_indices, first_index, locate_p
 from tilewise.hopper.backward_ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
-from tilewise.hopper.forward import coords
+from tilewise.hopper.key_loads import coords
 from tilewise.hopper.schedule import finish, make_work_ring, send
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
@@ -120,10 +120,10 @@ def load_role(
     turn = 0  # tiles of keys so far
     state = 0 * index + FIRST_STATE
     while index < num_work:
-        work, first_step = locate_piece(index, sizes, packing, pieces, cfg)
-        send(ch.work, turn, work, first_step)
+        work, start = locate_piece(index, sizes, packing, pieces, cfg)
+        send(ch.work, turn, work, start)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(first_step, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
         first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)

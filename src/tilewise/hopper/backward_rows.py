@@ -75,13 +75,13 @@ def attn_bwd_prepare_kernel(
 FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
 
 
-@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "whole", "unit"])
+@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit"])
 def attn_bwd_finish_kernel(
     sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
-    dk, dv, key_sums_ptr, seqlen_k, whole, unit,
+    dk, dv, key_sums_ptr, seqlen_k, border, unit,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    IS_EARLY: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ, and dK and dV of keys that several blocks share; num_tiles query tiles, key_tiles of a key head.
 
@@ -100,7 +100,7 @@ def attn_bwd_finish_kernel(
                 key_tiles = tl.load(first_tile_ptr + batch)
             shares = key_tiles
             if key_sums_ptr is not None:  # a tile that is shared counts as its steps
-                shared = (slot // group_size + 1) * key_tiles - whole
+                shared = (slot // group_size + 1) * key_tiles - border
                 shared = tl.minimum(tl.maximum(shared, 0), key_tiles)
                 shares += shared * (tiles_q * group_size - 1)
             prefetch(sums_ptr + program.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
@@ -112,23 +112,9 @@ def attn_bwd_finish_kernel(
         if IS_EARLY:
             tl.extra.cuda.gdc_wait()
         number = program - num_tiles * PARTS
-        kv_heads = num_heads // group_size
-        steps = tiles_q * group_size
-        finish_keys(
-            key_sums_ptr,
-            dk,
-            dv,
-            number,
-            kv_heads,
-            seqlen_k,
-            key_tiles,
-            whole,
-            unit,
-            steps,
-            DIM,
-            DIM_V,
-            BLOCK_D,
-        )
+        places = (num_heads // group_size, batch, seqlen_k, key_tiles)
+        pieces = (border, unit, tiles_q * group_size)
+        finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
     if IS_EARLY and program == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
 
@@ -156,32 +142,34 @@ def finish_queries(
 
 @triton.jit
 def finish_keys(
-    sums_ptr, dk, dv, number, kv_heads, seqlen_k, key_tiles, whole, unit, steps,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    sums_ptr, dk, dv, number, kv_heads, batch, seqlen_k, key_tiles, border, unit, steps,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dK or dV of 64 keys, 16 columns: the sum of a tile's pieces; see `backward_pieces`."""
     CHUNKS: tl.constexpr = BLOCK_D // 16
-    part = number // CHUNKS % 2
-    shared = number // (4 * CHUNKS)
-    first = shared * steps // unit + shared
-    last = ((shared + 1) * steps - 1) // unit + shared
-    offset = number % (4 * CHUNKS) * 1024 + tl.arange(0, 1024)
+    shared, chunk = number // (4 * CHUNKS), number % (4 * CHUNKS)
+    if IN_PARTS:  # the first tiles of all heads
+        slot, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
+        first, last = shared * unit, shared * unit + unit - 1
+    else:
+        slot, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
+        first, last = shared * steps // unit + shared, ((shared + 1) * steps - 1) // unit + shared
     x = tl.zeros((1024,), tl.float32)
     for piece in range(first, last + 1, 8):
         pieces = piece + tl.arange(0, 8)
-        ptrs = sums_ptr + pieces.to(tl.int64)[:, None] * (256 * BLOCK_D) + offset[None, :]
+        ptrs = sums_ptr + pieces.to(tl.int64)[:, None] * (256 * BLOCK_D)
+        ptrs += chunk * 1024 + tl.arange(0, 1024)[None, :]
         x += tl.sum(tl.load(ptrs, mask=(pieces <= last)[:, None], other=0.0), 0)
     x = in_rows(x, 16)
-    slot, tile = (whole + shared) // key_tiles, (whole + shared) % key_tiles
-    key = tile * 128 + number // (2 * CHUNKS) % 2 * 64 + tl.arange(0, 64)
-    row = ((slot // kv_heads).to(tl.int64) * seqlen_k + key) * kv_heads + slot % kv_heads
-    col = number % CHUNKS * 16 + tl.arange(0, 16)
-    exists = (key < seqlen_k)[:, None]
-    if part == 0:
-        ptrs = dk + row[:, None] * DIM + col[None, :]
+    keys = tile * 128 + chunk // (2 * CHUNKS) * 64 + tl.arange(0, 64)
+    rows = ((slot // kv_heads).to(tl.int64) * seqlen_k + keys) * kv_heads + slot % kv_heads
+    col = chunk % CHUNKS * 16 + tl.arange(0, 16)
+    exists = (keys < seqlen_k)[:, None]
+    if chunk // CHUNKS % 2 == 0:
+        ptrs = dk + rows[:, None] * DIM + col[None, :]
         tl.store(ptrs, x.to(dk.dtype.element_ty), mask=exists & (col < DIM)[None, :])
     else:
-        ptrs = dv + row[:, None] * DIM_V + col[None, :]
+        ptrs = dv + rows[:, None] * DIM_V + col[None, :]
         tl.store(ptrs, x.to(dv.dtype.element_ty), mask=exists & (col < DIM_V)[None, :])
 
 
@@ -195,10 +183,15 @@ def in_rows(x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def await_count(counter, least):
-    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started."""
+    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started.
+
+    In between it sleeps, up to 8 us. Where tiles are few, thousands of warps wait for as long as the main
+    kernel runs, and all asking at once they made that take twice as long.
+    """
     while tl.atomic_add(counter, 0, sem="acquire") < least:
         while tl.load(counter, volatile=True) < least:
-            pass
+            SLEEP: tl.constexpr = "nanosleep.u32 4000; mov.b32 $0, $1;"
+            tl.inline_asm_elementwise(SLEEP, "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import coords
+from tilewise.hopper.key_loads import coords
 from tilewise.hopper.layouts import accumulator_layout, operand_layout
 from tilewise.hopper.products import (
     accumulate_parts,
@@ -63,7 +63,7 @@ class Channels:
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
-    num_work = count_work(sizes, packing, cfg)
+    num_work = count_work(sizes, packing)
     index = gl.program_id(0)
     turn = 0
     use = 0  # query tiles so far

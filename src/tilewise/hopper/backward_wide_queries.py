@@ -20,7 +20,7 @@ from tilewise.hopper.compat import (
     wait_for_stores,
     warpgroup_mma_wait,
 )
-from tilewise.hopper.forward import coords
+from tilewise.hopper.key_loads import coords
 from tilewise.hopper.layouts import operand_layout, row_layout
 from tilewise.hopper.products import (
     accumulate_parts,
@@ -82,7 +82,7 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
-    num_work = count_work(sizes, packing, cfg) * sizes.group_size
+    num_work = count_work(sizes, packing) * sizes.group_size
     index = gl.program_id(0)
     turn = 0
     use = 0  # key tiles so far

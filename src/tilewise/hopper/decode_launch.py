@@ -12,7 +12,8 @@ from tilewise.hopper.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
 
-MAX_QUERIES = 16
+FEW_QUERIES = 16  # of a cache
+SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
@@ -27,16 +28,14 @@ GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 byt
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """None if the decoding kernels serve the problem, of which the other kernels' reasons are known."""
-    if problem.is_packed or not 0 < problem.seqlen_q <= MAX_QUERIES:
-        return f"takes caches for 1 to {MAX_QUERIES} queries a sequence only"
+    """None if the decoding kernels can do the problem, of which the other kernels' reasons are known."""
+    if problem.is_packed or problem.seqlen_q == 0:
+        return "takes the same number of queries of each sequence, not packed ones"
     if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and (
-        problem.page_size < 8 or problem.page_size & (problem.page_size - 1)
-    ):
+    if problem.page_size is not None and not can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
@@ -44,9 +43,27 @@ def supports(problem: AttentionProblem) -> str | None:
     return "takes neither a mask nor a bias" if has_tensors or problem.dropout_p > 0 else None
 
 
+def can_load_pages(page_size: int) -> bool:
+    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
+    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
+
+
+def has_few_queries(problem: AttentionProblem) -> bool:
+    return not problem.is_packed and problem.seqlen_q <= FEW_QUERIES
+
+
+@functools.lru_cache(maxsize=4096)
 def is_faster(problem: AttentionProblem) -> bool:
-    """Whether the keys of a problem without a cache are better split, too: few queries, many keys."""
-    return problem.seqlen_k >= MANY_KEYS and supports(problem) is None
+    """Whether many keys are better cut, since queries are few or their tiles too few for all processors."""
+    if supports(problem) is not None:
+        return False
+    if has_few_queries(problem):
+        return problem.is_cached or problem.seqlen_k >= MANY_KEYS
+    # a block of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
+    cfg = decode_config(problem)
+    slots = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
+    idle = slots - problem.batch * segments(problem, cfg)
+    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * slots
 
 
 def forward(
@@ -88,7 +105,12 @@ def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
     from tilewise.hopper.launch import tma_ready
 
     t = tma_ready(t)
-    return t if t.shape[0] == 1 or t.stride(0) % (rows * t.stride(1)) == 0 else t.contiguous()
+    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row to the next; of entries of one row any that TMA can take."""
+    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
 
 
 def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
@@ -168,13 +190,16 @@ def _sizes(
         stride_q_head=0 if query is None else query.stride(2),
         stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
         stride_page_table=0 if table is None else table.shape[1],
-        rows_k=_rows_per_entry(key),
-        rows_v=_rows_per_entry(value),
+        rows_k=rows_per_entry(key),
+        rows_v=rows_per_entry(value),
     )
 
 
-def _rows_per_entry(t: Tensor | None) -> int:
-    return 0 if t is None or t.shape[0] == 1 else t.stride(0) // t.stride(1)
+def rows_per_entry(t: Tensor | None) -> int:
+    """Rows from one sequence, or page, to the next."""
+    if t is None:
+        return 0
+    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
 def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
@@ -200,7 +225,7 @@ def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     assert t is not None
     pages, rows, heads, dim = t.shape
     row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
-    groups = ((pages - 1) * _rows_per_entry(t) + rows) // GROUP_ROWS
+    groups = ((pages - 1) * rows_per_entry(t) + rows) // GROUP_ROWS
     shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
     strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
     block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]

@@ -16,7 +16,7 @@ exponentials the others have the tensor cores. Where two blocks share an SM, tha
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.hopper.arguments import Packing, Sizes
+from tilewise.hopper.arguments import Cache, Packing, Sizes
 from tilewise.hopper.channel import Ring, make_tile_ring
 from tilewise.hopper.compat import (
     aggregate,
@@ -30,6 +30,7 @@ from tilewise.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.hopper.key_loads import coords, key_place, load_keys, make_key_ring, read_pages
 from tilewise.hopper.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.hopper.products import product_of_parts
 from tilewise.hopper.ranges import hide_left, hide_right, key_tiles, unvisited, visited
@@ -49,20 +50,6 @@ from tilewise.hopper.softmax import (
 )
 
 
-@gluon.jit
-def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
-    """TMA coordinates of rows from `row` on of one sequence; rows past its end are zeros, or not stored.
-
-    A packed tensor's descriptor has two more dimensions, whose strides cancel to (start + row) while their
-    bound stops at the sequence's end: 2^30 * (2^34 - stride) + (start + length) * stride wraps around.
-    """
-    if IS_PACKED:
-        place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
-    else:
-        place = (batch, row, head, 0)  # type: ignore[assignment]
-    return place
-
-
 @aggregate
 class Rings:
     """What the load role hands to the mma roles."""
@@ -76,37 +63,40 @@ class Rings:
 
 
 @gluon.jit
-def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.constexpr):
+def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg: gl.constexpr):
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
-    num_work = count_work(sizes, packing, cfg)
+    num_work = count_work(sizes, packing)
     index = gl.program_id(0)
     older, newer = 0 * index - 1, 0 * index - 1  # works of the two turns before this one; -1: did not fail
     use = 0  # of the K and V rings
     turn = 0  # tiles of queries so far
     current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
     while current >= 0:
-        work = locate(current, sizes, packing, cfg)
+        work = locate(current, sizes, packing, cache, cfg)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         left = tiles.end - tiles.begin - 1
-        k_coords = key_coords(work, visited(tiles, left, cfg), head_k, cfg)
-        rings.k.load(use, k_desc, k_coords, cfg.PARTS)
+        j = visited(tiles, left, cfg)
+        k_place = key_place(j, read_pages(j, work, sizes, cache, cfg), work, head_k, cfg)
+        pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+        load_keys(rings.k, use, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
         send(rings.work, turn, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
             row = work.row + w * ROWS
             q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
             rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
         while left > 0:
-            v_coords = k_coords
+            v_place = k_place
             left -= 1
-            k_coords = key_coords(work, visited(tiles, left, cfg), head_k, cfg)
-            rings.k.load(use + 1, k_desc, k_coords, cfg.PARTS)
-            rings.v.load(use, v_desc, v_coords, 1)
+            k_place = key_place(visited(tiles, left, cfg), pages, work, head_k, cfg)
+            pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+            load_keys(rings.k, use + 1, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
+            load_keys(rings.v, use, v_desc, v_place, work, head_k, sizes.rows_v, 1, cfg)
             use += 1
         ticket = draw(counter, is_exact == 0)  # as late as possible, but answered while V waits for its slot
-        rings.v.load(use, v_desc, k_coords, 1)
+        load_keys(rings.v, use, v_desc, k_place, work, head_k, sizes.rows_v, 1, cfg)
         use += 1
         turn += 1
         older = gl.where(current == newer, -1, newer)
@@ -142,12 +132,6 @@ def has_failed(index, rings, turn, cfg: gl.constexpr):
             flags = rings.failures.index(turn % 2 * WARPGROUPS + w).load(layout)
             result = gl.maximum(result, gl.max(flags, 0))
     return result
-
-
-@gluon.jit
-def key_coords(work, j, head_k, cfg: gl.constexpr):
-    """TMA coordinates of key tile j."""
-    return coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head_k, work.batch, cfg.IS_PACKED)
 
 
 @gluon.jit
@@ -328,7 +312,8 @@ def store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     if cfg.IS_PACKED:
         ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
     else:
-        num_heads = sizes.num_slots // sizes.batch * cfg.PACK
+        slots = sizes.num_slots if cfg.IS_CACHED else sizes.num_slots // sizes.batch
+        num_heads = slots * cfg.PACK
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
     return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
@@ -344,19 +329,22 @@ def store_block(o_desc, smem_o, row, work, cfg: gl.constexpr):
 @gluon.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    seqlens_k, page_table,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    rows_k, rows_v, stride_page_table, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
     sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+        rows_k, rows_v, stride_page_table,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    cache = Cache(seqlens_k, page_table)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
-    k_ring = make_tile_ring(k_desc, cfg.STAGES, cfg.PARTS, N)
-    v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
+    k_ring = make_key_ring(k_desc, cfg.PART_WIDTH, cfg.PARTS, cfg)
+    v_ring = make_key_ring(v_desc, cfg.BLOCK_DV, 1, cfg)
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
@@ -367,7 +355,7 @@ def attn_fwd_kernel(
             [
                 (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
                 (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 1],
             [MMA_REGISTERS, LOAD_REGISTERS],
@@ -379,7 +367,7 @@ def attn_fwd_kernel(
                 (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
                 (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
                 (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 4, 4, 1],
             [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS],

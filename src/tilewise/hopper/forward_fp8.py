@@ -90,12 +90,12 @@ def first_slot(start, batch, seqlen, IS_PACKED: gl.constexpr):
 def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg: gl.constexpr):
     """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
-    num_work = count_work(sizes, packing, cfg)
+    num_work = count_work(sizes, packing)
     index = gl.program_id(0)
     use = 0  # of the K and V rings
     turn = 0  # tiles of queries so far
     while index < num_work:
-        work = locate(index, sizes, packing, cfg)
+        work = locate(index, sizes, packing, None, cfg)
         tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         row_q = SLOT * first_slot(work.start_q, work.batch, work.seqlen_q, cfg.IS_PACKED) + work.row
@@ -313,12 +313,13 @@ def attn_fwd_fp8_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     q_factors, k_factors, v_factors, slots_q, slots_k,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    rows_k, rows_v, stride_page_table, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is an FP8Config, the integers are those of `Sizes`."""
     sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right
-    )
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+        rows_k, rows_v, stride_page_table,
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     scales = Scales(q_factors, k_factors, v_factors, slots_q, slots_k)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)

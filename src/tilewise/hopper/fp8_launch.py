@@ -157,6 +157,9 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         section=group * launch.section_size(num_slots // group, fitting),
         window_left=launch.edge(visibility.left),
         window_right=launch.edge(visibility.right),
+        rows_k=0,
+        rows_v=0,
+        stride_page_table=0,
     )
     scale, two_over_softcap, softcap = launch.factors(problem)
     unrotated = 1 / cfg.HEAD_DIM if is_rotated else 1.0  # H H^T is HEAD_DIM times the identity

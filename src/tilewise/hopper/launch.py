@@ -27,6 +27,7 @@ LOG2_E = math.log2(math.e)
 SECTION_BYTES = 16 << 20
 
 MAX_HEAD_DIM = 256
+BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 
@@ -56,22 +57,22 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
-    if _has_cache(problem):
+    if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
+    if problem.page_size is not None and not decode_launch.can_load_pages(problem.page_size):
+        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     lacking = {
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
         "ALiBi slopes": problem.has_alibi,
         "dropout": problem.dropout_p > 0,
+        "left padding": problem.has_leftpad,
+        "8-bit pages": problem.is_quantized,
     }
     for feature, is_present in lacking.items():
         if is_present:
             return f"does not take {feature}"
     return None
-
-
-def _has_cache(problem: AttentionProblem) -> bool:
-    return problem.is_cached or problem.is_paged
 
 
 def backward(
@@ -98,19 +99,25 @@ def forward(
         from tilewise.hopper import fp8_launch
 
         return fp8_launch.forward(problem, inputs)
-    if config is None and (_has_cache(problem) or decode_launch.is_faster(problem)):
+    if config is None and decode_launch.is_faster(problem):
         return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
-    query, key, value = (tma_ready(t) for t in inputs[:3])
+    ready = decode_launch.keys_ready if problem.is_cached else tma_ready
+    query, key, value = tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
     rows = query.shape[:-2]
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
     lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
-    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    ordered = order_sequences(problem, *cu_seqlens, cfg.BLOCK_M // cfg.PACK)
+    cu_q, cu_k, lengths, table, sinks = (
+        None if t is None else t.contiguous()
+        for t in (
+            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqlens_k, inputs.page_table, inputs.sinks,
+        )
+    )  # fmt: skip
+    ordered = order_sequences(problem, cu_q, cu_k if lengths is None else lengths, cfg.BLOCK_M // cfg.PACK)
+    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
     fresh = (out, lse, *ordered, scheduler_counter(query.device))
-    run(_forward_launch, problem, (query, key, value, sinks, *cu_seqlens), cfg, fresh=fresh)
+    run(_forward_launch, problem, tensors, cfg, fresh=fresh)
     return out, lse
 
 
@@ -123,7 +130,7 @@ def repeatable(
     """
     if any(tma_ready(t) is not t for t in inputs[:3]) or problem.precision == "fp8":
         return None
-    query, none = inputs.query, (None, None, None)
+    query, none = inputs.query, (None,) * 5
     fresh = (query, query, None, None, query)
     plan = find(_forward_launch, problem, (*inputs[:3], *none), forward_config(problem), fresh=fresh)
     if plan is None:
@@ -138,59 +145,82 @@ def repeatable(
 def order_sequences(
     problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Packed: those with most to do first, and the tiles of `rows` of the tiled side before each."""
-    if tiled is None:
+    """Those with most to do first, and the tiles of `rows` of the tiled side before each; None if dense.
+
+    Args:
+        tiled: offsets; None with a cache: as many queries each.
+        other: offsets; of a cache lengths.
+    """
+    if other is None:
         return None, None
-    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=tiled.device)
+    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=other.device)
     order, first_tile = table[: problem.batch], table[problem.batch :]
-    run(_order_launch, problem, (tiled, other), rows, fresh=(order, first_tile))
+    run(_order_launch, problem, (other, tiled), rows, fresh=(order, first_tile))
     return order, first_tile
 
 
 def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
-    """Packed sequences by falling length of the second side, and the tiles of the first before each."""
     from tilewise.hopper.schedule import order_sequences_kernel
 
-    return Launch(order_sequences_kernel, 1, (*tensors, problem.batch, rows), num_warps=4)
+    other, tiled, *fresh = tensors
+    numbers = (problem.batch, problem.seqlen_q, rows, not problem.is_cached)
+    return Launch(order_sequences_kernel, 1, (tiled, other, *fresh, *numbers), num_warps=4)
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
     from tilewise.hopper.forward import attn_fwd_kernel
 
-    query, key, value, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors
+    query, key, value, sinks, cu_q, cu_k, *cache, out, lse, order, first_tile, counter = tensors
     assert query is not None
+    sizes = _sizes(problem, cfg, query, key, value, cache[1])
+    rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.PART_WIDTH if cfg.BOXES == 1 else BOX_COLUMNS
+    width_v = cfg.BLOCK_DV if cfg.BOXES == 1 else BOX_COLUMNS
+    arguments = (
+        descriptor(query, (*rows, cfg.PART_WIDTH), problem.is_packed),
+        descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
+        descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
+        descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
+        *(lse, sinks, cu_q, cu_k, order, first_tile, counter, *cache),
+        *sizes,
+        *factors(problem),
+        cfg,
+    )
+    tiles = (
+        query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
+    )
+    slots = sizes.num_slots * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
+    programs = min(num_sms(query.device.index) * cfg.BLOCKS_PER_SM, tiles * slots)
+    return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def _sizes(
+    problem: AttentionProblem,
+    cfg: ForwardConfig,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    table: Tensor | None,
+) -> Sizes:
     visibility = problem.visibility()
     positions = cfg.BLOCK_M // cfg.PACK
-    num_slots = problem.num_heads // cfg.PACK * (1 if problem.is_packed else problem.batch)
-    num_tiles = -(-problem.seqlen_q // positions)
-    bound = query.shape[0] // positions + problem.batch if problem.is_packed else num_tiles
+    num_slots = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
     read_together = min(problem.seqlen_k, window_size(problem) + positions)  # keys of a tile of queries
     key_bytes = 2 * read_together * (problem.head_dim + problem.head_dim_v)
     slots_a_key = max(1, problem.group_size // cfg.PACK)
-    sizes = Sizes(
+    return Sizes(
         batch=problem.batch,
         seqlen_q=query.shape[0] if problem.is_packed else problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
         num_slots=num_slots,
-        num_tiles=num_tiles,
+        num_tiles=-(-problem.seqlen_q // positions),
         section=slots_a_key * section_size(num_slots // slots_a_key, max(1, SECTION_BYTES // key_bytes)),
         window_left=edge(visibility.left),
         window_right=edge(visibility.right),
+        rows_k=decode_launch.rows_per_entry(key) if cfg.IS_CACHED else 0,
+        rows_v=decode_launch.rows_per_entry(value) if cfg.IS_CACHED else 0,
+        stride_page_table=0 if table is None else table.shape[1],
     )
-    rows = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK)
-    arguments = (
-        descriptor(query, (*rows, cfg.PART_WIDTH), problem.is_packed),
-        descriptor(key, (cfg.BLOCK_N, 1, cfg.PART_WIDTH), problem.is_packed),
-        descriptor(value, (cfg.BLOCK_N, 1, cfg.BLOCK_DV), problem.is_packed),
-        descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, sinks, *cu_seqlens, order, first_tile, counter),
-        *sizes,
-        *factors(problem),
-        cfg,
-    )
-    programs = min(num_sms(query.device.index) * cfg.BLOCKS_PER_SM, bound * num_slots)
-    return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
 def edge(bound: int | None) -> int:
@@ -219,13 +249,17 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     block_n, warpgroups, stages, q_slots, registers, blocks = _tile(problem, block_dv)
+    producer_registers = 24
+    if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
+        wide = (232, 40) if block_n == 128 else (224, 56)
+        registers, producer_registers = wide if registers == 240 else (registers, 32)
     return ForwardConfig(
         BLOCK_N=block_n,
         WARPGROUPS=warpgroups,
         STAGES=stages,
         Q_SLOTS=q_slots,
         CONSUMER_REGISTERS=registers,
-        PRODUCER_REGISTERS=24,
+        PRODUCER_REGISTERS=producer_registers,
         BLOCKS_PER_SM=blocks,
         PARTS=-(-problem.head_dim // width),
         PART_WIDTH=width,
@@ -233,6 +267,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
+        IS_CACHED=problem.is_cached,
+        PAGE_SIZE=problem.page_size or 0,
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
@@ -268,10 +304,11 @@ def window_size(problem: AttentionProblem) -> int:
 
 
 def _pack(problem: AttentionProblem) -> int:
-    """Query heads that share a tile: all of a key head's where queries are too few to fill one."""
+    """Query heads that share a tile: all of a key head's where queries may be too few to fill one."""
     group = problem.group_size
     fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
-    return group if fits and problem.seqlen_q <= WARPGROUP_ROWS else 1
+    may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
+    return group if fits and may_be_few else 1
 
 
 def tma_ready(t: Tensor) -> Tensor:
@@ -286,18 +323,20 @@ def _is_addressable(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in used)
 
 
-def descriptor(t: Tensor | None, block: tuple[int, int, int], is_packed: bool) -> Any:
+def descriptor(t: Tensor | None, block: tuple[int, int, int], is_bounded: bool) -> Any:
     """TMA descriptor of (batch, rows, heads, dim) in blocks of (rows, heads, dim).
 
-    Packed (rows, heads, dim): two more dimensions bound each sequence, see `hopper.forward.coords`.
+    Packed (rows, heads, dim), and all rows of a cache's entries: two more dimensions bound each sequence, see
+    `hopper.key_loads.coords`.
     """
     from tilewise.hopper.compat import TensorDescriptor
 
     assert t is not None
     strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
     strides[-1] = 1
-    if is_packed:
-        shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[1:]]
+    if is_bounded:
+        strides = strides[-3:]
+        shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[-2:]]
         strides = [(1 << 34) - strides[0], strides[0], *strides]
         block_shape = [1, 1, *block]
     else:

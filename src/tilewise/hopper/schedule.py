@@ -16,7 +16,7 @@ class Work:
 
     row: gl.tensor
     head: gl.tensor  # first query head of the tile; of a tile of keys its key head
-    batch: gl.tensor  # of a dense tensor; packed: the sequence
+    batch: gl.tensor  # of a dense tensor; of packed sequences or a cache the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
     start_k: gl.tensor
@@ -44,12 +44,12 @@ def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
 
 
 @gluon.jit
-def count_work(sizes, packing, cfg: gl.constexpr):
-    """Tiles of all slots; of packed sequences as many as `order_sequences_kernel` has counted."""
-    if cfg.IS_PACKED:
-        num_tiles = gl.load(packing.first_tile + sizes.batch)
-    else:
+def count_work(sizes, packing):
+    """Tiles of all slots; of ordered sequences as many as `order_sequences_kernel` has counted."""
+    if packing.first_tile is None:
         num_tiles = sizes.num_tiles
+    else:
+        num_tiles = gl.load(packing.first_tile + sizes.batch)
     return num_tiles * sizes.num_slots
 
 
@@ -75,28 +75,41 @@ def length_of(cu_seqlens, i, batch):
 
 
 @gluon.jit
+def tiles_of(cu_seqlens, seqlen, i, batch, BLOCK_POSITIONS: gl.constexpr):
+    """Tiles of sequence i, 0 past the last; without offsets all are of one length."""
+    if cu_seqlens is None:
+        length = gl.where(i < batch, seqlen, 0)
+    else:
+        length = length_of(cu_seqlens, i, batch)
+    return (length + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+
+
+@gluon.jit
 def order_sequences_kernel(
     cu_seqlens_q,
-    cu_seqlens_k,
+    seqlens_k,
     order,
     first_tile,
     batch,
+    seqlen_q,
     BLOCK_POSITIONS: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
 ):
-    """Packed sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
+    """Sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
 
+    seqlens_k: offsets of packed keys, or the lengths themselves.
     One program counts, for each sequence, which others come before it: a sort without moving anything.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
     for i0 in range(0, batch, 128):
         i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
-        length_i = length_of(cu_seqlens_k, i, batch)
+        length_i = keys_of(seqlens_k, i, batch, HAS_OFFSETS)
         rank = 0 * i
         first = 0 * i
         for j0 in range(0, batch, 32):
             j = j0 + gl.arange(0, 32, gl.SliceLayout(0, layout))
-            length_j = length_of(cu_seqlens_k, j, batch)
-            tiles_j = (length_of(cu_seqlens_q, j, batch) + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+            length_j = keys_of(seqlens_k, j, batch, HAS_OFFSETS)
+            tiles_j = tiles_of(cu_seqlens_q, seqlen_q, j, batch, BLOCK_POSITIONS)
             is_longer = length_j[None, :] > length_i[:, None]
             is_tie = (length_j[None, :] == length_i[:, None]) & (j[None, :] < i[:, None])
             is_before = (is_longer | is_tie) & (j < batch)[None, :]
@@ -105,32 +118,70 @@ def order_sequences_kernel(
         gl.store(order + rank, i, mask=i < batch)
         gl.store(first_tile + rank, first, mask=i < batch)
         # the sequence that comes last also knows the total
-        total = first + (length_of(cu_seqlens_q, i, batch) + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+        total = first + tiles_of(cu_seqlens_q, seqlen_q, i, batch, BLOCK_POSITIONS)
         gl.store(first_tile + batch + 0 * i, total, mask=rank == batch - 1)
+
+
+@gluon.jit
+def keys_of(seqlens_k, i, batch, HAS_OFFSETS: gl.constexpr):
+    """Keys of sequence i, 0 past the last."""
+    if HAS_OFFSETS:
+        length = length_of(seqlens_k, i, batch)
+    else:
+        length = gl.load(seqlens_k + i, mask=i < batch, other=0).to(gl.int32)
+    return length
 
 
 @gluon.jit
 def packed_sequence(unit, batch, packing):
     """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `unit`."""
-    rank = find_sequence(packing.first_tile, batch, unit)
-    b = gl.load(packing.order + rank)
-    first = gl.load(packing.first_tile + rank)
-    start_q = gl.load(packing.cu_seqlens_q + b).to(gl.int32)
-    start_k = gl.load(packing.cu_seqlens_k + b).to(gl.int32)
-    own_q = gl.load(packing.cu_seqlens_q + b + 1).to(gl.int32) - start_q
-    own_k = gl.load(packing.cu_seqlens_k + b + 1).to(gl.int32) - start_k
-    own_tiles = gl.load(packing.first_tile + rank + 1) - first
+    b, first, own_tiles = ordered_sequence(unit, batch, packing)
+    start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+    start_k, own_k = packed_rows(packing.cu_seqlens_k, b)
     return b, first, own_tiles, start_q, own_q, start_k, own_k
 
 
 @gluon.jit
-def locate(index, sizes, packing, cfg: gl.constexpr):
-    """The Work of an index. Packed: each sequence has its own tiles, and slots are heads."""
-    BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
+def cached_sequence(unit, sizes, packing, cache, cfg: gl.constexpr):
+    """Likewise with keys in a cache: start_k is 0. A wrong length does not lead outside of the cache."""
+    b, first, own_tiles = ordered_sequence(unit, sizes.batch, packing)
     if cfg.IS_PACKED:
-        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
-            index // sizes.num_slots, sizes.batch, packing
-        )
+        start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+    else:
+        start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
+    own_k = gl.load(cache.seqlens_k + b).to(gl.int32)
+    own_k = gl.minimum(gl.maximum(own_k, 0), sizes.seqlen_k)
+    return b, first, own_tiles, start_q, own_q, 0 * b, own_k
+
+
+@gluon.jit
+def ordered_sequence(unit, batch, packing):
+    """(sequence, tiles before it, its tiles) of tile `unit`."""
+    rank = find_sequence(packing.first_tile, batch, unit)
+    b = gl.load(packing.order + rank)
+    first = gl.load(packing.first_tile + rank)
+    return b, first, gl.load(packing.first_tile + rank + 1) - first
+
+
+@gluon.jit
+def packed_rows(cu_seqlens, b):
+    """(first row, rows) of sequence b."""
+    start = gl.load(cu_seqlens + b).to(gl.int32)
+    return start, gl.load(cu_seqlens + b + 1).to(gl.int32) - start
+
+
+@gluon.jit
+def locate(index, sizes, packing, cache, cfg: gl.constexpr):
+    """The Work of an index. Ordered: each sequence has its own tiles, and slots are heads."""
+    BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
+    if cfg.IS_ORDERED:
+        unit = index // sizes.num_slots
+        if cfg.IS_CACHED:
+            b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
+                unit, sizes, packing, cache, cfg
+            )
+        else:
+            b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(unit, sizes.batch, packing)
         tile, slot = place(
             index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
         )

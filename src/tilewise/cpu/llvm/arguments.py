@@ -21,7 +21,7 @@ INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
-    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
+    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
     "seed", "threshold", "exchange", "kernel", "zeroed",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),

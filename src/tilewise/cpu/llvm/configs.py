@@ -21,7 +21,6 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 # The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's
 # weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
-AMX_FEWEST_SCORES = 512  # of a key head that is decoded; with fewer than 4 rows vectors wait for memory alone
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
 NARROW_WORK = 1 << 14  # multiply-adds of a product
@@ -33,17 +32,16 @@ def is_decoding(problem: AttentionProblem) -> bool:
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
     most = 12 if SHORT_KEYS < problem.seqlen_k < 512 else 16
-    if has_amx(problem) and problem.seqlen_k < 256:  # tile registers help the forward more
-        most = 8 if problem.seqlen_k >= 64 else 4
+    if has_amx(problem) and problem.seqlen_k <= SHORT_KEYS:  # tile registers help the forward more
+        most = 6
     return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
-    is_whole = problem.head_dim % 32 == problem.head_dim_v % 32 == 0
-    is_worth = rows >= (4 if is_whole else 8) and rows * problem.seqlen_k >= AMX_FEWEST_SCORES
-    return replace(_config(problem, inputs, 1, int(has_amx(problem) and is_worth and may_cut)), rows=rows)
+    pieces = int(has_amx(problem) and may_cut)
+    return replace(_config(problem, inputs, 1, pieces), rows=rows)
 
 
 def decode_backward_config(problem: AttentionProblem, inputs: Inputs) -> Config:

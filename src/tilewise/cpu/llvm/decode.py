@@ -2,7 +2,7 @@
 
 With few queries, query lanes would stay empty: here the head dimension stands in lanes, and the queries of
 all heads that share a key head (the rows) read each key once. A work item is one split of the keys, for one
-key head or for several whose keys lie side by side:
+key head or for several whose keys lie side by side (`splits.py`):
 
     for each block of keys, and each head of the item:                          k, v where they lie
         for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
@@ -11,52 +11,43 @@ key head or for several whose keys lie side by side:
             m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
             l     = c l + sum(p)
         for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
-    partial (m, l, acc) -> memory; the item that finishes last merges the splits, in their order
 
 A vector of products s holds `depth` columns of each of `group` rows, so that one load of 4 numbers of k
 serves 4 rows and a sum over 4 lanes is all that remains:
 
     q:  row 0: c c+1 c+2 c+3 | row 1: c c+1 c+2 c+3 | row 2 ...        k:  c c+1 c+2 c+3 | c c+1 c+2 c+3 | ...
 
-While a block is used, the same rows of the next head, or of the next block, are on their way. Splits depend
-on the problem alone and are merged first to last, so the result is the same, bit for bit, on any number of
-threads.
+While a block is used, the same rows of the next head, or of the next block, are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, loop, when
+from tilewise.cpu.llvm.control import loop
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
-from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
+from tilewise.cpu.llvm.numerics import exp
+from tilewise.cpu.llvm.splits import Block, SplitKernel
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
     LONG_SUM,
-    AmxBlockK,
-    Arguments,
     Grid,
     Head,
     Scratch,
-    Shape,
     added,
     build_kernel,
     lane_chunks,
     load_rows,
     round_up,
-    store_rows,
 )
 from tilewise.cpu.llvm.vector import (
     BYTES,
     Operand,
-    Scalar,
     Value,
     Var,
-    absolute,
     across,
     as_int,
     fma,
@@ -69,46 +60,15 @@ from tilewise.cpu.llvm.vector import (
     repeated,
     select,
     splat,
-    to_float,
 )
 
-ITEM_HEADS = 8  # key heads of a work item at most
 BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
 
-@dataclass(frozen=True)
-class Block:
-    """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
-
-    j0: Scalar
-    n: Value
-    end: Value
-    head: Operand
-
-
-class DecodeKernel:
+class DecodeKernel(SplitKernel):
     """The kernel's steps, in the order in which they run."""
 
-    name = "decode"
-    amx_block_k: AmxBlockK = ()
-    weight_step = 1  # vectors of weights that are stored together
-
-    def __init__(self, shape: Shape, args: Arguments) -> None:
-        self.shape, self.args, self.config = shape, args, shape.config
-        self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        self.rows, lanes = self.config.rows, shape.lanes
-        areas = self.reserve(scratch)
-        self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
-        self.correction = scratch.rows(self.rows, lanes)
-        self.state = [(scratch.rows(ITEM_HEADS * count, width), count) for count, width in areas]
-        self.select_head(0)
-        self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
-
-    def facts(self) -> dict[str, int]:
-        return {"partial_bytes": self.partial_width * self.shape.item, "item_heads": ITEM_HEADS}
-
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
-        """Room for what comes in; how many rows of what width a head's q, acc, m and l take."""
         shape, lanes = self.shape, self.shape.lanes
         self.size_tiles()
         is_whole = self.config.head_dim == shape.pad
@@ -117,11 +77,10 @@ class DecodeKernel:
         self.k = scratch.rows(self.tile_k, shape.pad)
         self.v = scratch.rows(self.block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
         self.raw_q = scratch.rows(self.rows, shape.pad)
-        return [(self.row_groups, shape.pad * self.group), *self.sums_areas()]
-
-    def sums_areas(self) -> list[tuple[int, int]]:
-        """Of acc, m and l."""
-        return [(self.rows, self.shape.pad_v), (self.rows, self.shape.lanes), (self.rows, self.shape.lanes)]
+        self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
+        self.m_rows = self.rows  # all lanes of m are alike
+        m = l = (self.rows, lanes)
+        return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
 
     def size_tiles(self) -> None:
         """How many rows, keys and columns are handled at once."""
@@ -141,60 +100,14 @@ class DecodeKernel:
         self.tile = min(4, self.rows)
         self.vectors = min(8, sums // self.tile)
 
-    def select_head(self, h: Scalar) -> None:
-        """From here on it is about key head h of the item: its q (scaled), acc, m (all lanes alike) and l."""
-        self.q, self.acc, self.m, self.l = (area.at(h * count, 0) for area, count in self.state)
-
-    def run(self) -> None:
-        args = self.args
-        for item in claim(args.counter, args.items):
-            heads, first, split = args.item_heads, item // args.splits, item % args.splits
-            batch, kv_head = first * heads // args.num_kv_heads, first * heads % args.num_kv_heads
-            for _, head in self.each_head(batch, kv_head):
-                self.start(head, head.seqlen_q * args.group)
-            head = Head(self.shape, args, batch, kv_head * args.group)
-            rows = head.seqlen_q * args.group
-            k0, k1 = head.key_range(0, head.seqlen_q)
-            begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
-            end = minimum(k1, (split + 1) * args.split_keys)
-            for j0 in loop(begin, end, self.block_k):
-                for h, head in self.each_head(batch, kv_head):
-                    block = Block(j0, minimum(end - j0, self.block_k), end, h)
-                    self.score(head, block)
-                    for r in loop(0, rows):
-                        self.weigh_row(self.query_head(head, r), r, block)
-                    self.add_values(head, block)
-            for h, _ in self.each_head(batch, kv_head):
-                self.store_partial(item * heads + h, rows)
-            turn = args.ptr("turn", "i64")[first]
-            with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
-                turn.store_release(0)  # for the next call
-                for h, head in self.each_head(batch, kv_head):
-                    for r in loop(0, rows):
-                        self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
-
-    def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
-        """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
-        for h in loop(0, self.args.item_heads):
-            self.select_head(h)
-            yield h, Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
-
-    def query_head(self, head: Head, r: Value) -> Head:
-        """The query head of row r; its query is r % seqlen_q."""
-        return Head(self.shape, self.args, head.batch, head.head + r // head.seqlen_q)
-
-    def start(self, head: Head, rows: Value) -> None:
-        shape = self.shape
-        self.load_queries(head, rows)
-        for r in loop(0, self.rows):
-            for c in loop(0, shape.pad_v, shape.lanes):
-                self.acc[r, c].store(shape.constant(0.0))
-            self.m[r, 0].store(shape.constant(-INF))
-            self.l[r, 0].store(shape.constant(0.0))
-
-    def query_rows(self, head: Head, name: str) -> Callable[[Value], Ptr]:
-        """Where row r of q, out, do or dq is."""
-        return lambda r: self.query_head(head, r).query_rows(name, 0)(r % head.seqlen_q)
+    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        for j0 in loop(begin, end, self.block_k):
+            for h, head in self.each_head(batch, kv_head):
+                block = Block(j0, minimum(end - j0, self.block_k), end, h)
+                self.score(head, block)
+                for r in loop(0, head.seqlen_q * self.args.group):
+                    self.weigh_row(self.query_head(head, r), r, block)
+                self.add_values(head, block)
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q scaled, in the order of the products of a vector."""
@@ -297,28 +210,12 @@ class DecodeKernel:
         largest = Var(m)
         for j in loop(0, self.whole(block.n), lanes):
             key = splat(int32(block.j0 + j), lanes) + iota(lanes)
-            s, _ = self.with_options(self.p[r, j].load(lanes), head, i, key)
+            distance = key - splat(int32(i + head.offset), lanes)
+            s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
             s = select((key >= k0) & (key < k1), s, -INF)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
         return largest
-
-    def whole(self, n: Value) -> Value:
-        """The number of a block's keys, up to a multiple of those whose weights are stored together."""
-        step = self.weight_step * self.shape.lanes
-        return (n + (step - 1)) & -step
-
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
-        """Scores from products q k of query i and the keys in lanes; the softcap's derivative."""
-        shape, config, args = self.shape, self.config, self.args
-        slope = None
-        if config.has_softcap:
-            s, slope = tanh(s, shape.exp_degree)
-            s = s * args.vector("softcap", shape)
-        if config.has_alibi:
-            distance = to_float(key - splat(int32(i + head.offset), shape.lanes), shape.kind)
-            s = fma(absolute(distance), splat(head.negative_slope(), shape.lanes), s)
-        return s, slope
 
     def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
         """p = exp(s - m); l += p."""
@@ -370,45 +267,9 @@ class DecodeKernel:
                 acc = self.acc.at(r, column)[i, c]
                 acc.store(fma(acc.load(lanes), correction, total))
 
-    def partial(self, item: Value, r: Value) -> Rows:
-        base = self.args.ptr("partial", self.shape.kind)[(item * self.rows + r) * self.partial_width]
-        return Rows(base, self.partial_width)
-
-    def store_partial(self, item: Value, rows: Value) -> None:
-        shape = self.shape
-        for r in loop(0, rows):
-            partial = self.partial(item, r)
-            for c in loop(0, shape.pad_v, shape.lanes):
-                partial[0, c].store(self.acc[r, c].load(shape.lanes))
-            partial[0, shape.pad_v].store(self.m[r, 0].load(shape.lanes))
-            l = self.l[r, 0].load(shape.lanes)
-            partial[0, shape.pad_v + shape.lanes].store(across(l, lambda a, b: a + b))
-
-    def merge(self, head: Head, r: Value, first: Value) -> None:
-        """out and lse of row r from its splits (and the sink), in the order of the keys."""
-        shape, args = self.shape, self.args
-        lanes, has_sink = shape.lanes, self.config.has_sinks
-        m = Var(head.sink() if has_sink else shape.constant(-INF))
-        for split in loop(0, args.splits):
-            m.set(maximum(m, self.partial(first + split * args.item_heads, r)[0, shape.pad_v].load(lanes)))
-        m_finite = select(m.equals(-INF), 0.0, m)
-        l = Var(exp(head.sink() - m_finite, shape.exp_degree) if has_sink else shape.constant(0.0))
-        for c in loop(0, shape.pad_v, lanes):
-            self.acc[0, c].store(shape.constant(0.0))
-        for split in loop(0, args.splits):
-            partial = self.partial(first + split * args.item_heads, r)
-            weight = exp(partial[0, shape.pad_v].load(lanes) - m_finite, shape.exp_degree)
-            l.set(fma(partial[0, shape.pad_v + lanes].load(lanes), weight, l))
-            for c in loop(0, shape.pad_v, lanes):
-                self.acc[0, c].store(fma(partial[0, c].load(lanes), weight, self.acc[0, c].load(lanes)))
-        is_empty = l.equals(0.0)
-        inverse = select(is_empty, 0.0, 1.0 / l)
-        for c in loop(0, shape.pad_v, lanes):
-            self.acc[0, c].store(quotient(self.acc[0, c].load(lanes), l, inverse))
-        i = r % head.seqlen_q
-        self.p[0, 0].store(select(is_empty, m, m + log(l)))
-        head.statistic("lse", i).store(self.p[0, 0].load())
-        store_rows(shape, head.query_rows("out", i), self.acc, 1, self.config.head_dim_v)
+    def statistics(self, r: Value) -> tuple[Value, Value]:
+        m, l = (area[r, 0].load(self.shape.lanes) for area in (self.m, self.l))
+        return m, across(l, lambda a, b: a + b)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

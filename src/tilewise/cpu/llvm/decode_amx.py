@@ -1,12 +1,13 @@
-"""Decoding in tile registers: `decode.py` with other products, for bfloat16 and several rows a key head.
+"""Decoding in tile registers: `decode.py` with other products and another softmax, for bfloat16.
 
-Keys and values are read where they lie. What comes next is asked for in all steps of a block, so that the
-memory is never idle: half of the keys during the scores, half during the softmax, the values during the
-products with them. Products and sums:
+Keys and values are read where they lie, one key head after the other. A tile of scores has keys as rows and
+rows as columns, and the softmax takes it as it is stored: a vector holds 16 // width keys of `width` rows, so
+that one instruction serves all rows, and sums over keys are sums of vectors.
 
-    s_t = k q_t, 32 keys at a time; scaled when the options are applied                  [32, rows]
-    w   = p, rounded, as words (p, 0) for even columns and (0, p) for odd ones           [2 rows, BLOCK_K]
-    acc = c acc + w v, 16 keys and 32 columns at a time                                  [rows, head_dim_v]
+    s_t = k q_t, 32 keys at a time                                                     [BLOCK_K, width]
+    s_t = scaled, with the options;  m, l, c and p of all rows in lanes
+    w   = p^T, rounded, as words (p, 0) for even columns and (0, p) for odd ones       [2 rows, BLOCK_K]
+    acc = c acc + w v, 16 keys and 32 columns at a time                                [rows, head_dim_v]
 
 As v is not turned into pairs of keys, a word of it is two columns of one key, and one of them has weight 0.
 An infinite value so makes its neighbour NaN: where there is a NaN, the call is done again in vectors.
@@ -14,7 +15,7 @@ An infinite value so makes its neighbour NaN: where there is a NaN, the call is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tilewise.cpu.llvm.amx import (
     ROW,
@@ -32,37 +33,63 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
-from tilewise.cpu.llvm.decode import Block, DecodeKernel
-from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch, prefetch_row
+from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
-from tilewise.cpu.llvm.tiles import BLOCK_K, Head, Scratch, build_kernel, round_up, transpose_rows
-from tilewise.cpu.llvm.vector import Value, Var, any_lane, as_int, deinterleaved, fma, interleaved
+from tilewise.cpu.llvm.splits import Block, SplitKernel
+from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
+from tilewise.cpu.llvm.vector import (
+    I32,
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    across,
+    any_lane,
+    as_int,
+    bitcast,
+    deinterleaved,
+    fma,
+    int32,
+    interleaved,
+    maximum,
+    minimum,
+    repeated,
+    select,
+    splat,
+    steps,
+)
 
+FEW = 4  # rows whose softmax takes so little that small blocks, which memory likes, cost nothing
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
 S, Q, W, PV = 0, 2, 3, 4  # tile registers: two of s and of w v, one of each small factor
 KV = 6  # two of k or v
 
 
-class AmxDecodeKernel(DecodeKernel):
-    """The steps that differ."""
-
-    block_k = BLOCK_K
+class AmxDecodeKernel(SplitKernel):
+    """The kernel's steps."""
 
     def facts(self) -> dict[str, int]:
         return {**super().facts(), "cuts": 1}
 
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape = self.shape
+        is_light = self.rows <= FEW and shape.pad > BLOCK_K
+        self.block_k = BLOCK_K // 2 if is_light else BLOCK_K
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
         self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
-        self.s_t = [scratch.rows(TILE, self.width) for _ in range(self.parts)]
-        self.raw_q = scratch.rows(self.parts * ROWS, shape.pad, "i16")
-        self.raw_q_t = scratch.rows(shape.pad // 2, self.parts * ROWS)
+        self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.parts)]
+        self.raw_q = scratch.rows(self.parts * self.width, shape.pad, "i16")
         self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
         self.pv = scratch.rows(ROWS, TILE)
-        return [(shape.pad // 2, self.parts * self.width), *self.sums_areas()]
+        self.m_rows = self.parts  # with the rows of a tile in lanes, from left to right again and again
+        lanes = (self.parts, shape.lanes)
+        return [(self.parts * shape.pad // 2, self.width), (self.rows, shape.pad_v), *[lanes] * 4]
+
+    def select_head(self, h: Scalar) -> None:
+        areas = (area.at(h * count, 0) for area, count in self.state)
+        self.q, self.acc, self.m, self.l, self.position, self.slope = areas
 
     def run(self) -> None:
         narrow, low = 4 * self.width, 2 * self.half
@@ -72,27 +99,54 @@ class AmxDecodeKernel(DecodeKernel):
             super().run()
 
     def load_queries(self, head: Head, rows: Value) -> None:
-        """q as it is, in pairs."""
-        shape = self.shape
-        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, self.parts * ROWS, self.config.head_dim)
-        transpose_rows(shape, self.raw_q_t, words(self.raw_q), self.parts * ROWS, shape.pad // 2)
-        for c in loop(0, shape.pad // 2):
+        """q as it is, in pairs; which query a row is, and its slope."""
+        lanes, count = self.shape.lanes, self.parts * self.width
+        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, count, self.config.head_dim)
+        for c in loop(0, self.shape.pad // 2, lanes):
             for part in range(self.parts):
-                self.q[c, part * self.width].store(self.raw_q_t[c, part * ROWS].load(self.width))
+                columns = [words(self.raw_q).at(0, c)[part * self.width + r, 0] for r in range(self.width)]
+                pairs = interleaved([x.load(lanes) for x in columns])
+                for i, x in enumerate(pairs):
+                    self.q.at(c, 0)[part * self.shape.pad // 2, i * lanes].store(x)
+        for r in loop(0, count):
+            self.position[0, r].store(int32(r % head.seqlen_q + head.offset))
+            if self.config.has_alibi:
+                self.slope[0, r].store(self.query_head(head, minimum(r, rows - 1)).negative_slope())
+
+    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        """Block by block, head by head. The next scores come between the softmax and the products with v."""
+        heads = self.args.item_heads
+        turns = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
+
+        def select(turn: Value) -> tuple[Head, Block]:
+            j0, h = begin + turn // heads * self.block_k, turn % heads
+            self.select_head(h)
+            self.s_t = [area.at((turn & 1) * self.block_k, 0) for area in self.scores]
+            head = Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
+            return head, Block(j0, minimum(end - j0, self.block_k), end, h)
+
+        for turn in loop(-1, turns):
+            with when(turn >= 0):
+                later, after = select(turn + 1)
+                head, block = select(turn)
+                rows = later.key_rows("k", after.j0), head.key_rows("v", block.j0)
+                self.ahead = list(zip(rows, (self.config.head_dim, self.config.head_dim_v)))
+                self.weigh(head, block)
+            with when(turn + 1 < turns):
+                self.score(*select(turn + 1))
+            with when(turn >= 0):
+                self.add_values(*select(turn))
 
     def score(self, head: Head, block: Block) -> None:
-        row, later = self.sources(head, "k", block)
+        row = head.key_rows("k", block.j0)
         for j in loop(0, block.n, TILE):
 
             def whole(j: Value = j) -> None:
-                ahead = [later(j + r) for r in range(0, TILE, 2)]
-                self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j, ahead)
+                self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j)
 
             def copied(j: Value = j) -> None:
                 copy_rows(self.k, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim)
-                for r in loop(0, TILE, 2):
-                    prefetch_row(later(j + r), self.config.head_dim, L1)
-                self.score_tile(self.k, j, [])
+                self.score_tile(self.k, j)
 
             self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
 
@@ -107,98 +161,141 @@ class AmxDecodeKernel(DecodeKernel):
             with all_there:
                 whole()
 
-    def score_tile(self, k: Rows, j: Value, ahead: list[Ptr]) -> None:
-        """s of the 32 keys from j on; `ahead` are every second row to ask for meanwhile."""
-        shape, lanes, width = self.shape, self.shape.lanes, self.width
+    def score_tile(self, k: Rows, j: Value) -> None:
+        """s of the 32 keys from j on."""
         for part, s_t in enumerate(self.s_t):
             for i in range(2):
                 clear_tile(S + i)
-            for c in range(0, shape.pad, TILE):
-                load_tile(Q, self.q, c // 2, part * width)
+            for c in range(0, self.shape.pad, TILE):
+                load_tile(Q, self.q, (part * self.shape.pad + c) // 2, 0)
                 for i in range(2):
                     load_tile(KV + i, k, i * ROWS, c)
                     multiply_tiles(S + i, KV + i, Q)
-                    for row in ahead[i * ROWS // 2 : (i + 1) * ROWS // 2] if part == 0 else []:
-                        prefetch(row[c], L1)
             for i in range(2):
-                store_tile(S + i, s_t, i * ROWS, 0)
-            for i in range(0, TILE, lanes):
-                keys = [s_t.at(i, 0)[0, x].load(lanes) for x in range(0, lanes * width, lanes)]
-                for r, s in enumerate(deinterleaved(keys)):
-                    self.p.at(part * ROWS + r, j)[0, i].store(s)
+                store_tile(S + i, s_t.at(j, 0), i * ROWS, 0)
 
-    def weigh_row(self, head: Head, r: Value, block: Block) -> None:
-        super().weigh_row(head, r, block)
-        _, later = self.sources(head, "k", block)
-        share = 2 * -(-self.block_k // (2 * self.rows))  # of the keys that are asked for with each row
-        for j in loop(r * share, (r + 1) * share, 2):
-            prefetch_row(later(j + 1), self.config.head_dim, L1)
+    def weigh(self, head: Head, block: Block) -> None:
+        """p = exp(s - m) of all rows, rounded, for the products with v; l, m and the correction."""
+        lanes, width = self.shape.lanes, self.width
+        for part, s_t in enumerate(self.s_t):
+            m_old = self.m[part, 0].load(lanes)
+            m_new = across(self.finish_tile(head, block, part, m_old), maximum, width)
+            m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
+            correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
+            l = Var(self.l[part, 0].load(lanes) * correction)
+            for j in loop(0, self.whole(block.n), ROWS):
+                self.ask(part, 1, j)
+                scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
+                p = [exp2_avx512(s * LOG2_E, DEGREE) for s in scores]
+                l.set(l + combined(p, lambda a, b: a + b))
+                for r, weights in enumerate(deinterleaved(p)[: self.rows - part * ROWS], part * ROWS):
+                    word, even = rounded_words(weights), r // self.half * self.half + r
+                    self.w.at(0, j)[even, 0].store(word)
+                    self.w.at(0, j)[even + self.half, 0].store(word << 16)
+            self.m[part, 0].store(m_new)
+            self.l[part, 0].store(l)
+            self.correction[part, 0].store(correction)
 
-    def with_options(self, s: Value, head: Head, i: Value, key: Value) -> tuple[Value, Value | None]:
-        return super().with_options(s * self.args.vector("q_factor", self.shape), head, i, key)
+    def ask(self, part: int, which: int, j: Value) -> None:
+        """Ask for some of the next keys, or values, at each step of the softmax: memory is never idle."""
+        if part == 0 and not self.config.is_paged:
+            row, dim = self.ahead[which]
+            for r in loop(0, self.args.asked):
+                prefetch_row(row(j // ROWS * self.args.asked + r), dim, L1)
 
-    def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
-        lanes, even = self.shape.lanes, r // self.half * self.half + r
-        for j in loop(0, self.whole(block.n), lanes):
-            p = exp2_avx512((self.p[r, j].load(lanes) - m) * LOG2_E, DEGREE)
-            word = rounded_words(p)
-            self.w[even, j].store(word)
-            self.w[even + self.half, j].store(word << 16)
-            l.set(l + p)
+    def vectors_of(self, s_t: Rows, j: Value) -> list[Ptr]:
+        """16 keys of a tile of scores, from j on."""
+        return [s_t.at(j, 0)[0, x * self.shape.lanes] for x in range(self.width)]
+
+    def finish_tile(self, head: Head, block: Block, part: int, m: Value) -> Operand:
+        """The options, and -inf where not visible, for products q k; the largest score and m, in lanes."""
+        args, lanes = self.args, self.shape.lanes
+        keys = lanes // self.width  # of a vector
+        position, slope = (
+            repeated(area[part, 0].load(self.width), keys) for area in (self.position, self.slope)
+        )
+        position = bitcast(position, I32)
+        first, last = position - int32(args.left), position + int32(args.right)
+        last = minimum(last, splat(int32(head.seqlen_k - 1), lanes))
+        largest = Var(m)
+        for j in loop(0, self.whole(block.n), ROWS):
+            self.ask(part, 0, j)
+            scores = []
+            for x, cell in enumerate(self.vectors_of(self.s_t[part], j)):
+                key = splat(int32(block.j0 + j + x * keys), lanes) + steps(lanes, self.width)
+                s = cell.load(lanes) * args.vector("q_factor", self.shape)
+                s, _ = self.with_options(s, key - position, slope)
+                s = select((key >= first) & (key <= last), s, -INF)
+                cell.store(s)
+                scores.append(s)
+            largest.set(maximum(largest, combined(scores, maximum)))
+        return largest
 
     def add_values(self, head: Head, block: Block) -> None:
-        row, later = self.sources(head, "v", block)
-
-        def copied() -> None:
-            copy_rows(self.v, row, block.n, self.whole(block.n), self.config.head_dim_v)
-            self.add_rows(self.v, block.n, later)
-
-        def whole() -> None:
-            self.add_rows(Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n, later)
-
-        self.take(block.n < self.block_k, self.config.head_dim_v, whole, copied)
-
-    def add_rows(self, v: Rows, n: Value, later: Callable[[Value], Ptr]) -> None:
-        """acc = c acc + w v, and what is to be asked for meanwhile."""
-        pad = self.shape.pad_v
+        """acc = c acc + w v, of v as it lies but for its last few rows, or of a copy."""
+        row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
+        if self.config.is_paged or dim % TILE:
+            copy_rows(self.v, row, block.n, self.whole(block.n), dim)
+            v, n = self.v, self.whole(block.n)
+        else:
+            v, n = Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n & -ROWS
+            with when(n < block.n):
+                copy_rows(self.v, lambda r: row(n + r), block.n - n, ROWS, dim)
         by_twos = pad // (2 * TILE) * 2 * TILE
-        share = -(-self.block_k * TILE // pad)  # of the values: asked for with 32 columns
         for first in range(0, self.rows, self.half):
             for start, stop, count in ((0, by_twos, 2), (by_twos, pad, 1)):
                 for c in loop(start, stop, count * TILE) if start < stop else []:
-                    self.add_columns(first, c, count, v, n)
-                    r0 = c // TILE * share
-                    for r in loop(r0, r0 + count * share) if first == 0 else []:
-                        prefetch_row(later(r), self.config.head_dim_v, L1)
+                    self.add_columns(first, c, count, v, n, block.n)
 
-    def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value) -> None:
-        """The same for `half` rows from `first` on and 32 columns, once or twice."""
+    def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value, end: Value) -> None:
+        """The same for `half` rows from `first` on and 32 columns, once or twice; from n on of the copy."""
         lanes, half = self.shape.lanes, self.half
+
+        def add(rows: Rows, j: Value, row: Scalar) -> None:
+            load_tile(W, self.w, 2 * first, j)
+            for i in range(count):
+                load_tile(KV + i, rows, row, c + i * TILE)
+                multiply_tiles(PV + i, W, KV + i)
+
         for i in range(count):
             clear_tile(PV + i)
         for j in loop(0, n, ROWS):
-            load_tile(W, self.w, 2 * first, j)
-            for i in range(count):
-                load_tile(KV + i, v, j, c + i * TILE)
-                multiply_tiles(PV + i, W, KV + i)
+            add(v, j, j)
+        with when(n < end):
+            add(self.v, n, 0)
         for i in range(count):
             store_tile(PV + i, self.pv, 0, i * lanes)
         for r in range(min(half, self.rows - first)):
-            correction = self.correction.at(first, 0)[r, 0].load(lanes)
+            correction = self.correction[0, first + r].splat(lanes)
             for i in range(count):
                 even, odd = (self.pv[r + of, i * lanes].load(lanes) for of in (0, half))
-                for x, sums in enumerate(interleaved(even, odd)):
+                for x, sums in enumerate(interleaved([even, odd])):
                     acc = self.acc.at(first, c)[r, i * TILE + x * lanes]
                     acc.store(fma(acc.load(lanes), correction, sums))
 
+    def statistics(self, r: Value) -> tuple[Value, Value]:
+        return self.m[0, r].splat(self.shape.lanes), self.l[0, r].splat(self.shape.lanes)
+
     def store_partial(self, item: Value, rows: Value) -> None:
+        lanes = self.shape.lanes
+        for part in range(self.parts):
+            l = self.l[part, 0]
+            l.store(across(l.load(lanes), lambda a, b: a + b, self.width))
         super().store_partial(item, rows)
         total = Var(self.shape.constant(0.0))
         for r in loop(0, rows):
-            for c in loop(0, self.shape.pad_v, self.shape.lanes):
-                total.set(self.acc[r, c].load(self.shape.lanes) * 0.0 + total)
+            for c in loop(0, self.shape.pad_v, lanes):
+                total.set(self.acc[r, c].load(lanes) * 0.0 + total)
         with when(any_lane(total.equals(0.0) ^ 1)):
             self.args.not_cut.store(as_int(1))
+
+
+def combined(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """All values in one, in a tree."""
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + list(values[2 * len(pairs) :])
+    return values[0]
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -4,7 +4,7 @@ The head dimension stands in lanes, and an item holds all queries that share its
 of a block are final when they are written. A work item is one split of the keys, for key heads side by side:
 
     q, do of all rows; delta = rowsum(do * out) - dlse; dq = 0                         [rows, head_dim]
-    for each block of keys, and each head of the item:          k, v converted         [block_k, head_dim]
+    for each block of keys, and each head of the item:          k, v as float32        [block_k, head_dim]
         for each few keys:  s = k q, dp = v do of all rows                              [rows, block_k]
         for each row:       p = exp(s (with options) - lse);  ds = p * (dp - delta)
         dq += ds k;  dv = p^T do;  dk = ds^T q
@@ -22,9 +22,10 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.backward import add_to, fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
-from tilewise.cpu.llvm.decode import ITEM_HEADS, Block, DecodeKernel
+from tilewise.cpu.llvm.decode import DecodeKernel
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp_of_difference
+from tilewise.cpu.llvm.splits import ITEM_HEADS, Block
 from tilewise.cpu.llvm.tiles import (
     INF,
     Head,
@@ -42,6 +43,7 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     across,
+    as_int,
     fma,
     int32,
     iota,
@@ -70,10 +72,10 @@ class DecodeBackwardKernel(DecodeKernel):
         shape, rows = self.shape, self.rows
         self.size_tiles()
         keys = round_up(self.block_k, HEIGHT)
-        self.k, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
-        self.v, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
+        self.k_area, self.dk = (scratch.rows(keys, shape.pad) for _ in range(2))
+        self.v_area, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
         self.out = scratch.rows(rows, shape.pad_v)
-        self.dp = scratch.rows(round_up(rows, shape.lanes), self.block_k)  # then ds
+        self.p, self.dp = (scratch.rows(round_up(rows, shape.lanes), self.block_k) for _ in range(2))
         grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
         plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad, shape.lanes, shape.lanes)]
         return grouped + plain
@@ -137,18 +139,27 @@ class DecodeBackwardKernel(DecodeKernel):
 
     def attend(self, head: Head, block: Block) -> None:
         """One block of keys against all rows."""
-        shape, config, n = self.shape, self.config, block.n
-        for name, area, dim in (("k", self.k, config.head_dim), ("v", self.v, config.head_dim_v)):
-            row, later = self.sources(head, name, block)
-            load_rows(shape, area, row, n, n, dim)
+        config, n = self.config, block.n
+        for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
+            _, later = self.sources(head, name, block)
             for j in loop(0, n):
                 prefetch_row(later(j), dim)
+        self.k = self.take(head, "k", self.k_area, config.head_dim, block.j0, n)
+        self.v = self.take(head, "v", self.v_area, config.head_dim_v, block.j0, n)
         self.multiply_rows(self.q_grouped, self.k, self.p, n)
         self.multiply_rows(self.do_grouped, self.v, self.dp, n)
         for r in loop(0, self.rows):
             self.weigh_row(head, r, block)
         self.add_query_gradients(n)
         self.store_key_gradients(head, block.j0, n)
+
+    def take(self, head: Head, name: str, area: Rows, dim: int, j0: Scalar, n: Scalar) -> Rows:
+        """n keys or values where they lie, or as float32 and padded in `area`."""
+        row = head.key_rows(name, j0)
+        if self.config.kind == self.shape.kind and dim == area.stride and not self.config.is_paged:
+            return Rows(row(as_int(0)), getattr(self.args, f"{name}_n"))
+        load_rows(self.shape, area, row, n, n, dim)
+        return area
 
     def multiply_rows(self, factor: Rows, rows: Rows, products: Rows, n: Value) -> None:
         """products[r, j] = factor[r] rows[j] for all rows and the first n keys."""
@@ -165,7 +176,8 @@ class DecodeBackwardKernel(DecodeKernel):
         for j in loop(0, self.whole(block.n), shape.lanes):
             key = splat(int32(block.j0 + j), shape.lanes) + iota(shape.lanes)
             is_visible = (key >= k0) & (key < k1)
-            s, slope = self.with_options(self.p[r, j].load(shape.lanes), own, i, key)
+            distance = key - splat(int32(i + own.offset), shape.lanes)
+            s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
             p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
             ds = p * (self.dp[r, j].load(shape.lanes) - delta)
             self.p[r, j].store(p)

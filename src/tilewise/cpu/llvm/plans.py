@@ -24,6 +24,8 @@ from tilewise.problem import AttentionProblem, Inputs
 CPU = torch.device("cpu")
 BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
+NEAR_BYTES = 48 << 20  # of keys and values at most, that may come from a cache
+ASKED_NEAR, ASKED_FAR = 2 << 10, 16  # bytes of them, or rows, to ask for at each of 16 keys
 GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
 KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
 
@@ -247,6 +249,8 @@ class DecodePlan(OutputPlan):
         config, threads = decode_config(problem, inputs, may_cut), self.worth(threads)
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
+        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        is_far = heads * problem.seqlen_k * row_bytes > NEAR_BYTES
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
@@ -262,6 +266,7 @@ class DecodePlan(OutputPlan):
             splits=splits,
             split_keys=split_keys,
             item_heads=item_heads,
+            asked=ASKED_FAR if is_far else max(1, ASKED_NEAR // row_bytes),
             scratch_bytes=self.thread_bytes,
             turn=ctypes.addressof(self.turns),
         )

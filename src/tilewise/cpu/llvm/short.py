@@ -17,10 +17,9 @@ from tilewise.cpu.llvm.backward import fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.configs import SHORT_KEYS
 from tilewise.cpu.llvm.control import claim, loop
-from tilewise.cpu.llvm.decode import Block
 from tilewise.cpu.llvm.decode_backward import HEIGHT, DecodeBackwardKernel
-from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import log
+from tilewise.cpu.llvm.splits import Block
 from tilewise.cpu.llvm.tiles import (
     INF,
     Arguments,
@@ -75,18 +74,10 @@ class ShortKernel(DecodeBackwardKernel):
         """q, k and v as float32; s = k q."""
         shape, config, n = self.shape, self.config, head.seqlen_k
         load_rows(shape, self.q, self.query_rows(head, "q"), rows, self.rows, config.head_dim)
-        self.k = self.take(head, "k", self.k_area, config.head_dim)
-        self.v = self.take(head, "v", self.v_area, config.head_dim_v)
+        self.k = self.take(head, "k", self.k_area, config.head_dim, 0, n)
+        self.v = self.take(head, "v", self.v_area, config.head_dim_v, 0, n)
         self.group_rows(self.q_grouped, self.q, self.args.vector("q_factor", shape))
         self.multiply_rows(self.q_grouped, self.k, self.p, n)
-
-    def take(self, head: Head, name: str, area: Rows, dim: int) -> Rows:
-        """Keys or values where they lie, or as float32 and padded in `area`."""
-        row = head.key_rows(name, 0)
-        if self.config.kind == self.shape.kind and dim == area.stride:
-            return Rows(row(as_int(0)), getattr(self.args, f"{name}_n"))
-        load_rows(self.shape, area, row, head.seqlen_k, head.seqlen_k, dim)
-        return area
 
     def softmax(self, head: Head, r: Value) -> tuple[Value, Value]:
         """p of row r, which is 0 where nothing is visible; m and l."""

@@ -245,9 +245,14 @@ def splat(x: Operand, lanes: int) -> Value:
     )
 
 
+def steps(lanes: int, width: int) -> Value:
+    """0, 1, 2, ..., each `width` times, as 32-bit integers."""
+    return _constant([lane // width for lane in range(lanes)], ir.VectorType(I32, lanes))
+
+
 def iota(lanes: int) -> Value:
     """[0, 1, 2, ...] as 32-bit integers."""
-    return _constant(list(range(lanes)), ir.VectorType(I32, lanes))
+    return steps(lanes, 1)
 
 
 def int32(x: Scalar) -> Value:
@@ -375,16 +380,19 @@ def deinterleaved(vectors: Sequence[Operand]) -> list[Value]:
     return [column for both in zip(even, odd) for column in both]
 
 
-def interleaved(a: Operand, b: Operand) -> list[Value]:
-    """a[0], b[0], a[1], b[1], ... in two vectors."""
-    n = a.type.count
-    order = [lane for pair in zip(range(n), range(n, 2 * n)) for lane in pair]
-    return [_shuffle(a, b, order[:n]), _shuffle(a, b, order[n:])]
+def interleaved(columns: Sequence[Operand]) -> list[Value]:
+    """The columns of a matrix -> its rows, one after the other, in as many vectors."""
+    if len(columns) == 1:
+        return [Value(columns[0].raw)]
+    lanes = columns[0].type.count
+    order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes)) for lane in pair]
+    pairs = zip(interleaved(columns[::2]), interleaved(columns[1::2]))
+    return [_shuffle(a, b, half) for a, b in pairs for half in (order[:lanes], order[lanes:])]
 
 
-def across(x: Operand, combine: Any) -> Value:
-    """All lanes combined in a fixed tree; the answer stands in every lane."""
-    n, size = x.type.count, 1
+def across(x: Operand, combine: Any, size: int = 1) -> Value:
+    """All lanes that are `size` apart, combined in a fixed tree; the answer stands in every one of them."""
+    n = x.type.count
     result = Value(x.raw)
     while size < n:
         result = combine(result, _shuffle(result, result, [c ^ size for c in range(n)]))

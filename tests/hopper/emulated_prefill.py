@@ -1,0 +1,113 @@
+"""Check the forward kernel on caches on the CPU, by `emulator`: one line a case, fails on the first error.
+
+Caches hold NaN wherever no sequence has a token, and page tables lead astray behind a sequence's last page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import emulator
+import torch
+from emulated_decode import NAN, in_pages  # which installs the emulator
+
+from tilewise import launch_plan, reference
+from tilewise.hopper import launch
+from tilewise.problem import Inputs, Options, describe
+
+LENGTHS = [300, 0, 1, 517, 130]
+# name: queries (of all sequences, or a list: packed), heads, key heads, head sizes, page size, options
+CASES: dict[str, tuple[int | list[int], int, int, int, int, int | None, dict[str, Any]]] = {
+    "causal": (150, 2, 2, 128, 128, None, {"causal": True}),
+    "full_d64": (130, 2, 1, 64, 64, None, {}),
+    "long_d64": (300, 3, 1, 64, 64, None, {"lengths": [517, 420]}),
+    "few_queries": (20, 8, 2, 64, 64, None, {"causal": True}),
+    "one_sequence": (200, 2, 1, 128, 128, None, {"causal": True, "lengths": [700]}),
+    "packed": ([100, 5, 0, 129, 1], 2, 2, 128, 128, None, {"causal": True}),
+    "packed_grouped": ([40, 3, 1, 129, 0], 8, 2, 64, 64, None, {"causal": True}),
+    "d192_128": (140, 2, 2, 192, 128, None, {"causal": True}),
+    "too_long_lengths": (140, 2, 1, 64, 64, None, {"lengths": [900, -3, 768]}),
+    "steep": (200, 2, 2, 64, 64, None, {"scale": 8.0}),
+    "pages_of_8": (70, 2, 1, 64, 64, 8, {"causal": True}),
+    "pages_of_16": ([70, 17, 1, 150, 4], 4, 2, 128, 128, 16, {"causal": True}),
+    "pages_of_16_d64": (130, 2, 1, 64, 64, 16, {}),
+    "pages_of_16_d256": (70, 2, 2, 256, 256, 16, {}),
+    "pages_of_32_d192_128": (130, 2, 2, 192, 128, 32, {"causal": True, "lengths": [700, 333]}),
+    "pages_of_64": (140, 2, 1, 128, 128, 64, {"causal": True}),
+    "pages_of_128": (140, 2, 1, 128, 128, 128, {"causal": True}),
+    "pages_of_256": ([100, 5, 0, 129, 1], 2, 1, 128, 128, 256, {"causal": True}),
+    "pages_of_256_d80": (70, 2, 1, 80, 40, 256, {}),
+    "window": (150, 2, 1, 128, 128, 16, {"window_left": 70, "window_right": 1}),
+    "left_window": (90, 2, 1, 64, 64, 128, {"window_left": 100}),
+    "softcap_sinks": (90, 4, 2, 64, 64, 16, {"softcap": 3.0, "causal": True, "sinks": True}),
+    "by_head": (140, 2, 2, 64, 64, 64, {"causal": True, "by_head": True}),
+}
+
+
+def check(name: str) -> float:
+    """Largest error of out and lse relative to their largest value."""
+    queries, heads, kv_heads, dim, dim_v, page_size, options = CASES[name]
+    torch.manual_seed(0)
+    options, capacity = dict(options), 768
+    by_head = options.pop("by_head", False)
+    given = options.pop("lengths", LENGTHS)
+    held = [min(max(n, 0), capacity) for n in given]
+    batch, lengths = len(given), torch.tensor(given, dtype=torch.int32)
+    own_q = queries if isinstance(queries, list) else [queries] * batch
+    ends = [0, *itertools.accumulate(own_q)]
+    q = torch.randn(ends[-1], heads, dim).bfloat16()
+    k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
+    beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
+    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
+    extras: dict[str, torch.Tensor] = {"seqlens_k": lengths}
+    if page_size is not None:
+        table = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
+        stored = [in_pages(t, page_size, table) for t in stored]
+        is_unused = torch.arange(table.shape[1]) * page_size >= lengths[:, None]
+        extras["page_table"] = table.masked_fill(is_unused, 1 << 30)
+    if by_head:
+        stored = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in stored]
+    if isinstance(queries, list):
+        extras["cu_seqlens_q"] = torch.tensor(ends, dtype=torch.int64)
+    sinks = {"sinks": torch.randn(heads)} if options.pop("sinks", False) else {}
+    shaped = q if isinstance(queries, list) else q.view(batch, queries, heads, dim)
+    inputs = Inputs(shaped, *stored, **extras, **sinks)
+    problem = describe(inputs, Options(**options))
+    out, lse = launch.forward(problem, inputs)
+    out = out.flatten(0, -3)
+    if lse.ndim == 3:
+        lse = lse.transpose(0, 1).flatten(1)
+    visibility, worst = problem.visibility(), 0.0
+    for b, (start, end) in enumerate(itertools.pairwise(ends)):
+        if start == end:
+            continue
+        exact_out, exact_lse = reference.attention(
+            q[None, start:end], k[b : b + 1, : held[b]], v[b : b + 1, : held[b]], scale=problem.scale,
+            softcap=problem.softcap, window=(visibility.left, visibility.right), **sinks,
+        )  # fmt: skip
+        own_lse = lse[None, :, start:end]
+        assert torch.equal(own_lse.isneginf(), exact_lse.isneginf()), name
+        seen = exact_lse.isfinite()
+        for ours, exact in ((out[None, start:end], exact_out), (own_lse[seen], exact_lse[seen])):
+            if exact.numel():
+                error = (ours.double() - exact).abs().max() / exact.abs().max().clamp(1e-3)
+                assert error == error, f"{name}: NaN in sequence {b}"
+                worst = max(worst, error.item())
+    return worst
+
+
+def main() -> None:
+    launch_plan.start = lambda launched: emulator.start(launched, 2)
+    launch.num_sms = lambda index: 2  # type: ignore[assignment]
+    launch.MANY_ROWS = 1500  # four warpgroups in the case called long
+    launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+    for case in sys.argv[1:] or CASES:
+        error = check(case)
+        print(f"{case}: {error:.1e}", flush=True)
+        assert error < 1e-2, case
+
+
+if __name__ == "__main__":
+    main()
