@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.mask import Visibility
 
-PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32", "fp8")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 
@@ -64,7 +64,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    precision: str = "ieee"  # of float32 products on a GPU's matrix units
+    precision: str = "ieee"  # of products: see `tilewise.attention`
 
 
 class Gradients(NamedTuple):
@@ -229,6 +229,8 @@ def _describe(raw: tuple[Any, ...], options: Options, is_value_in_key: bool = Fa
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
     _check_scalars(options, signatures.dropout_seed is not None)
+    if options.precision == "fp8":
+        _check_fp8(signatures)
     _check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
     return AttentionProblem(
         batch=batch,
@@ -410,11 +412,29 @@ def _check_scalars(options: Options, has_seed: bool) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
     if options.precision not in PRECISIONS:
-        raise ValueError(f"precision={options.precision!r} must be 'ieee' or 'tf32'")
+        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32' or 'fp8'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:
             raise ValueError(f"{name}={bound} must be at least 0")
+
+
+def _check_fp8(s: Any) -> None:
+    """What 8-bit products are not made of."""
+    if s.query.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
+    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
+        raise NotImplementedError("precision='fp8' takes no cache: 'ieee' does, with pages of float8_e4m3fn")
+    if any(t is not None and t.needs_grad for t in s):
+        refuse_gradient("fp8")
+
+
+def refuse_gradient(precision: str) -> None:
+    """Raises NotImplementedError if products of this precision have no derivative."""
+    if precision == "fp8":
+        raise NotImplementedError(
+            "precision='fp8' has no gradient: 'ieee' has, and torch.no_grad() needs none"
+        )
 
 
 def _check_score_tensors(

@@ -79,6 +79,56 @@ class ForwardConfig:
         return 65536 // (128 * (self.WARPGROUPS + 1) * self.BLOCKS_PER_SM) // 8 * 8
 
 
+@dataclass(frozen=True)
+class FP8Config:
+    """Compile-time choices of the 8-bit forward kernel. What `ForwardConfig` has too means the same."""
+
+    BLOCK_N: ClassVar[int] = 128  # keys that share a factor
+    PACK: ClassVar[int] = 1
+    IS_CACHED: ClassVar[bool] = False
+
+    WARPGROUPS: int
+    STAGES: int
+    Q_SLOTS: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    HEAD_DIM: int  # of QK, filled up to a power of two
+    BLOCK_DV: int
+    IS_PACKED: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        return self.IS_PACKED
+
+    @property
+    def BLOCK_M(self) -> int:
+        return self.WARPGROUPS * WARPGROUP_ROWS
+
+    @property
+    def PARTS_V(self) -> int:
+        """Parts of V's columns: registers hold O and one part's product."""
+        return -(-self.BLOCK_DV // 128)
+
+    @property
+    def Q_PARTS(self) -> int:
+        """Tiles of Q that fit a query tile's shared memory, which also takes the 16-bit tile of O."""
+        return self.O_SHARE * 2 * self.BLOCK_DV // self.HEAD_DIM
+
+    @property
+    def O_SHARE(self) -> int:
+        """Tiles of O that would fit there; one is stored."""
+        return -(-self.HEAD_DIM // (2 * self.BLOCK_DV))
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start; the producer's one warp counts as a warpgroup."""
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+
+
 class Packing(NamedTuple):
     """Where packed sequences lie, and their order of work. All None for a dense problem."""
 
