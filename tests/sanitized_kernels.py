@@ -81,6 +81,17 @@ def ragged(dim: int, backend: str) -> None:
     paged(dim, backend, lengths=[5 + 97 * n % 411 for n in range(24)], queries=8)
 
 
+def latent(dim: int, backend: str) -> None:
+    """Two blocks of heads and two queries on pages of 64 whose keys hold the values."""
+    cache = tilewise.PagedKVCache(
+        24, 64, 1, dim + 64, head_dim_v=dim, dtype=torch.bfloat16, device="cuda", value_in_key=True
+    )
+    lengths = (333, 5, 261)
+    sequences = [cache.allocate() for _ in lengths]
+    cache.append([draw(length, 1, dim + 64) for length in lengths])
+    tilewise.attention_with_cache(draw(3, 2, 96, dim + 64), cache, batch=sequences, backend=backend)
+
+
 def prefill(dim: int, backend: str) -> None:
     paged(dim, backend, queries=130)
 
@@ -92,6 +103,8 @@ def eight_bit(dim: int, backend: str) -> None:
 def run(name: str, backend: str) -> None:
     if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit"):
         globals()[name](128 if backend == "hopper" else 64, backend)
+    elif name == "latent":
+        latent(512, backend)
     elif name == "slim":
         dense(192, backend, dim_v=128, causal=True)
     elif name == "deterministic":
@@ -119,6 +132,7 @@ CASES = {
         "paged",
         "ragged",
         "eight_bit",
+        "latent",
     ),
     "hopper": (
         "d64_causal",
@@ -131,6 +145,7 @@ CASES = {
         "cached",
         "paged",
         "ragged",
+        "latent",
         "prefill",
     ),
 }

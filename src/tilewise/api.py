@@ -64,9 +64,10 @@ def attention(
         layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
         deterministic: ask for gradients that are equal bit for bit from run to run.
-        precision: of the products of float32 inputs: "ieee", or "tf32", which lets a GPU's matrix units round
-            what they multiply to 10 bits of mantissa, for several times the speed. Other dtypes and CPUs
-            compute the same with both.
+        precision: of the products. "ieee" is exact to the dtype. "tf32" lets a GPU's matrix units round
+            float32 inputs to 10 bits of mantissa, for several times the speed; other dtypes and CPUs compute
+            the same with both. "fp8" is approximate: bfloat16 and float16 inputs are rounded to 4 significant
+            bits, query and key after a rotation, and so are the weights; no gradient. See `tilewise.fp8`.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 

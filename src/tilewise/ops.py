@@ -23,7 +23,15 @@ from torch import Tensor, library
 from tilewise import dispatch
 from tilewise.cpu import second_order
 from tilewise.eager import is_plain_eager
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, validate
+from tilewise.problem import (
+    AttentionProblem,
+    Gradients,
+    Inputs,
+    Options,
+    describe,
+    refuse_gradient,
+    validate,
+)
 from tilewise.values import check_values
 
 _INPUTS = (
@@ -72,6 +80,7 @@ def launch_backward(
 
     out and lse may be None where it `recomputes`.
     """
+    refuse_gradient(problem.precision)
     problem = _with_gradients(problem, bias_needs_grad, dlse is not None)
     name = dispatch.choose(problem, backend, is_backward=True)
     with _own_dtypes(problem.device_type):
@@ -200,6 +209,7 @@ def _attention_jvp(
     tangents: list[Tensor | None], out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     inputs, options, _ = _rebuild(arguments)
+    refuse_gradient(options.precision)
     problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
     with _own_dtypes(problem.device_type):
         return second_order.jvp(problem, inputs, out, lse, directions)

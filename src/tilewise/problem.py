@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.mask import Visibility
 
-PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32", "fp8")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 
@@ -64,7 +64,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    precision: str = "ieee"  # of float32 products on a GPU's matrix units
+    precision: str = "ieee"  # of products: see `tilewise.attention`
 
 
 class Gradients(NamedTuple):
@@ -107,6 +107,7 @@ class AttentionProblem:
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
+    is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
@@ -166,7 +167,7 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         NotImplementedError: a gradient that does not exist is asked for.
     """
     try:
-        return _describe(_signatures(inputs), options)
+        return _describe(_signatures(inputs), options, _is_value_in_key(inputs.key, inputs.value))
     except TypeError:
         _check_types(options)  # names what cannot be hashed
         raise
@@ -197,8 +198,18 @@ class _Signature(NamedTuple):
         return len(self.shape)
 
 
+def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
+    """Whether the values are a view of the keys' first columns."""
+    return (
+        key.shape[-1:] > value.shape[-1:]
+        and key.stride() == value.stride()
+        and key.storage_offset() == value.storage_offset()
+        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
+def _describe(raw: tuple[Any, ...], options: Options, is_value_in_key: bool = False) -> AttentionProblem:
     signatures: Any = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
     query, key, value = signatures.query, signatures.key, signatures.value
     _check_dtypes_and_devices(signatures)
@@ -218,6 +229,8 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
     _check_scalars(options, signatures.dropout_seed is not None)
+    if options.precision == "fp8":
+        _check_fp8(signatures)
     _check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
     return AttentionProblem(
         batch=batch,
@@ -246,6 +259,7 @@ def _describe(raw: tuple[Any, ...], options: Options) -> AttentionProblem:
         has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
         is_quantized=signatures.key_scale is not None,
+        is_value_in_key=is_value_in_key,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
     )
@@ -398,11 +412,29 @@ def _check_scalars(options: Options, has_seed: bool) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
     if options.precision not in PRECISIONS:
-        raise ValueError(f"precision={options.precision!r} must be 'ieee' or 'tf32'")
+        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32' or 'fp8'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:
             raise ValueError(f"{name}={bound} must be at least 0")
+
+
+def _check_fp8(s: Any) -> None:
+    """What 8-bit products are not made of."""
+    if s.query.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
+    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
+        raise NotImplementedError("precision='fp8' takes no cache: 'ieee' does, with pages of float8_e4m3fn")
+    if any(t is not None and t.needs_grad for t in s):
+        refuse_gradient("fp8")
+
+
+def refuse_gradient(precision: str) -> None:
+    """Raises NotImplementedError if products of this precision have no derivative."""
+    if precision == "fp8":
+        raise NotImplementedError(
+            "precision='fp8' has no gradient: 'ieee' has, and torch.no_grad() needs none"
+        )
 
 
 def _check_score_tensors(

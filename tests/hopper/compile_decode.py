@@ -38,12 +38,21 @@ CASES = {
         heads=6,
         kv_heads=2,
     ),
+    "latent": Case(576, 512, options=CAUSAL, extras=("lengths",), seqlen_q=1, heads=16, kv_heads=1),
+    "latent_128_heads": Case(
+        576, 512, torch.float16, CAUSAL, ("lengths",), seqlen_q=2, heads=128, kv_heads=1
+    ),
+    "latent_paged": Case(576, 512, options=CAUSAL, extras=("paged",), seqlen_q=2, heads=16, kv_heads=1),
 }
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
     launch.num_sms = lambda index: 132  # type: ignore[assignment]
     inputs = case_inputs(CASES[name])
+    if name.startswith("latent"):
+        if inputs.page_table is not None:
+            inputs = inputs._replace(key=inputs.key.new_empty(64, 64, 1, 576))
+        inputs = inputs._replace(value=inputs.key[..., :512])
     problem = describe(inputs, Options(**CASES[name].options))
     return compiled_rows(name, lambda: launch.forward(problem, inputs), 90)
 

@@ -15,11 +15,12 @@ emulator.install()
 emulator.TIMEOUT = 20.0
 
 from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import decode_launch, launch  # noqa: E402
+from tilewise.hopper import decode_launch, decode_mla_launch, launch  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
 NAN = float("nan")
 LENGTHS = [300, 0, 1, 517, 64]
+LATENT = decode_mla_launch.HEAD_DIMS  # one vector a key, whose first columns are the value
 # name: queries, heads, key heads, head sizes, page size, workers, options
 CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]] = {
     "causal": (1, 8, 2, 128, 128, None, 3, {"causal": True}),
@@ -43,6 +44,12 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "sinks": (2, 4, 2, 64, 64, None, 3, {"sinks": True, "causal": True}),
     "alibi": (3, 4, 2, 128, 128, None, 3, {"alibi": True, "causal": True}),
     "alibi_softcap": (3, 4, 1, 64, 64, 64, 3, {"alibi": True, "softcap": 5.0}),
+    "latent": (1, 16, 1, *LATENT, None, 3, {"causal": True}),
+    "latent_one_worker": (4, 16, 1, *LATENT, None, 1, {"causal": True}),
+    "latent_many_workers": (3, 8, 1, *LATENT, 64, 40, {"causal": True, "lengths": [517, 1]}),
+    "latent_head_blocks": (2, 96, 1, *LATENT, 64, 7, {"causal": True}),
+    "latent_row_tiles": (5, 16, 1, *LATENT, 256, 4, {"window_left": 100, "window_right": 0}),
+    "latent_sinks": (1, 12, 1, *LATENT, None, 3, {"sinks": True, "softcap": 3.0}),
 }
 
 
@@ -64,21 +71,27 @@ def check(name: str) -> float:
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16()
+    is_latent = (dim, dim_v) == LATENT
     k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
+    if is_latent:
+        v = k[..., :dim_v]
     beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
     stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
     extras: dict[str, torch.Tensor] = {} if is_dense else {"seqlens_k": lengths}
     if page_size is not None:
         extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
+    if is_latent:
+        stored[1] = stored[0][..., :dim_v]
     own: dict[str, torch.Tensor] = {}
     if options.pop("sinks", False):
         own["sinks"] = torch.randn(heads)
     if options.pop("alibi", False):
         own["alibi_slopes"] = torch.rand(batch, heads)
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
-    assert decode_launch.supports(problem) is None
-    out, lse = decode_launch.forward(problem, inputs)
+    kernels = decode_mla_launch if is_latent else decode_launch
+    assert kernels.supports(problem) is None
+    out, lse = kernels.forward(problem, inputs)
     visibility = problem.visibility()
     worst = 0.0
     for b, length in enumerate(all_lengths):

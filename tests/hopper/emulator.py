@@ -119,7 +119,7 @@ class Descriptor:
             view = [-1 if d == dim else 1 for d in range(len(self.shape))]
             exists = exists & ((position >= 0) & (position < size)).view(view)
             offset = offset + (position * stride).view(view)  # int64 wraps around, as an address does
-        wrap = 1 << 62  # of elements: the descriptors here have 2 or 4 bytes an element
+        wrap = 1 << 62  # of elements: the descriptors that wrap have 2 or 4 bytes an element
         return exists, torch.where(exists, offset.expand(self.block_shape) % wrap, 0)
 
     @property
@@ -171,7 +171,9 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 def load_tile(desc: Descriptor, coords: Sequence[Any], bar: Shared, smem: Shared) -> None:
     exists, offset = desc.locate(coords)
     with _lock:
-        smem.data.copy_(torch.where(exists, desc.flat[offset], 0).reshape(smem.data.shape))
+        box = desc.flat.view(torch.uint8)[offset] if desc.base.itemsize == 1 else desc.flat[offset]
+        box = torch.where(exists, box, 0).reshape(smem.data.shape)
+        smem.data.copy_(box.view(smem.data.dtype) if desc.base.itemsize == 1 else box)
         (barrier,) = bar.barriers  # type: ignore[misc]
         barrier.bytes -= smem.data.numel() * smem.data.itemsize
         barrier.settle()
@@ -244,6 +246,9 @@ class Pointer:
     def __add__(self, n: Any) -> Pointer:
         return Pointer(self.base, self.offset + n)
 
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.base, self.offset[key])
+
 
 def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:
@@ -278,6 +283,8 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
             return function(args[0])
+    if "e4m3x2" in asm:
+        return tile(args[0].to(dtype))
     return 0 if "$0, 0;" in asm else args[0]
 
 
@@ -382,7 +389,7 @@ def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
-    return Shared(smem.data.view(count, *desc.block_shape))
+    return Shared(smem.data.view(-1).view(desc.dtype).view(count, *desc.block_shape))
 
 
 class Boxes(Shared):
@@ -442,7 +449,7 @@ def install() -> None:
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        int32=torch.int32, int64=torch.int64,
+        float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64,
         where=_both(lambda c, a, b: torch.where(c, a, b)),
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 Row = dict[str, Any]
 Compiler = Callable[..., list[Row]]
 SHARED_BYTES = 227 << 10
+FP8_SPILL_BYTES = 48  # with a window, softcap and sinks; else 12 or less
 SPILL_BYTES = 24  # Triton 3.6 spills 16 at head size 256, 3.9 that in one case
 
 
@@ -39,8 +40,25 @@ def test_packed_sequences_have_their_order_kernel(rows: list[Row]):
 
 def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
     rows = compiled_by("compile_decode.py")
-    assert len(rows) == 16
+    assert len(rows) == 22
     for row in rows:
         assert row["spill_bytes"] <= 64, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
-        assert (row["warpgroup_instructions"] > 0) == (row["kernel"] == "attn_decode_kernel"), row
+        assert (row["warpgroup_instructions"] > 0) == (row["kernel"] != "attn_decode_merge_kernel"), row
+        if row["kernel"] == "attn_decode_mla_kernel":
+            assert not row["is_serialized"], row
+
+
+def test_8_bit_kernels_keep_to_the_tensor_cores(compiled_by: Compiler):
+    rows = compiled_by("compile_fp8.py")
+    forward = [row for row in rows if row["kernel"] == "attn_fwd_fp8_kernel"]
+    assert len(forward) == len({row["case"] for row in rows}) >= 11
+    for row in forward:
+        assert row["spill_bytes"] <= FP8_SPILL_BYTES, row
+        assert row["warpgroup_instructions"] > 0 and not row["is_serialized"], row
+    kernels = [row["kernel"] for row in rows if row["case"] == "packed"]
+    assert kernels[:3] == ["quantize_rows_kernel"] * 2 + ["quantize_values_kernel"]
+    assert [row["kernel"] for row in rows if row["case"] == "eight_bits"].count("arrange_kernel") == 3
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_BYTES, row
+        assert row in forward or row["spill_bytes"] == 0, row

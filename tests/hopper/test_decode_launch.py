@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.hopper import decode_launch
+from tilewise.hopper import decode_launch, decode_mla_launch
 from tilewise.problem import AttentionProblem, Inputs, Options, describe
 
 
@@ -83,3 +83,55 @@ def test_workers_cut_even_lines_evenly():
     }  # fmt: skip
     for line in (1, 8, 12, 96, 120):
         assert decode_launch.even_workers(line, 132) == 132
+
+
+def latent(
+    queries: int = 1, heads: int = 16, page_size: int | None = 64, is_view: bool = True, **extras: Any
+):
+    """A cache of absorbed latent attention: the values are the keys' first columns."""
+    dim, dim_v = decode_mla_launch.HEAD_DIMS
+    q = torch.empty(2, queries, heads, dim, dtype=torch.bfloat16, device="meta")
+    lead = (2, 512) if page_size is None else (1024 // page_size, page_size)
+    key = torch.empty(*lead, 1, dim, dtype=torch.bfloat16, device="meta")
+    value = key[..., :dim_v] if is_view else torch.empty(*lead, 1, dim_v, dtype=q.dtype, device="meta")
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    if page_size is not None:
+        extras["page_table"] = torch.empty(2, 512 // page_size, dtype=torch.int32, device="meta")
+    return describe(Inputs(q, key, value, seqlens_k=lengths, **extras), Options(causal=True))
+
+
+def test_what_is_served_of_latent_attention():
+    for served in (
+        latent(),
+        latent(16, 128),
+        latent(page_size=None),
+        latent(page_size=256),
+        latent(heads=96),
+    ):
+        assert decode_mla_launch.supports(served) is None
+    refused = {
+        "the keys' first columns": latent(is_view=False),
+        "1 to 16 queries": latent(17),
+        "not 130": latent(heads=130),
+        "not 16": latent(page_size=16),
+        "left padding": latent(leftpad_k=torch.empty(2, dtype=torch.int32, device="meta")),
+        "ALiBi": latent(alibi_slopes=torch.empty(16, device="meta")),
+    }
+    for reason, problem in refused.items():
+        assert reason in (decode_mla_launch.supports(problem) or "")
+
+
+@pytest.mark.parametrize(("heads", "pack", "blocks"), [(16, 16, 1), (64, 64, 1), (96, 48, 2), (128, 64, 2)])
+def test_heads_of_latent_attention_in_equal_blocks(heads: int, pack: int, blocks: int):
+    problem = latent(2, heads)
+    cfg = decode_mla_launch.mla_config(problem)
+    assert (cfg.PACK, decode_mla_launch.head_blocks(problem)) == (pack, blocks)
+    assert decode_launch.segments(problem, cfg) == blocks * -(-2 // (cfg.ROWS // pack))
+
+
+def test_values_in_keys_are_known_by_their_place():
+    key = torch.zeros(2, 300, 1, 576)
+    query = torch.zeros(2, 1, 4, 576)
+    values = {key[..., :512]: True, key[..., 64:]: False, key[..., :512].clone(): False, key: False}
+    for value, is_value_in_key in values.items():
+        assert describe(Inputs(query, key, value), Options()).is_value_in_key == is_value_in_key

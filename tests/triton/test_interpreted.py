@@ -30,6 +30,7 @@ pytest.importorskip("triton")
         pytest.param("triton/test_decode.py", "slow", marks=pytest.mark.slow),
         ("triton/test_chunks.py", "not slow"),
         ("hopper/test_backward_rows.py", "not slow"),
+        ("hopper/test_quantize.py", "not slow"),
     ],
 )
 def test_under_the_interpreter(name: str, kind: str):

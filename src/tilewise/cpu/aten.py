@@ -15,6 +15,7 @@ def supports(problem: AttentionProblem) -> str | None:
     """None where the kernel covers the problem exactly, otherwise the reason it does not."""
     refusals = {
         "runs on the CPU only": problem.device_type != "cpu",
+        "has no 8-bit products": problem.precision == "fp8",
         "has no packed sequences": problem.is_packed,
         "has no caches or pages": problem.is_cached or problem.is_paged,
         "has no window": problem.has_window,

@@ -18,12 +18,13 @@ needs neither a copy of the keys nor a sum over heads afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise import fp8
 from tilewise.dropout import keep_mask
 from tilewise.mask import TileKind, Visibility
 from tilewise.plan import tiled_plan
@@ -49,8 +50,9 @@ class OnlineSoftmaxStep(NamedTuple):
 
 
 def online_softmax_step(
-    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None
-) -> OnlineSoftmaxStep:
+    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None,
+    round_weights: Callable[[Tensor], Tensor] | None = None,
+) -> OnlineSoftmaxStep:  # fmt: skip
     """Fold one tile of scores and values into the running softmax.
 
     Args:
@@ -59,6 +61,7 @@ def online_softmax_step(
         m, l, acc: the state so far; start from -inf, 0, 0. acc is updated in place.
         keep: dropout factor, 0 or 1 / (1 - dropout_p), shaped like s. It multiplies what reaches acc;
             the softmax denominator is that of the undropped weights.
+        round_weights: what weights go through before they are multiplied by v.
 
     A row that has seen only -inf keeps m = -inf and l = 0. NaN and +inf propagate.
     """
@@ -68,7 +71,8 @@ def online_softmax_step(
     correction = torch.exp(m - m_finite)
     p = s.sub_(m_finite).exp_()
     l = l * correction + p.sum(-1, keepdim=True)
-    acc.mul_(correction).baddbmm_(p if keep is None else p * keep, v)
+    weights = p if keep is None else p * keep
+    acc.mul_(correction).baddbmm_(weights if round_weights is None else round_weights(weights), v)
     return OnlineSoftmaxStep(m_new, l, acc, m_tile, correction, p)
 
 
@@ -151,7 +155,7 @@ def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
     for j0, j1 in tiles.key_tiles(i0, i1):
         s, _ = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
-        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep)
+        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep, tiles.round_weights)
     lse = m + torch.log(l)
     acc /= l.masked_fill(l == 0, 1.0)
     return acc, lse
@@ -236,6 +240,11 @@ class Tiles:
         self.query_rows = self.rows(inputs.query)
         self.key_view = None if problem.is_paged else self.key_rows(inputs.key)
         self.value_view = None if problem.is_paged else self.key_rows(inputs.value)
+        self.round_weights = None
+        if problem.precision == "fp8":
+            views: Any = self.query_rows, self.key_view, self.value_view
+            self.query_rows, self.key_view, self.value_view = fp8.rounded_operands(*views)
+            self.round_weights = fp8.round_weights
 
     def query_tiles(self) -> Iterator[tuple[int, int]]:
         seqlen_q, step = self.visibility.seqlen_q, self.config.block_q

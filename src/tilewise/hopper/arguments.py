@@ -79,6 +79,56 @@ class ForwardConfig:
         return 65536 // (128 * (self.WARPGROUPS + 1) * self.BLOCKS_PER_SM) // 8 * 8
 
 
+@dataclass(frozen=True)
+class FP8Config:
+    """Compile-time choices of the 8-bit forward kernel. What `ForwardConfig` has too means the same."""
+
+    BLOCK_N: ClassVar[int] = 128  # keys that share a factor
+    PACK: ClassVar[int] = 1
+    IS_CACHED: ClassVar[bool] = False
+
+    WARPGROUPS: int
+    STAGES: int
+    Q_SLOTS: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    HEAD_DIM: int  # of QK, filled up to a power of two
+    BLOCK_DV: int
+    IS_PACKED: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        return self.IS_PACKED
+
+    @property
+    def BLOCK_M(self) -> int:
+        return self.WARPGROUPS * WARPGROUP_ROWS
+
+    @property
+    def PARTS_V(self) -> int:
+        """Parts of V's columns: registers hold O and one part's product."""
+        return -(-self.BLOCK_DV // 128)
+
+    @property
+    def Q_PARTS(self) -> int:
+        """Tiles of Q that fit a query tile's shared memory, which also takes the 16-bit tile of O."""
+        return self.O_SHARE * 2 * self.BLOCK_DV // self.HEAD_DIM
+
+    @property
+    def O_SHARE(self) -> int:
+        """Tiles of O that would fit there; one is stored."""
+        return -(-self.HEAD_DIM // (2 * self.BLOCK_DV))
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start; the producer's one warp counts as a warpgroup."""
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+
+
 class Packing(NamedTuple):
     """Where packed sequences lie, and their order of work. All None for a dense problem."""
 
@@ -117,7 +167,7 @@ class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
     WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
-    LOADERS: ClassVar[int] = 2  # warps for keys, and as many for values, which take turns as well
+    LOADERS: ClassVar[int] = 2  # warps, which take turns as well
 
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
@@ -144,11 +194,12 @@ class DecodeConfig:
     HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_PIECES: int  # held at a time by a merging program
+    MERGE_COLUMNS: int
 
     @property
     def REGISTERS(self) -> list[int]:
         """Of the partitions after the first, which has the rest."""
-        return [self.CONSUMER_REGISTERS] + 2 * self.LOADERS * [self.PRODUCER_REGISTERS]
+        return [self.CONSUMER_REGISTERS] + self.LOADERS * [self.PRODUCER_REGISTERS]
 
     @property
     def STORES_WHOLE(self) -> bool:
@@ -179,6 +230,30 @@ class DecodeConfig:
         """Registers of each thread at the start; the producers are a warpgroup's worth of warps."""
         total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS
         return total // (self.WARPGROUPS + 1) // 8 * 8
+
+
+@dataclass(frozen=True)
+class MlaConfig(DecodeConfig):
+    """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
+
+    BLOCK_M: int  # ROWS padded: 64, or 16, which are columns of the narrow kernel's products
+    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
+    KEY_SLOTS: int  # parts of key tiles in flight, of each half of V
+
+    @property
+    def IS_NARROW(self) -> bool:
+        return self.BLOCK_M < WARPGROUP_ROWS
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        consumers = [self.CONSUMER_REGISTERS] * (1 if self.IS_NARROW else 2)
+        return [*consumers, self.PRODUCER_REGISTERS, self.PRODUCER_REGISTERS]
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start, of three or four warpgroups; the producers are one."""
+        first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
+        return (first + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
 
 
 class DecodeSizes(NamedTuple):

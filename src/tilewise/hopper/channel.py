@@ -71,12 +71,17 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """An empty ring over tiles [STAGES * PARTS, ...]; CONSUMERS partitions release each of its slots."""
+def make_ring(
+    tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1
+):  # fmt: skip
+    """An empty ring over tiles [STAGES * PARTS, ...]; CONSUMERS partitions release each of its slots.
+
+    PRODUCERS partitions publish each of them, where they fill it together.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=PRODUCERS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return Ring(tiles, full, empty, STAGES, PARTS)
 

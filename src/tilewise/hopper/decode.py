@@ -1,7 +1,7 @@
 """Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
 
     role           warps   does
-    load_role x 4  1 each  stream the key tiles of their worker's pieces into rings, by TMA: two K, two V
+    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA
     mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
 
     attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`;
@@ -71,25 +71,32 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
-    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
-    scale_log2e = factors.scale_log2e
-    if cfg.HAS_SOFTCAP:
-        s = softcapped(s, factors)
+def has_edge(tile, piece, sizes, cfg: gl.constexpr):
+    """Whether some query of a piece does not see all keys of a tile."""
     offset = piece.seqlen_k - piece.seqlen_q
-    if cfg.HAS_ALIBI:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
-        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
-        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
-        scale_log2e = 1.0
     first = tile * cfg.BLOCK_N
     is_edge = first + cfg.BLOCK_N > piece.seqlen_k
     if cfg.HAS_RIGHT:
         is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > piece.row + offset + sizes.window_right)
     if cfg.HAS_LEFT:
         is_edge = is_edge | (first < piece.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
-    if is_edge:
+    return is_edge
+
+
+@gluon.jit
+def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
+    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
+    scale_log2e = factors.scale_log2e
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if cfg.HAS_ALIBI:
+        offset = piece.seqlen_k - piece.seqlen_q
+        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
+        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
+        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
+        scale_log2e = 1.0
+    if has_edge(tile, piece, sizes, cfg):
         s = hide(s, tile, piece.row, piece, sizes, cfg)
     p, m, alpha = online_softmax(s, m, scale_log2e)
     return p, m, l * alpha + gl.sum(p, 1), alpha
@@ -170,15 +177,14 @@ def attn_decode_kernel(
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     smem = make_shared(k_desc.dtype, cfg)
+    k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (load_role, (False, 0, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 0, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (False, 1, k_desc, k_page_desc, smem.k, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (True, 1, v_desc, v_page_desc, smem.v, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, k, v, seqlens_k, page_table, smem, sizes, cfg)),
+            (load_role, (1, k, v, seqlens_k, page_table, smem, sizes, cfg)),
         ],
-        [4, 1, 1, 1, 1],
+        [4, 1, 1],
         cfg.REGISTERS,
     )

@@ -71,29 +71,39 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
     cfg = config or decode_config(problem)
-    query = inputs.query
     key, value = (keys_ready(t, GROUP_ROWS if cfg.WHOLE_PAGES else 1) for t in (inputs.key, inputs.value))
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
-    lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
-    workers = _workers(problem, cfg, query.device)
-    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
-    partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
+    query, sinks, slopes, lengths, table = small_inputs(inputs)
+    workers = num_workers(problem, cfg, query.device)
+    fresh = fresh_outputs(problem, query, cfg, workers)
+    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=fresh)
+    run(merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
+    return fresh[2:]
+
+
+def small_inputs(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Query, sinks, slopes, lengths and page table as the kernels take them."""
+    query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
     sinks, slopes, lengths, table = (
         None if t is None else t.contiguous()
         for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
     )
-    pieces = (partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :])
-    fresh = (*pieces, out, lse)
-    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=fresh)
-    run(_merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
-    return out, lse
+    return query, sinks, slopes, lengths, table
+
+
+def fresh_outputs(
+    problem: AttentionProblem, query: Tensor, cfg: DecodeConfig, workers: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for out and lse of all pieces, out and lse."""
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
+    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
+    partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
+    return partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :], out, lse
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
-    """Of each sequence: key heads times tiles of rows."""
-    return problem.num_kv_heads * row_tiles(problem, cfg)
+    """Of each sequence: blocks of heads that share a key head, times tiles of rows."""
+    return problem.num_heads // cfg.PACK * row_tiles(problem, cfg)
 
 
 def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
@@ -113,15 +123,17 @@ def row_stride(t: Tensor) -> int:
     return t.stride(1) if t.shape[1] > 1 else t.shape[3]
 
 
-def _workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device) -> int:
+def num_workers(
+    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
+) -> int:
     from tilewise.hopper.launch import num_sms
 
     line = problem.batch * segments(problem, cfg)
     most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(line, num_sms(device.index)), most)
+    return min(even_workers(line, num_sms(device.index), few_pieces), most)
 
 
-def even_workers(line: int, most: int) -> int:
+def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
     """Workers of `most` for a line of segments.
 
     A few less than all, where lengths are alike and each has whole segments or shares one with few others:
@@ -129,7 +141,7 @@ def even_workers(line: int, most: int) -> int:
     H200, 1 x 8k keys of 8 heads take 12.5 us with 132 workers, 14.3 with 131 as with 128.
     """
     for workers in range(most, most - most // 32 - 1, -1):
-        if line % workers == 0 or (workers % line == 0 and workers <= FEW_PIECES * line):
+        if line % workers == 0 or (workers % line == 0 and workers <= few_pieces * line):
             return workers
     return most
 
@@ -141,30 +153,31 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
     query, key, value, lengths, table, slopes, *pieces, out, lse = tensors
     arguments = (
         query,
-        _key_descriptor(key, cfg),
-        _key_descriptor(value, cfg),
+        key_descriptor(key, cfg),
+        key_descriptor(value, cfg),
         _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
         *(out, lse, *pieces, lengths, table, slopes),
-        *_sizes(problem, cfg, workers, query, key, value, table, slopes),
+        *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *factors(problem),
         cfg,
     )
     return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
-def _merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
+def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.hopper.decode_merge import attn_decode_merge_kernel
 
     _, lengths, sinks, *pieces, out, lse = tensors
-    arguments = (*pieces, out, lse, lengths, sinks, *_sizes(problem, cfg, workers), cfg)
-    programs = problem.batch * segments(problem, cfg) * -(-cfg.ROWS // cfg.MERGE_ROWS)
+    arguments = (*pieces, out, lse, lengths, sinks, *decode_sizes(problem, cfg, workers), cfg)
+    blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
+    programs = problem.batch * segments(problem, cfg) * blocks
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
 
 
-def _sizes(
+def decode_sizes(
     problem: AttentionProblem,
     cfg: DecodeConfig,
     workers: int,
@@ -202,7 +215,7 @@ def rows_per_entry(t: Tensor | None) -> int:
     return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
-def _key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
     from tilewise.hopper.compat import TensorDescriptor
     from tilewise.hopper.launch import shared_layout
@@ -246,7 +259,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
-    merge_pieces = min(64, _power_of_two(2 + USUAL_SMS // segments))
+    merge_pieces = min(64, power_of_two(2 + USUAL_SMS // segments))
     merge_rows = max(1, min(4, 32 // merge_pieces))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
         # one merging program finds room beside a worker: with more than those, none of the next call's starts
@@ -254,13 +267,13 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
-        CONSUMER_REGISTERS=168,
-        PRODUCER_REGISTERS=72,
+        CONSUMER_REGISTERS=160 if block_d == block_dv == 64 else 168,
+        PRODUCER_REGISTERS=88 if block_d == block_dv == 64 else 72,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        BLOCK_B=_power_of_two(problem.batch),
+        BLOCK_B=power_of_two(problem.batch),
         START_UNITS=START_UNITS if problem.batch > 1 else 0,
         PACK=pack,
         ROWS=rows,
@@ -277,8 +290,9 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_PIECES=merge_pieces,
+        MERGE_COLUMNS=block_dv,
     )
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()

@@ -1,8 +1,8 @@
 """The load role of the decoding kernel: key tiles of a worker's pieces into rings, by TMA.
 
-The load warps take turns at tiles: pages of 16 need 8 copies a tile. A full page of head size 128 takes one,
-with both halves of its columns, since tiles of small pages lie in shared memory 8 rows by 8 rows.
-Page numbers are read a tile ahead.
+The load warps take turns at tiles, of which each loads keys and values: pages of 16 need 8 copies. A full
+page of head size 128 takes one of each kind, with both halves of its columns, since tiles of small pages lie
+in shared memory 8 rows by 8 rows. Page numbers are read a tile ahead.
 """
 
 from tilewise.hopper.compat import (
@@ -36,9 +36,10 @@ def page_of(pages, n, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_whole_pages(ring, blocks, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
+def load_whole_pages(ring, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
     PAGES: gl.constexpr = cfg.PAGES
+    blocks = as_pages(ring.tiles, cfg.STAGES * PAGES, desc)
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
@@ -53,67 +54,77 @@ def load_box(
     boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros.
-
-    The coordinates end a box where the sequence ends: see `hopper.forward.coords`.
-    """
+    """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros."""
     BOXES: gl.constexpr = cfg.BOXES
-    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
-    if cfg.PAGE_SIZE == 0:
-        entry = piece.batch
-    else:
-        entry = page_of(pages, n * cfg.PAGES // BOXES, cfg)
-        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
-        row = row % cfg.PAGE_SIZE
-    end = gl.maximum(end, 0)
-    end_row = entry * rows_per_entry + end
+    end_row, row = box_place(n, pages, piece, tile, rows_per_entry, cfg)
     for part in gl.static_range(PARTS):
         if cfg.WHOLE_PAGES:
             box = (slot * BOXES + n) * PARTS + part
         else:
             box = (slot * PARTS + part) * BOXES + n
-        place = (1 << 30, end_row, (1 << 30) - end + row, piece.kv_head, part * cfg.BOX_WIDTH)
+        place = (1 << 30, end_row, row, piece.kv_head, part * cfg.BOX_WIDTH)
         load_tile(desc, place, bar_full, boxes.index(box))
 
 
 @gluon.jit
-def load_keys(
-    ring, boxes, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
+def box_place(n, pages, piece, tile, rows_per_entry, cfg: gl.constexpr):
+    """TMA coordinates of box n of a tile along its keys: they end it where the sequence ends.
+
+    See `hopper.forward.coords`.
+    """
+    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
+    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
+    if cfg.PAGE_SIZE == 0:
+        entry = piece.batch
+    else:
+        entry = page_of(pages, n * cfg.PAGES // cfg.BOXES, cfg)
+        end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
+        row = row % cfg.PAGE_SIZE
+    end = gl.maximum(end, 0)
+    return entry * rows_per_entry + end, (1 << 30) - end + row
+
+
+@gluon.jit
+def load_boxes(
+    ring, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
 ):
     """Start TMA copies of one tile of keys or values, box by box."""
     BOXES: gl.constexpr = cfg.BOXES
+    COUNT: gl.constexpr = cfg.STAGES * PARTS * BOXES
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, PARTS * BOXES * desc.block_type.nbytes)
     if cfg.WHOLE_PAGES:
+        boxes = as_boxes_by_rows(ring.tiles, COUNT, desc)
         # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
         # unrolled, its instructions cost 0.2 us at 1 x 8k.
         for n in range(gl.minimum(sizes.workers, 1) * BOXES):
             load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
     else:
+        boxes = as_boxes(ring.tiles, COUNT, desc)
         for n in gl.static_range(BOXES):
             load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
 
 
 @gluon.jit
-def load_role(
-    IS_VALUE: gl.constexpr, L: gl.constexpr, desc, page_desc, ring, seqlens_k, page_table, sizes,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Stream every LOADERS-th tile of the worker's: keys, or values."""
-    PARTS: gl.constexpr = cfg.PARTS_V if IS_VALUE else cfg.PARTS
-    rows_per_entry = sizes.rows_v if IS_VALUE else sizes.rows_k
-    if cfg.WHOLE_PAGES:
-        boxes = as_boxes_by_rows(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
-        blocks = as_pages(ring.tiles, cfg.STAGES * cfg.PAGES, page_desc)
+def load_tiles(k, v, use, pages, piece, tile, smem, sizes, cfg: gl.constexpr):
+    """Start TMA copies of one tile of keys and of values; k and v are (descriptor, that of whole pages)."""
+    if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
+        load_whole_pages(smem.k, use, k[1], pages, piece.kv_head, sizes.rows_k, cfg)
+        load_whole_pages(smem.v, use, v[1], pages, piece.kv_head, sizes.rows_v, cfg)
     else:
-        boxes = as_boxes(ring.tiles, cfg.STAGES * PARTS * cfg.BOXES, desc)
+        load_boxes(smem.k, use, k[0], pages, piece, tile, sizes.rows_k, cfg.PARTS, sizes, cfg)
+        load_boxes(smem.v, use, v[0], pages, piece, tile, sizes.rows_v, cfg.PARTS_V, sizes, cfg)
+
+
+@gluon.jit
+def load_role(L: gl.constexpr, k, v, seqlens_k, page_table, smem, sizes, cfg: gl.constexpr):
+    """Stream every LOADERS-th tile of the worker's."""
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(line, sizes)
-    use = 0  # of the ring
+    use = 0  # of the rings
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 1)
         ptr_table = page_table
@@ -126,10 +137,7 @@ def load_role(
         for n in range(first, piece.count, cfg.LOADERS):
             tile = piece.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
-            if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
-                load_whole_pages(ring, blocks, use + n, page_desc, pages, piece.kv_head, rows_per_entry, cfg)
-            else:
-                load_keys(ring, boxes, use + n, desc, pages, piece, tile, rows_per_entry, PARTS, sizes, cfg)
+            load_tiles(k, v, use + n, pages, piece, tile, smem, sizes, cfg)
             pages = next_pages
         use += piece.count
         unit += piece.units

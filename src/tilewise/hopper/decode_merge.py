@@ -3,15 +3,15 @@
 from tilewise.hopper.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.hopper.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.hopper.decode_plan import make_line, number_of, piece_index, worker_of
-from tilewise.hopper.decode_rows import places, store_rows
+from tilewise.hopper.decode_rows import divided, places, store_columns, store_lse
 from tilewise.hopper.softmax import LOG2_E, exp2, finite_or_zero
 
 
 @gluon.constexpr_function
 def merge_layout(cfg):
-    """Of [MERGE_ROWS, MERGE_PIECES, BLOCK_DV]: a warp has all pieces of its rows and columns."""
+    """Of [MERGE_ROWS, MERGE_PIECES, MERGE_COLUMNS]: a warp has all pieces of its rows and columns."""
     warps = min(4, cfg.MERGE_ROWS)
-    lanes = cfg.BLOCK_DV // 4 // (4 // warps)
+    lanes = min(32, cfg.MERGE_COLUMNS // 4 // (4 // warps))
     return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 4 // warps], [2, 1, 0])
 
 
@@ -22,7 +22,10 @@ def attn_decode_merge_kernel(
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all sequences * blocks of rows,)."""
+    """out and lse of MERGE_ROWS rows of a segment.
+
+    Grid: (segments of all sequences * blocks of rows * blocks of columns,).
+    """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
@@ -31,10 +34,13 @@ def attn_decode_merge_kernel(
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     out_layout: gl.constexpr = gl.SliceLayout(1, layout)
     BLOCKS: gl.constexpr = (cfg.ROWS + cfg.MERGE_ROWS - 1) // cfg.MERGE_ROWS
+    COLUMN_BLOCKS: gl.constexpr = cfg.BLOCK_DV // cfg.MERGE_COLUMNS
+    program = gl.program_id(0) // COLUMN_BLOCKS
+    first_column = gl.program_id(0) % COLUMN_BLOCKS * cfg.MERGE_COLUMNS
     start_next_kernel()
     # The first kernel started this one after its own wait, so the lengths are there to be read.
-    b = gl.program_id(0) // BLOCKS // segments
-    segment = gl.program_id(0) // BLOCKS % segments
+    b = program // BLOCKS // segments
+    segment = program // BLOCKS % segments
     line = make_line(seqlens_k, sizes, cfg, 4)
     total = gl.max(line.ends, 0)
     units = number_of(line.units, b, cfg, 4)
@@ -46,9 +52,9 @@ def attn_decode_merge_kernel(
     if cfg.STORES_WHOLE and count == 1:
         count = -1  # the worker has stored it
 
-    first_row = gl.program_id(0) % BLOCKS * cfg.MERGE_ROWS
+    first_row = program % BLOCKS * cfg.MERGE_ROWS
     rows = first_row + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    cols = first_column + gl.arange(0, cfg.MERGE_COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     pieces = gl.arange(0, cfg.MERGE_PIECES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     _, head, exists = places(first_row, cfg.MERGE_ROWS, rows_layout, segment, sizes, cfg)
     m = gl.full([cfg.MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
@@ -56,7 +62,7 @@ def attn_decode_merge_kernel(
     if cfg.HAS_SINKS:
         m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
         l += 1.0
-    acc = gl.full([cfg.MERGE_ROWS, cfg.BLOCK_DV], 0.0, gl.float32, out_layout)
+    acc = gl.full([cfg.MERGE_ROWS, cfg.MERGE_COLUMNS], 0.0, gl.float32, out_layout)
     # A first round without pieces brings the instructions near while the workers are busy.
     for n in range(-cfg.MERGE_PIECES, gl.maximum(count, 1), cfg.MERGE_PIECES):
         if n == 0:
@@ -75,4 +81,6 @@ def attn_decode_merge_kernel(
         l = l * alpha + gl.sum(weight, 1)
         m = m_new
     if count >= 0:
-        store_rows(out, lse, acc, m, l, b, segment, first_row, sizes, cfg)
+        store_columns(out, divided(acc, l), first_column, b, segment, first_row, sizes, cfg)
+        if first_column == 0:
+            store_lse(lse, m, l, b, segment, first_row, sizes, cfg)

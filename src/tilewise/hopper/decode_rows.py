@@ -18,19 +18,27 @@ def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg
 
 
 @gluon.jit
-def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a key head [64, BLOCK_D], rows that do not exist as zeros."""
-    LANES: gl.constexpr = cfg.BLOCK_D // 8
+def read_queries(
+    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, piece, sizes, cfg: gl.constexpr
+):
+    """Queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
+    LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, cfg.BLOCK_D, gl.SliceLayout(0, layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     position = piece.row + rows // cfg.PACK
     head = piece.kv_head * cfg.PACK + rows % cfg.PACK
     exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
     start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
     offset = position * sizes.stride_q_row + head * sizes.stride_q_head
     mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
-    smem.store(gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0))
+    return gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+    """Queries of all heads of a key head [64, BLOCK_D]."""
+    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, piece, sizes, cfg))
     fence_async_shared()  # the stores above are visible to wgmma
 
 
@@ -74,32 +82,60 @@ def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
 @gluon.jit
 def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.constexpr):
     """Normalized out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
-    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
+    store_piece_columns(partial, divided(acc, l), 0, place, piece, sizes, cfg)
+
+
+@gluon.jit
+def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """lse [ROWS] of a piece."""
+    rows = gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
     gl.store(partial_lse + (place * cfg.ROWS + rows), m + gl.log2(l), mask=exists)
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    acc_rows: gl.constexpr = row_layout(cfg.BLOCK_DV)
-    acc = acc * gl.convert_layout(inverse, acc_rows, assert_trivial=True)[:, None]
-    rows = gl.arange(0, 64, acc_rows)
+
+
+@gluon.jit
+def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, cfg: gl.constexpr):
+    """Columns of a piece's normalized out, from FIRST on."""
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_DV)))
-    offset = rows[:, None] * cfg.BLOCK_DV + cols[None, :]
-    gl.store(partial + place * (cfg.ROWS * cfg.BLOCK_DV) + offset, acc, mask=exists[:, None])
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
+    gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None])
+
+
+@gluon.jit
+def divided(acc, l):
+    """acc / l, 0 for a row that saw no key."""
+    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
 def store_rows(out, lse, acc, m, l, b, segment, first, sizes, cfg: gl.constexpr):
     """out and lse of rows [first, ...) of a whole segment, from acc [rows, BLOCK_DV] that l divides."""
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    stat_rows: gl.constexpr = m.type.layout
-    position, head, exists = places(first, m.shape[0], stat_rows, segment, sizes, cfg)
+    store_lse(lse, m, l, b, segment, first, sizes, cfg)
+    store_columns(out, divided(acc, l), 0, b, segment, first, sizes, cfg)
+
+
+@gluon.jit
+def store_lse(lse, m, l, b, segment, first, sizes, cfg: gl.constexpr):
+    """lse of rows [first, ...) of a segment."""
+    layout: gl.constexpr = m.type.layout
+    position, head, exists = places(first, m.shape[0], layout, segment, sizes, cfg)
     stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
+
+
+@gluon.jit
+def store_columns(out, acc, FIRST, b, segment, first, sizes, cfg: gl.constexpr):
+    """Columns of out, from FIRST on, of rows [first, ...) of a segment."""
     layout: gl.constexpr = acc.type.layout
-    acc_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
-    position, head, exists = places(first, acc.shape[0], acc_rows, segment, sizes, cfg)
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    position, head, exists = places(first, acc.shape[0], by_row, segment, sizes, cfg)
     row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, layout))
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]
-    gl.store(out + (row[:, None] * cfg.HEAD_DIM_V + cols[None, :]), acc.to(out.dtype.element_ty), mask=mask)
+    ptrs = out + row * cfg.HEAD_DIM_V
+    gl.store(ptrs[:, None] + cols[None, :], acc.to(out.dtype.element_ty), mask=mask)

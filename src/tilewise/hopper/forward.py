@@ -286,6 +286,15 @@ def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
+    factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
+    acc = rescaled(acc, factor, cfg)  # [64, BLOCK_DV]
+    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
+    store_block(o_desc, smem_o, row, work, cfg)
+
+
+@gluon.jit
+def store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+    """Store lse; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -307,10 +316,13 @@ def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg:
         num_heads = slots * cfg.PACK
         ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     gl.store(ptr_lse, lse, mask=inside)
-    # [64, BLOCK_DV]; rows that see no key are 0
-    acc = rescaled(acc, gl.where(l == 0.0, 0.0, factor * reciprocal(l)), cfg)
-    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
-    fence_async_shared()  # the stores above are visible to the TMA copy below
+    return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
+
+
+@gluon.jit
+def store_block(o_desc, smem_o, row, work, cfg: gl.constexpr):
+    """Start the copy of a block of O from shared memory, which all threads have just stored."""
+    fence_async_shared()  # the stores are visible to the TMA copy below
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
 
 

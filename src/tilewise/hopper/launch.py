@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import repeated_launch
-from tilewise.hopper import decode_launch
+from tilewise.hopper import decode_launch, decode_mla_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, has_triton, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
@@ -46,7 +46,9 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {problem.dtype}"
     sizes = (problem.head_dim, problem.head_dim_v)
-    if any(d % 8 or d > MAX_HEAD_DIM for d in sizes) or problem.head_dim_v > max(64, problem.head_dim):
+    has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
+    is_latent = problem.is_cached and sizes == decode_mla_launch.HEAD_DIMS
+    if (has_other_sizes or problem.head_dim_v > max(64, problem.head_dim)) and not is_latent:
         return (
             f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
         )
@@ -57,6 +59,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes lengths below {UNBOUNDED}"
     if not problem.scale > 0:
         return f"takes a positive scale, not {problem.scale}"
+    if is_latent:
+        return decode_mla_launch.supports(problem)
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
     if problem.page_size is not None and not decode_launch.can_load_pages(problem.page_size):
@@ -95,6 +99,12 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if problem.precision == "fp8":
+        from tilewise.hopper import fp8_launch
+
+        return fp8_launch.forward(problem, inputs)
+    if problem.head_dim > MAX_HEAD_DIM:
+        return decode_mla_launch.forward(problem, inputs)
     if config is None and decode_launch.is_faster(problem):
         return decode_launch.forward(problem, inputs)
     cfg = config or forward_config(problem)
@@ -124,7 +134,7 @@ def repeatable(
 
     None where one of them has to be copied first.
     """
-    if any(tma_ready(t) is not t for t in inputs[:3]):
+    if any(tma_ready(t) is not t for t in inputs[:3]) or problem.precision == "fp8":
         return None
     query, none = inputs.query, (None,) * 5
     fresh = (query, query, None, None, query)
@@ -200,7 +210,7 @@ def _sizes(
     visibility = problem.visibility()
     positions = cfg.BLOCK_M // cfg.PACK
     num_slots = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
-    read_together = min(problem.seqlen_k, _window(problem) + positions)  # keys of a tile of queries
+    read_together = min(problem.seqlen_k, window_size(problem) + positions)  # keys of a tile of queries
     key_bytes = 2 * read_together * (problem.head_dim + problem.head_dim_v)
     slots_a_key = max(1, problem.group_size // cfg.PACK)
     return Sizes(
@@ -211,12 +221,17 @@ def _sizes(
         num_slots=num_slots,
         num_tiles=-(-problem.seqlen_q // positions),
         section=slots_a_key * section_size(num_slots // slots_a_key, max(1, SECTION_BYTES // key_bytes)),
-        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
-        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+        window_left=edge(visibility.left),
+        window_right=edge(visibility.right),
         rows_k=decode_launch.rows_per_entry(key) if cfg.IS_CACHED else 0,
         rows_v=decode_launch.rows_per_entry(value) if cfg.IS_CACHED else 0,
         stride_page_table=0 if table is None else table.shape[1],
     )
+
+
+def edge(bound: int | None) -> int:
+    """A window's edge as kernels take it."""
+    return UNBOUNDED if bound is None else min(bound, UNBOUNDED)
 
 
 def factors(problem: AttentionProblem) -> tuple[float, float, float]:
@@ -274,7 +289,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     and have registers to overlap their own products and softmax; in two blocks they are free of each other,
     which is worth more where tiles of queries are short or few.
     """
-    window = _window(problem)
+    window = window_size(problem)
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
         is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
@@ -287,7 +302,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     return 64, 2, 2, 2, 240, 1  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
 
 
-def _window(problem: AttentionProblem) -> int:
+def window_size(problem: AttentionProblem) -> int:
     """Keys that a query sees besides its own; UNBOUNDED or more without a window."""
     visibility = problem.visibility()
     left, right = (UNBOUNDED if side is None else side for side in (visibility.left, visibility.right))
@@ -341,7 +356,8 @@ def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Swizzled shared memory of a TMA descriptor's block."""
     from tilewise.hopper.compat import gl
 
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    elements = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+    element = elements[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), element)
 
 

@@ -7,10 +7,10 @@ from tilewise.hopper.compat import gl, gluon
 
 
 @gluon.constexpr_function
-def accumulator_layout(num_columns):
-    """Of a [64, num_columns] float32 accumulator."""
+def accumulator_layout(num_columns, depth=16):
+    """Of a [64, num_columns] float32 accumulator; an instruction multiplies `depth` columns by rows."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(num_columns, 256), 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(num_columns, 256), depth]
     )
 
 
@@ -21,9 +21,15 @@ def operand_layout(num_columns):
 
 
 @gluon.constexpr_function
-def row_layout(num_columns):
+def operand_layout_8_bit(num_columns):
+    """Of an 8-bit left operand in registers: a thread holds columns 4t to 4t + 3 of every sixteen."""
+    return gl.DotOperandLayout(0, accumulator_layout(num_columns, 32), 4)
+
+
+@gluon.constexpr_function
+def row_layout(num_columns, depth=16):
     """Of one value a row."""
-    return gl.SliceLayout(1, accumulator_layout(num_columns))
+    return gl.SliceLayout(1, accumulator_layout(num_columns, depth))
 
 
 @gluon.constexpr_function

@@ -16,7 +16,7 @@ class Work:
 
     row: gl.tensor
     head: gl.tensor  # first query head of the tile; of a tile of keys its key head
-    batch: gl.tensor  # of a dense tensor or a cache; packed: 0, but in the backward the sequence
+    batch: gl.tensor  # of a dense tensor; of packed sequences or a cache the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
     start_k: gl.tensor
@@ -180,14 +180,12 @@ def locate(index, sizes, packing, cache, cfg: gl.constexpr):
             b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
                 unit, sizes, packing, cache, cfg
             )
-            batch = b
         else:
             b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(unit, sizes.batch, packing)
-            batch = 0 * b
         tile, slot = place(
             index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
         )
-        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, batch, start_q, own_q, start_k, own_k)
+        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, b, start_q, own_q, start_k, own_k)
     else:
         tile, slot = place(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT)
         heads = sizes.num_slots // sizes.batch

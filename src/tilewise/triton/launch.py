@@ -40,6 +40,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"runs on GPUs, not on device type {problem.device_type!r}"
     if problem.dtype == torch.float64:
         return "has no float64, only float32, bfloat16 and float16"
+    if problem.precision == "fp8":
+        return "has no 8-bit products"
     return None
 
 

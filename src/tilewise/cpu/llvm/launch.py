@@ -27,6 +27,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return "runs on the CPU only"
     if problem.is_quantized:
         return "has no quantized caches"
+    if problem.precision == "fp8":
+        return "has no 8-bit products"
     if problem.bias_needs_grad and problem.bias_shape:
         if problem.bias_shape[3] == 1 < problem.seqlen_k:
             return "has no gradient of a bias that is broadcast over keys"

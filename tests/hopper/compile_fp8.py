@@ -1,0 +1,60 @@
+"""Compile the 8-bit forward and its quantizing kernels for sm_90a without a GPU: see `compile_forward`.
+
+python tests/hopper/compile_fp8.py [CASE ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from tilewise.hopper import fp8_launch, launch
+from tilewise.problem import Inputs, Options, describe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
+
+CASES = {
+    "d64": Case(64, 64),
+    "d80_fp16": Case(80, 80, torch.float16),
+    "d128": Case(128, 128),
+    "d128_causal": Case(128, 128, options={"causal": True}),
+    "d192_128": Case(192, 128, options={"causal": True}),
+    "d256": Case(256, 256),
+    "d256_causal": Case(256, 256, options={"causal": True}),
+    "window_softcap_sinks": Case(
+        128,
+        128,
+        options={"window_left": 128, "window_right": 64, "softcap": 20.0},
+        extras=("sinks",),
+        kv_heads=2,
+    ),
+    "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
+    "eight_bits": Case(128, 128),
+    "eight_bits_packed": Case(64, 64, extras=("packed", "int64")),
+}
+
+
+def run(name: str, inputs: Inputs) -> None:
+    problem = describe(inputs, Options(**CASES[name].options, precision="fp8"))
+    if name.startswith("eight_bits"):
+        q, k, v = (t.to(torch.float8_e4m3fn) for t in inputs[:3])
+        factors = torch.empty(problem.batch, problem.num_kv_heads, device="meta")
+        fp8_launch.forward_8_bit(problem, inputs._replace(query=q, key=k, value=v), (factors, None, factors))
+    else:
+        launch.forward(problem, inputs)
+
+
+def compile_case(name: str) -> list[dict[str, Any]]:
+    launch.num_sms = lambda index: 132  # type: ignore[assignment]
+    launch.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+    return compiled_rows(name, lambda: run(name, case_inputs(CASES[name])), 90)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(CompileOnlyDriver(90))
+    print_rows(compile_case, sys.argv[1:] or CASES)

@@ -1,0 +1,85 @@
+"""The quantizing kernels of Hopper against `tilewise.fp8`, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+STARTS = [0, 100, 100, 250, 500]
+
+
+def problem_of(t: torch.Tensor, cu_seqlens: torch.Tensor | None):
+    from tilewise.problem import Inputs, Options, describe
+
+    inputs = Inputs(t, t, t, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    return describe(inputs, Options(precision="fp8"))
+
+
+def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Two integers in a row, times a power of two: their sums have 4 bits, which nobody has to round.
+
+    The interpreter rounds to 8 bits wrongly, and its products are wrong in bfloat16.
+    """
+    rows = (500,) if is_packed else (2, 300)
+    column = torch.rand(*rows, 6, dim).argsort(-1)
+    integers = torch.randint(-7, 8, (*rows, 6, dim)) * (column < 2)
+    t = (integers * 2.0 ** torch.randint(-4, 5, (*rows, 1, 1))).half()
+    cu_seqlens = torch.tensor(STARTS, dtype=torch.int32) if is_packed else None
+    return t[..., 2:4, :], cu_seqlens
+
+
+@pytest.mark.parametrize("is_value", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dim", [40, 64, 128, 192, 256])
+def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
+    from fp8_slots import in_slots
+
+    from tilewise.hopper import fp8_launch
+
+    t, cu_seqlens = draw(dim, is_packed)
+    found = fp8_launch.round_tensor(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
+    expected = in_slots(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
+    assert torch.equal(found.factors, expected.factors)
+    assert torch.equal(found.values.float(), expected.values.float())
+
+
+@pytest.mark.parametrize("is_value", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_eight_bits_are_moved(is_packed: bool, is_value: bool):
+    from fp8_slots import stored_keys
+
+    from tilewise.hopper import fp8_launch
+
+    t, cu_seqlens = draw(80, is_packed)
+    eight = t.to(torch.float8_e4m3fn)
+    problem = problem_of(t, cu_seqlens)
+    descale = torch.rand(problem.batch, 2) + 1
+    values, factors = fp8_launch.arrange_tensor(problem, eight, descale, cu_seqlens, is_value)
+    values = values.float()
+    if is_value:
+        values = values.transpose(2, 3)[:, :, torch.argsort(stored_keys())]
+    for b in range(problem.batch):
+        x = eight[STARTS[b] : STARTS[b + 1]] if is_packed else eight[b]
+        slot = STARTS[b] // 128 + b if is_packed else 3 * b
+        slots = slice(slot, slot - (-len(x) // 128))
+        rows = values[:, slots].flatten(1, 2)
+        assert torch.equal(rows[:, : len(x), :80], x.float().transpose(0, 1))
+        assert rows[:, len(x) :].eq(0).all() and rows[..., 80:].eq(0).all()
+        assert factors[:, slots].eq(descale[b][:, None]).all()
+
+
+def test_what_is_not_finite_has_a_factor_of_nan():
+    from tilewise.hopper import fp8_launch
+
+    t = torch.ones(1, 512, 1, 64).half()
+    t[0, 5], t[0, 130, 0, 3], t[0, 256:384] = float("nan"), float("inf"), 0
+    factors = fp8_launch.round_tensor(problem_of(t, None), t, None, is_value=True).factors
+    assert factors.isnan().tolist() == [[True, True, False, False]] and factors[0, 2] == 1
