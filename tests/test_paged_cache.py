@@ -333,6 +333,20 @@ def test_eight_bit_pages_keep_what_stands_beside_nan_and_infinity(bad):
         assert (error <= tokens.abs()[~is_bad] / 16 + tokens[~is_bad].abs().max() / 114688).all()
 
 
+def test_tensors_of_a_batch_are_aligned_for_any_number_of_sequences():
+    """Else Triton compiles the kernels anew for some numbers of sequences and tokens."""
+    cache = tilewise.PagedKVCache(64, 16, 1, 8, dtype=torch.float32)
+    for batch in range(1, 7):
+        cache.allocate()
+        found = cache.reserve(None, [*range(1, batch), 33])
+        tensors = {name: t for name, t in vars(found).items() if isinstance(t, torch.Tensor)}
+        assert len(tensors) == 8 and all(t.data_ptr() % 16 == 0 for t in tensors.values())
+        again = cache.reserve(None, [*range(1, batch), 33], into=found)
+        assert again.block is found.block
+        for n, sequence in enumerate(cache.sequences):
+            assert int(again.lengths[n]) == again.ends[n] == cache.length(sequence)
+
+
 def test_batches_that_are_out_of_date():
     cache, _, _ = filled([20, 9])
     tokens = [torch.randn(2, 1, h, d) for h, d in ((4, 8), (2, 8), (2, 6))]

@@ -7,6 +7,7 @@ What a kernel needs of it travels to the device as one block of integers for eac
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from array import array
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from tilewise.problem import shown
 
 PADDING = -1  # stands for a sequence where a batch has none
+ALIGNED = 4  # integers of 16 bytes: for pointers aligned otherwise Triton would compile kernels anew
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class PageTable:
         if into is None:
             # A later batch of the same sizes may write to more pages: `written` and `kept` come last.
             most = sum(count // self.page_size + 2 for count in new_tokens)
-            spare = 2 * (most - len(fields["written"]))
+            spare = 2 * (most + -most % ALIGNED - len(fields["written"]))
             block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
         else:
             block = into.block
@@ -236,16 +238,19 @@ class PageTable:
         # Pinned, so that the copy does not wait for the device.
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
         parts = used.split([len(numbers) for numbers in fields.values()])
-        views = {name: part.view(shapes[name]) for name, part in zip(fields, parts)}
+        ends = tuple(fields["lengths"][: len(sequences)])
+        views = {
+            name: part[: math.prod(shapes[name])].view(shapes[name]) for name, part in zip(fields, parts)
+        }
         return PagedBatch(
             tuple(sequences), tuple(new_tokens), **views, block=block,
-            table=self, ends=tuple(fields["lengths"]), shrinks=self.shrinks, copies=tuple(copies),
+            table=self, ends=ends, shrinks=self.shrinks, copies=tuple(copies),
         )  # fmt: skip
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None
     ) -> tuple[dict[str, array[int]], dict[str, tuple[int, ...]]]:
-        """The tensors of a `PagedBatch` as numbers one after the other, and their shapes."""
+        """The tensors of a `PagedBatch` as numbers one after the other, each filled up, and their shapes."""
         size = self.page_size
         lengths = array("i", [0 if s == PADDING else self.lengths[s] for s in sequences])
         rows = [[] if s == PADDING else self.pages[s] for s in sequences]
@@ -271,10 +276,11 @@ class PageTable:
                 kept.append(first - at * size)
         starts = array("i", itertools.accumulate(new_tokens, initial=0))
         batch, total, changed = len(lengths), (len(positions),), (len(written),)
-        return {
-            "lengths": lengths, "cu_seqlens": starts, "page_table": table, "positions": positions,
-            "slots": slots, "written": written, "kept": kept,
-        }, {
+        shapes = {
             "lengths": (batch,), "cu_seqlens": (batch + 1,), "page_table": (batch, width),
             "positions": total, "slots": total, "written": changed, "kept": changed,
         }  # fmt: skip
+        fields = dict(zip(shapes, (lengths, starts, table, positions, slots, written, kept)))
+        for numbers in fields.values():
+            numbers.extend(itertools.repeat(0, -len(numbers) % ALIGNED))
+        return fields, shapes

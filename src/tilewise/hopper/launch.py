@@ -159,8 +159,9 @@ def order_sequences(
     """
     if other is None:
         return None, None
-    table = torch.empty(2 * problem.batch + 1, dtype=torch.int32, device=other.device)
-    order, first_tile = table[: problem.batch], table[problem.batch :]
+    aligned = -(-problem.batch // 4) * 4  # to 16 bytes: else kernels are compiled anew for some batches
+    table = torch.empty(aligned + problem.batch + 1, dtype=torch.int32, device=other.device)
+    order, first_tile = table[: problem.batch], table[aligned:]
     run(_order_launch, problem, (other, tiled), rows, fresh=(order, first_tile))
     return order, first_tile
 

@@ -84,7 +84,7 @@ def tiles_of(cu_seqlens, seqlen, i, batch, BLOCK_POSITIONS: gl.constexpr):
     return (length + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch", "seqlen_q"])
 def order_sequences_kernel(
     cu_seqlens_q,
     seqlens_k,
