@@ -335,7 +335,7 @@ def test_eight_bit_pages_keep_what_stands_beside_nan_and_infinity(bad):
 
 def test_tensors_of_a_batch_are_aligned_for_any_number_of_sequences():
     """Else Triton compiles the kernels anew for some numbers of sequences and tokens."""
-    cache = tilewise.PagedKVCache(64, 16, 1, 8, dtype=torch.float32)
+    cache = tilewise.PagedKVCache(64, 16, 1, 8, max_seqlen=1000, dtype=torch.float32)
     for batch in range(1, 7):
         cache.allocate()
         found = cache.reserve(None, [*range(1, batch), 33])
