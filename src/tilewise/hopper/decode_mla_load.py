@@ -89,12 +89,14 @@ def load_columns(desc, ring, use, place, first, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def load_role(L: gl.constexpr, desc, keys, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+def load_role(L: gl.constexpr, desc, keys, queries, seqlens_k, page_table, sizes, cfg: gl.constexpr):
     """Stream half L of the columns of the worker's key tiles. Page numbers are read a tile ahead."""
     wait_for_previous_kernel()
     line = make_line(seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(line, sizes)
     use = 0  # tiles so far
+    if unit < end:
+        queries.wait(0)  # read behind the keys of all rings, they would arrive behind them: 6 us later
     while unit < end:
         piece = piece_at(unit, end, line, sizes, cfg, 1)
         ptr_table = page_table

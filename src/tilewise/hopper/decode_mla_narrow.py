@@ -213,8 +213,8 @@ def attn_decode_mla_narrow_kernel(
         [
             (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
             (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
-            (load_role, (0, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (1, k_desc, smem.keys, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
+            (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
         ],
         [4, 1, 1],
         cfg.REGISTERS,
