@@ -32,8 +32,8 @@ from tilewise.hopper.decode import weigh
 from tilewise.hopper.decode_mla_load import (
     PART,
     PARTS,
-    REST,
     Keys,
+    allocate_queries,
     half_of,
     load_half_of_queries,
     load_role,
@@ -57,7 +57,7 @@ class Shared:
 
     keys: Keys
     queries: Ring  # one tile of four parts [64, PART]; its barriers count `queries_rest`, too
-    queries_rest: gl.shared_memory_descriptor  # [64, REST]
+    queries_rest: gl.shared_memory_descriptor  # [64, 64 columns]
     weights: Ring  # P [64, BLOCK_N]; one more use at the end of a piece, without P
     factors: gl.shared_memory_descriptor  # [64]: what a use multiplies O by, first of all
 
@@ -65,11 +65,8 @@ class Shared:
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """2 x 72 KB of keys, 72 KB of queries, 8 KB of P: 224 KB of 227 KB."""
-    q_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PART], dtype)
-    q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, REST], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_N], dtype)
-    queries = gl.allocate_shared_memory(dtype, [PARTS, 64, PART], q_part)
-    queries_rest = gl.allocate_shared_memory(dtype, [64, REST], q_rest)
+    queries, queries_rest = allocate_queries(dtype, cfg)
     weights = gl.allocate_shared_memory(dtype, [1, 64, cfg.BLOCK_N], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(

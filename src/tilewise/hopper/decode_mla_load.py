@@ -49,6 +49,16 @@ def make_keys(dtype: gl.constexpr, CONSUMERS: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def allocate_queries(dtype: gl.constexpr, cfg: gl.constexpr):
+    """Memory of one tile of queries: (four parts [BLOCK_M, PART], the rest [BLOCK_M, REST])."""
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, PART], dtype)
+    rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, REST], dtype)
+    parts = gl.allocate_shared_memory(dtype, [PARTS, cfg.BLOCK_M, PART], part_layout)
+    rest = gl.allocate_shared_memory(dtype, [cfg.BLOCK_M, REST], rest_layout)
+    return parts, rest
+
+
+@gluon.jit
 def half_of(H: gl.constexpr, keys):
     """The ring of V's columns [256 H, 256 H + 256)."""
     if H == 0:

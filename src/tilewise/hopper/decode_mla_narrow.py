@@ -26,8 +26,8 @@ from tilewise.hopper.decode import has_edge
 from tilewise.hopper.decode_mla_load import (
     PART,
     PARTS,
-    REST,
     Keys,
+    allocate_queries,
     half_of,
     load_half_of_queries,
     load_role,
@@ -58,11 +58,8 @@ class Shared:
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """2 x 5 x 16 KB and 3 x 8 KB of keys, 18 KB of queries, 4 KB of P, 16 KB of S: 222 KB of 227 KB."""
-    q_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, PART], dtype)
-    q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, REST], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], dtype)
-    queries = gl.allocate_shared_memory(dtype, [PARTS, cfg.BLOCK_M, PART], q_part)
-    queries_rest = gl.allocate_shared_memory(dtype, [cfg.BLOCK_M, REST], q_rest)
+    queries, queries_rest = allocate_queries(dtype, cfg)
     weights = gl.allocate_shared_memory(dtype, [2, cfg.BLOCK_N, cfg.BLOCK_M], p_layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_N, cfg.BLOCK_M], sums_layout)
