@@ -15,9 +15,7 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
   and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
   which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
 - q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
-  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3. On
-  Hopper GPUs both products take 8 bits (without attention_chunk, seqused and caches): weights are rounded to
-  float8_e4m3fn as in FlashAttention-3, an error of up to 1/16 of each. Elsewhere they are in bfloat16.
+  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
 - num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.
@@ -39,8 +37,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
-from tilewise.integrations import chunks, flash_attn_call, fp8
-from tilewise.integrations.fp8 import Descale
+from tilewise.integrations import chunks, flash_attn_call
+from tilewise.integrations.fp8 import Descale, as_bfloat16
 from tilewise.integrations.kv_cache_arguments import KVCacheCall
 from tilewise.integrations.kv_cache_call import attention_with_kv_cache
 from tilewise.integrations.tokens import Tokens, counts_of
@@ -139,16 +137,14 @@ def flash_attn_func(
     is_fp8 = descale.is_needed(q, k)
     if qv is not None:
         q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
-    result = fp8.attend(q, k, v, options, descale) if is_fp8 and chunk == 0 else None
-    if result is None:
-        if is_fp8:
-            q, k, v = descale.query(q), fp8.as_bfloat16("k", k), fp8.as_bfloat16("v", v)
-        out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
-        result = descale.output(out) if is_fp8 else out, lse
-    return result if return_attn_probs else result[0]
+    out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
+    out = descale.output(out) if is_fp8 else out
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(
@@ -201,23 +197,19 @@ def flash_attn_varlen_func(
     is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
     if qv is not None:
         q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    uses_all, result = seqused_q is None and seqused_k is None, None
-    if is_fp8 and uses_all and chunk == 0:
-        result = fp8.attend(q, k, v, options, descale, cu_seqlens_q, cu_seqlens_k)
-    if result is None:
-        if is_fp8:
-            q, k, v = descale.query(q, cu_seqlens_q), fp8.as_bfloat16("k", k), fp8.as_bfloat16("v", v)
-        inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if uses_all:
-            out, lse = chunks.attention(inputs, options, chunk)
-        else:
-            out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
-        result = descale.output(out, cu_seqlens_q) if is_fp8 else out, lse
-    return result if return_attn_probs else result[0]
+    inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if seqused_q is None and seqused_k is None:
+        out, lse = chunks.attention(inputs, options, chunk)
+    else:
+        out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
+    out = descale.output(out, cu_seqlens_q) if is_fp8 else out
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(

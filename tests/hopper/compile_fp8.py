@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.hopper import fp8_launch, launch
+from tilewise.hopper import launch
 from tilewise.problem import Inputs, Options, describe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -34,19 +34,13 @@ CASES = {
         kv_heads=2,
     ),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
-    "eight_bits": Case(128, 128),
-    "eight_bits_packed": Case(64, 64, extras=("packed", "int64")),
+    "packed_d64": Case(64, 64, extras=("packed", "int64")),
 }
 
 
 def run(name: str, inputs: Inputs) -> None:
     problem = describe(inputs, Options(**CASES[name].options, precision="fp8"))
-    if name.startswith("eight_bits"):
-        q, k, v = (t.to(torch.float8_e4m3fn) for t in inputs[:3])
-        factors = torch.empty(problem.batch, problem.num_kv_heads, device="meta")
-        fp8_launch.forward_8_bit(problem, inputs._replace(query=q, key=k, value=v), (factors, None, factors))
-    else:
-        launch.forward(problem, inputs)
+    launch.forward(problem, inputs)
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:

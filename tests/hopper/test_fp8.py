@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import flash_attn_3, fp8, reference
+from tilewise import fp8
 from tilewise.cpu import tiled
 from tilewise.problem import Inputs, Options, describe
 from tilewise.testing import compare
@@ -118,29 +118,3 @@ def test_what_is_not_finite_reaches_no_other_sequence():
     q[0, 5], k[0, 280], v[0, 290] = float("nan"), float("inf"), float("nan")
     out = tilewise.attention(q, k, v, precision="fp8", backend="hopper")
     assert out[0].isnan().all() and out[1].isfinite().all()
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_eight_bits_of_flash_attn_3(is_packed: bool):
-    eight = torch.float8_e4m3fn
-    q, k, v = (draw(3, 300, heads, 128).to(eight) for heads in (4, 2, 2))
-    q_descale, k_descale, v_descale = (torch.rand(3, 2, device="cuda") + 0.5 for _ in range(3))
-    factors = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if is_packed:
-        starts = torch.arange(0, 901, 300, dtype=torch.int32, device="cuda")
-        packed = (t.flatten(0, 1) for t in (q, k, v))
-        out, lse = flash_attn_3.flash_attn_varlen_func(
-            *packed, starts, starts, 300, 300, causal=True, return_attn_probs=True, **factors
-        )
-        out, lse = out.view(3, 300, 4, 128), lse.view(4, 3, 300).transpose(0, 1)
-    else:
-        out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **factors)
-    exact, exact_lse = reference.attention(
-        q.double() * q_descale.repeat_interleave(2, 1)[:, None, :, None],
-        k.double() * k_descale[:, None, :, None],
-        v.double() * v_descale[:, None, :, None],
-        causal=True,
-    )
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(lse.double(), exact_lse, atol=2e-3, rtol=1e-3)
-    assert (out - exact).square().mean().sqrt() < 0.04 * exact.square().mean().sqrt()

@@ -51,31 +51,6 @@ def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
     assert torch.equal(found.values.float(), expected.values.float())
 
 
-@pytest.mark.parametrize("is_value", [False, True])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_eight_bits_are_moved(is_packed: bool, is_value: bool):
-    from fp8_slots import stored_keys
-
-    from tilewise.hopper import fp8_launch
-
-    t, cu_seqlens = draw(80, is_packed)
-    eight = t.to(torch.float8_e4m3fn)
-    problem = problem_of(t, cu_seqlens)
-    descale = torch.rand(problem.batch, 2) + 1
-    values, factors = fp8_launch.arrange_tensor(problem, eight, descale, cu_seqlens, is_value)
-    values = values.float()
-    if is_value:
-        values = values.transpose(2, 3)[:, :, torch.argsort(stored_keys())]
-    for b in range(problem.batch):
-        x = eight[STARTS[b] : STARTS[b + 1]] if is_packed else eight[b]
-        slot = STARTS[b] // 128 + b if is_packed else 3 * b
-        slots = slice(slot, slot - (-len(x) // 128))
-        rows = values[:, slots].flatten(1, 2)
-        assert torch.equal(rows[:, : len(x), :80], x.float().transpose(0, 1))
-        assert rows[:, len(x) :].eq(0).all() and rows[..., 80:].eq(0).all()
-        assert factors[:, slots].eq(descale[b][:, None]).all()
-
-
 def test_what_is_not_finite_has_a_factor_of_nan():
     from tilewise.hopper import fp8_launch
 

@@ -15,7 +15,6 @@ from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
 
 SLOT = fp8.BLOCK_ROWS
-Descale = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v: float32 (sequences, kv heads)
 
 
 class Rounded(NamedTuple):
@@ -30,19 +29,11 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q = round_tensor(problem, inputs.query, inputs.cu_seqlens_q, is_value=False)
     k = round_tensor(problem, inputs.key, inputs.cu_seqlens_k, is_value=False)
     v = round_tensor(problem, inputs.value, inputs.cu_seqlens_k, is_value=True)
-    return attend(problem, inputs, q, k, v, is_rotated=True)
-
-
-def forward_8_bit(problem: AttentionProblem, inputs: Inputs, descale: Descale) -> tuple[Tensor, Tensor]:
-    """As `forward`, of float8_e4m3fn tensors as they are; the problem says bfloat16, which out is."""
-    q = arrange_tensor(problem, inputs.query, descale[0], inputs.cu_seqlens_q, is_value=False)
-    k = arrange_tensor(problem, inputs.key, descale[1], inputs.cu_seqlens_k, is_value=False)
-    v = arrange_tensor(problem, inputs.value, descale[2], inputs.cu_seqlens_k, is_value=True)
-    return attend(problem, inputs, q, k, v, is_rotated=False)
+    return attend(problem, inputs, q, k, v)
 
 
 def attend(
-    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded, is_rotated: bool
+    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded
 ) -> tuple[Tensor, Tensor]:
     """out and lse of tensors in slots."""
     query = inputs.query
@@ -56,7 +47,7 @@ def attend(
     ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
     tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
     fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
-    run(_forward_launch, problem, tensors, cfg, is_rotated, fresh=fresh)
+    run(_forward_launch, problem, tensors, cfg, fresh=fresh)
     return out, lse
 
 
@@ -66,17 +57,6 @@ def round_tensor(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None
     rounded = _empty_slots(problem, t, cu_seqlens, is_value)
     matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
     run(_quantize_launch, problem, (t, matrix, cu_seqlens), fresh=rounded)
-    return rounded
-
-
-def arrange_tensor(
-    problem: AttentionProblem, t: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None, is_value: bool
-) -> Rounded:
-    """A float8_e4m3fn tensor in slots; descale (sequences, kv heads), None for 1."""
-    t = _with_dense_rows(t)
-    rounded = _empty_slots(problem, t, cu_seqlens, is_value)
-    descale = None if descale is None else descale.contiguous()
-    run(_arrange_launch, problem, (t, descale, cu_seqlens), is_value, fresh=rounded)
     return rounded
 
 
@@ -116,18 +96,6 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     return Launch(kernel, slots, arguments, num_warps=8 if width > 128 else 4, programs_y=heads)
 
 
-def _arrange_launch(problem: AttentionProblem, tensors: Tensors, is_value: bool) -> Launch:
-    from tilewise.hopper.quantize import arrange_kernel
-
-    t, descale, cu_seqlens, values, factors = tensors
-    assert t is not None and factors is not None
-    heads, slots = factors.shape
-    places = _places(problem, t, cu_seqlens)
-    choices = (fp8.padded_dim(t.shape[-1]), cu_seqlens is not None, is_value)
-    arguments = (t, values, descale, factors, cu_seqlens, *places, heads // problem.num_kv_heads, *choices)
-    return Launch(arrange_kernel, slots, arguments, num_warps=4, programs_y=heads)
-
-
 def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     """batch, seqlen, the strides of batch, rows and heads, and the head size."""
     if cu_seqlens is None:
@@ -135,7 +103,7 @@ def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> 
     return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
 
 
-def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, is_rotated: bool) -> Launch:
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config) -> Launch:
     from tilewise.hopper.forward_fp8 import attn_fwd_fp8_kernel
 
     q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
@@ -162,7 +130,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         stride_page_table=0,
     )
     scale, two_over_softcap, softcap = launch.factors(problem)
-    unrotated = 1 / cfg.HEAD_DIM if is_rotated else 1.0  # H H^T is HEAD_DIM times the identity
+    unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
         _slot_descriptor(k),

@@ -6,7 +6,7 @@
 A sequence begins with a slot of its own: slot b * ceil(seqlen / 128) of a dense tensor, and of a packed one
 cu_seqlens[b] // 128 + b, also if it is empty. What a slot has beyond its sequence is zeros, and so are
 columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. Where NaN or
-infinity is among its rows, a factor is NaN. Tensors of 8 bits are only moved, and bring their factors.
+infinity is among its rows, a factor is NaN.
 """
 
 import triton
@@ -119,29 +119,4 @@ def quantize_values_kernel(
     factor, inverse = factor_of(largest_of(y))
     ptr = values + (head * tl.num_programs(0) + slot).to(tl.int64) * SLOT * BLOCK_D
     tl.store(ptr + d[:, None] * SLOT + position[None, :], tl.trans((y * inverse).to(tl.float8e4nv)))
-    tl.store(factors + head * tl.num_programs(0) + slot, factor)
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen"])
-def arrange_kernel(
-    x, values, descale, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, group_size,
-    BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, IS_VALUE: tl.constexpr,
-):  # fmt: skip
-    """One slot of one head of a tensor of 8 bits; descale [sequences, kv heads] or None for 1."""
-    slot, head = tl.program_id(0), tl.program_id(1)
-    b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
-    position = tl.arange(0, SLOT)
-    d = tl.arange(0, BLOCK_D)
-    i = stored_key(position) if IS_VALUE else position
-    ptr_x = first_row(x, b, row, head, stride_b, stride_s, stride_h)
-    mask = (i < rows)[:, None] & (d < dim)[None, :]
-    y = tl.load(ptr_x + i[:, None].to(tl.int64) * stride_s + d[None, :], mask=mask, other=0.0)
-    ptr = values + (head * tl.num_programs(0) + slot).to(tl.int64) * SLOT * BLOCK_D
-    if IS_VALUE:
-        tl.store(ptr + d[:, None] * SLOT + position[None, :], tl.trans(y))
-    else:
-        tl.store(ptr + position[:, None] * BLOCK_D + d[None, :], y)
-    factor = 1.0
-    if descale is not None:
-        factor = tl.load(descale + b * (tl.num_programs(1) // group_size) + head // group_size)
     tl.store(factors + head * tl.num_programs(0) + slot, factor)

@@ -1,8 +1,7 @@
 """FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and key head.
 
-Where the 8-bit Hopper kernel serves (`attend`), it multiplies the numbers as they are, and rounds weights to
-8 bits. Elsewhere they are multiplied in bfloat16: a score is q k q_descale k_descale, so both go to q,
-in bfloat16; v_descale goes to out. What is in k and v is a bfloat16 number as it stands.
+A score is q k q_descale k_descale, so both factors go to q, in bfloat16; v_descale goes to out. What is in k
+and v is a bfloat16 number as it stands.
 """
 
 from __future__ import annotations
@@ -11,13 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from tilewise import dispatch
-from tilewise.api import canonical_inputs
-from tilewise.eager import is_plain_eager
-from tilewise.integrations import flash_attn_call
-from tilewise.problem import Options, describe
-from tilewise.values import check_values
 
 FP8 = torch.float8_e4m3fn
 
@@ -69,36 +61,6 @@ class Descale(NamedTuple):
         return _times(out, self.v, cu_seqlens)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, descale: Descale, *cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """out in bfloat16 and lse by the 8-bit kernel, None where it does not serve; cu_seqlens if packed.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-    """
-    for name, t in (("k", k), ("v", v)):
-        _check_8_bits(name, t)
-    if torch.compiler.is_compiling() or not is_plain_eager(q) or not q.is_cuda:
-        return None
-    inputs = flash_attn_call.varlen_inputs(q, k, v, *cu_seqlens) if cu_seqlens else canonical_inputs(q, k, v)
-    described = inputs._replace(
-        query=_as_if_bfloat16(q), key=_as_if_bfloat16(inputs.key), value=_as_if_bfloat16(inputs.value)
-    )
-    problem = describe(described, options._replace(precision="fp8"))
-    if dispatch.choose(problem) != "hopper":
-        return None
-    check_values(problem, described, options)
-    from tilewise.hopper import fp8_launch
-
-    return fp8_launch.forward_8_bit(problem, inputs, descale)
-
-
-def _as_if_bfloat16(t: Tensor) -> Tensor:
-    """A tensor of this shape that takes no memory."""
-    return t.new_empty((), dtype=torch.bfloat16).expand(t.shape)
-
-
 NO_FACTORS = Descale(None, None, None)
 
 
@@ -121,14 +83,10 @@ def as_bfloat16(name: str, t: Tensor) -> Tensor:
     Raises:
         TypeError: they are not 8-bit, as q is.
     """
-    _check_8_bits(name, t)
-    return t.detach().to(torch.bfloat16)
-
-
-def _check_8_bits(name: str, t: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype != FP8:
         dtype = t.dtype if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name} is {dtype}, must be float8_e4m3fn as q is")
+    return t.detach().to(torch.bfloat16)
 
 
 def to_fp8(t: Tensor) -> Tensor:
