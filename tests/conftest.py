@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tilewise.launch_plan import LaunchPlan
+
 settings.register_profile(
     "tilewise",
     deadline=None,
@@ -41,6 +43,26 @@ def _poison_uninitialized_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _plans_fit_their_tensors(monkeypatch: pytest.MonkeyPatch):
+    """A launch that is repeated has tensors of the sizes that it was planned for, also those it allocates."""
+    plan_init, plan_call = LaunchPlan.__init__, LaunchPlan.__call__
+
+    def sizes(tensors: Any) -> list[Any]:
+        return [None if t is None else (t.numel(), t.dtype) for t in tensors]
+
+    def init(plan: Any, launch: Any, bound: Any, tensors: Any, rebuild: Any) -> None:
+        plan_init(plan, launch, bound, tensors, rebuild)
+        plan.sizes = sizes(tensors)  # it may outlive this test
+
+    def call(plan: Any, tensors: Any) -> None:
+        assert sizes(tensors) == plan.sizes, plan._rebuild
+        plan_call(plan, tensors)
+
+    monkeypatch.setattr(LaunchPlan, "__init__", init)
+    monkeypatch.setattr(LaunchPlan, "__call__", call)
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,9 @@ def run(name: str, backend: str) -> None:
         dense(192, backend, dim_v=128, causal=True)
     elif name == "deterministic":
         dense(128, backend, window=(50, 10), deterministic=True)
+    elif name == "fp8":
+        query, key, value = draw(1, 133, 2, 128), draw(1, 150, 1, 128), draw(1, 150, 1, 128)
+        tilewise.attention(query, key, value, precision="fp8", backend=backend)
     elif name == "bias":
         dense(64, backend, bias=draw(1, 1, 133, 150))
     elif name == "options":
@@ -147,6 +150,7 @@ CASES = {
         "ragged",
         "latent",
         "prefill",
+        "fp8",
     ),
 }
 

@@ -195,8 +195,8 @@ def test_of_fresh_tensors_only_those_that_are_none_count(recorder):
     def build(problem, tensors):
         return plan.Launch(recorder, 1, tensors, 4)
 
-    x = torch.zeros(2, 5)
-    for fresh in ((x, None), (None, x), (torch.zeros(1), None), (None, torch.zeros(1))):
+    x, y = torch.zeros(2, 5), torch.zeros(5, 2)
+    for fresh in ((x, None), (None, x), (y, None), (None, y)):
         plan.run(build, "problem", (x,), fresh=fresh)
     assert len(recorder.started) == 2 and len(recorder.launched) == 2
     assert plan.find(build, "problem", (x,), fresh=(x, None)) is not None

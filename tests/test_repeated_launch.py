@@ -11,6 +11,8 @@ from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
 from tilewise.repeated_launch import repeatable
 
+LEAST_ADDRESS = 1 << 22  # of a process; the other integers of these launches are smaller
+
 
 class Plan:
     """Stands for a `LaunchPlan`."""
@@ -77,7 +79,7 @@ class Recorder:
         def named(x):
             if isinstance(x, (tuple, list)):
                 return [named(item) for item in x]
-            is_address = isinstance(x, int) and x > 1 << 35
+            is_address = isinstance(x, int) and x >= LEAST_ADDRESS
             return names.setdefault(x, f"scratch {len(names)}") if is_address else x
 
         launches, self.launches = named(self.launches), []
@@ -113,12 +115,15 @@ def encoded(descriptor):
 def recorder(monkeypatch):
     pytest.importorskip("triton")
     recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
+    names = ("launch", "backward_launch", "backward_wide_launch")
+    modules = [
+        importlib.import_module(f"tilewise.hopper.{name}") for name in names
+    ]  # all before any is patched
     monkeypatch.setattr(launch_plan, "_plans", {})
     monkeypatch.setattr(launch_plan, "start", recorder.start)
     monkeypatch.setattr(launch_plan, "bind", recorder.bind)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    for name in ("launch", "backward_launch", "backward_wide_launch"):
-        module = importlib.import_module(f"tilewise.hopper.{name}")
+    for module in modules:
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
         monkeypatch.setattr(module, "scheduler_counter", lambda device: counter)
     call = importlib.import_module("tilewise.triton.call")

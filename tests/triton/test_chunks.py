@@ -58,16 +58,19 @@ def test_pieces(kind, capacity, page, chunk, is_padded, is_long, seqlen_q):
 
 @pytest.mark.parametrize("batch", [1, 7, 300])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
-@pytest.mark.parametrize("spare", [0, 5])
-def test_packed(batch, chunk, spare):
-    """Sequences without queries or keys, queries before the first key, and pieces left over."""
+def test_packed(batch, chunk):
+    """Sequences without queries or keys, queries before the first key, and pieces left over.
+
+    Several numbers of pieces one after another: nothing of an earlier launch may stay but its kernel.
+    """
     from tilewise.triton.chunks import packed_starts
 
-    counts = torch.randint(0, 14, (2, batch)) * torch.randint(0, 2, (2, batch))
-    seqlen_q, seqlen_k = counts
-    used = -(-seqlen_k // chunk) - (seqlen_k - seqlen_q).clamp(max=0).div(chunk, rounding_mode="floor")
-    starts = [torch.cat((torch.zeros(1), row.cumsum(0))).to(DEVICE) for row in counts]
-    arguments = (starts[0].int(), starts[1].long(), chunk, int(used.sum()) + spare)
-    found, expected = packed_starts(*arguments), chunks._packed_starts(*arguments)
-    for ours, theirs in zip(found, expected):
-        assert torch.equal(ours, theirs.int())
+    for spare in (5, 0, 2 * batch, 1):
+        counts = torch.randint(0, 14, (2, batch)) * torch.randint(0, 2, (2, batch))
+        seqlen_q, seqlen_k = counts
+        used = -(-seqlen_k // chunk) - (seqlen_k - seqlen_q).clamp(max=0).div(chunk, rounding_mode="floor")
+        starts = [torch.cat((torch.zeros(1), row.cumsum(0))).to(DEVICE) for row in counts]
+        arguments = (starts[0].int(), starts[1].long(), chunk, int(used.sum()) + spare)
+        found, expected = packed_starts(*arguments), chunks._packed_starts(*arguments)
+        for ours, theirs in zip(found, expected):
+            assert torch.equal(ours, theirs.int())

@@ -63,16 +63,17 @@ def few_queries(seqlens_k: Tensor, leftpad_k: Tensor | None, page_table: Tensor 
 def packed_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, chunk: int, most: int) -> tuple[Tensor, Tensor]:
     """The offsets (most + 1,) of the pieces of packed sequences; those left over are empty, at the end."""
     starts = torch.empty(2, most + 1, dtype=torch.int32, device=cu_seqlens_q.device).unbind()
-    run(_packed_launch, chunk, (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()), fresh=starts)
+    tensors = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    run(_packed_launch, (chunk, most), tensors, fresh=starts)
     return starts  # type: ignore[return-value]
 
 
-def _packed_launch(chunk: int, tensors: Tensors) -> Launch:
-    cu_seqlens_q, _, starts_q, _ = tensors
-    assert cu_seqlens_q is not None and starts_q is not None
+def _packed_launch(cut: tuple[int, int], tensors: Tensors) -> Launch:
+    (chunk, most), cu_seqlens_q = cut, tensors[0]
+    assert cu_seqlens_q is not None
     is_early = has_pdl(cu_seqlens_q.device)
     arguments = (*tensors, len(cu_seqlens_q) - 1, chunk, BLOCK_B, is_early)
-    return Launch(packed_starts_kernel, len(starts_q), arguments, 4, launch_pdl=is_early)
+    return Launch(packed_starts_kernel, most + 1, arguments, 4, launch_pdl=is_early)
 
 
 def _few_launch(cut: Cut, tensors: Tensors) -> Launch:
