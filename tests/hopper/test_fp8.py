@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GP
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
+    """Multiples of 1/64: sums of a rotation are exact in any order, and so round to the same 8 bits."""
+    return ((64 * torch.randn(*shape, device="cuda")).round() / 64).to(dtype)
 
 
 def hold(inputs: Inputs, **options: Any) -> None:
@@ -108,8 +109,7 @@ def test_rounded_as_defined(dim: int):
     expected = fp8.quantize(fp8.rotate(x.transpose(1, 2)))
     assert torch.equal(factors.view(3, 2, 3).transpose(0, 1), expected.factors)
     found = values.view(3, 2, 384, -1).transpose(0, 1).float()
-    # a product is a sum of `dim` numbers, whose last bit may differ
-    assert (found != expected.values.float()).float().mean() < 1e-3
+    assert torch.equal(found, expected.values.float())
 
 
 def test_what_is_not_finite_reaches_no_other_sequence():
