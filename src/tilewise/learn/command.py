@@ -1,5 +1,6 @@
-"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise fp8`: 8-bit products of random
-inputs. `tilewise learn`: write the page. `tilewise pipeline`: lay out the Hopper kernel's schedule."""
+"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise fp8`: print 8-bit attention.
+`tilewise learn`: write the page. `tilewise pipeline`: lay out the Hopper kernel's schedule.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +98,8 @@ def fp8(
         raise typer.BadParameter(f"--outlier must be at most {LARGEST_OUTLIER:g} in size; got {outlier:g}")
     walk = eight_bits.walk(*eight_bits.example(outlier, rows, head_dim, seed))
     console = Console(highlight=False)
-    title = f"{rows} queries and keys, head size {head_dim}, seed {seed}, column 0 of q and k times {outlier:g}"
-    console.print(Text(f"{title}\n"), soft_wrap=True)
+    inputs = f"{rows} queries and keys, head size {head_dim}, seed {seed}"
+    console.print(Text(f"{inputs}, column 0 of q and k times {outlier:g}\n"), soft_wrap=True)
     for line in as_rich(eight_bits.sections(walk, query), digits):
         console.print(line, soft_wrap=True)
 

@@ -142,7 +142,6 @@ def rms(x: Tensor) -> float:
 
 def sections(walk: Walk, query: int = 0) -> list[Section]:
     """What `tilewise fp8` prints: the numbers of one query in 8 bits each way, and the errors of all."""
-    errors = walk.rms_errors()
     return [
         _way("q and k as they are", "q", walk.plain, walk, query),
         _way("rotated: q H and k H, random signs times a Hadamard matrix", "q H", walk.rotated, walk, query),

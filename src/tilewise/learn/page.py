@@ -1,7 +1,7 @@
 """`tilewise learn`: one HTML file that explains attention with numbers of the code that runs.
 
 The page's parts lie in `page/` as HTML, CSS and JavaScript modules; everything they show comes from `trace`,
-`io_model`, `machines`, `kv_memory`, `pipeline` and `eight_bits`, or is computed in the page by the trace's steps.
+`io_model`, `machines`, `kv_memory`, `pipeline` and `eight_bits`, or is computed in the page by their steps.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _model(model: kv_memory.Model) -> dict[str, Any]:
 
 
 def _fp8() -> dict[str, Any]:
-    """Inputs without outliers, the signs of the rotation, and Python's errors for each size of the outliers."""
+    """Inputs without outliers, the rotation's signs, and Python's errors for each size of the outliers."""
     query, key, value = eight_bits.example(outlier=1)
     errors = {n: eight_bits.walk(*eight_bits.example(n)).rms_errors() for n in OUTLIERS}
     return {

@@ -67,9 +67,9 @@ export function eightPart({ fp8 }) {
     const { q, q8 } = shown[name], letters = WAYS[name];
     const scaled = q[query].slice(0, SHOWN).map((x) => x / q8.factor), rounded = q8.values[query].slice(0, SHOWN);
     const off = scaled.map((x, c) => (x === 0 ? "" : number((100 * (rounded[c] - x)) / x, 1)));
-    const heads = [`${letters} / factor`, "e4m3", "% off"];
+    const heads = [`${letters} / f`, "e4m3", "% off"];
     return matrix(
-      `${letters} of query ${query}, ${scaled.length} of ${q[0].length} columns; factor ${power(Math.log2(q8.factor))}`, [scaled, rounded, off],
+      `${letters} of query ${query}, ${scaled.length} of ${q[0].length} columns; factor f = ${power(Math.log2(q8.factor))}`, [scaled, rounded, off],
       { digits: 2, rowHead: (r) => heads[r], colHead: (c) => `${c}`, look: (r) => (r === 1 ? "now" : "") },
     );
   }
@@ -179,14 +179,11 @@ function oneNumber() {
   byId("eight-bits").replaceChildren(
     matrix("Sign, exponent, fraction", [[...bits.sign, ...bits.exponent, ...bits.fraction]], { colHead: (c) => weights[c], look: (_, c) => letters[c] }),
   );
-  if (Number.isNaN(rounded)) {
-    byId("eight-number-says").textContent = `${text} is past 448, the largest: it becomes NaN. A block's factor keeps its numbers from that.`;
-    return;
-  }
-  const field = parseInt(bits.exponent, 2);
+  const field = parseInt(bits.exponent, 2), isPast = Math.abs(x) > 464; // 464 still rounds to 448
   const off = x === 0 ? "" : `, ${percent(Math.abs(rounded - x) / Math.abs(x))} off`;
   byId("eight-number-says").innerHTML =
     `${bits.sign === "1" ? "−" : ""}${bits.significand} × ${power(bits.power)} = <b>${rounded === 0 ? "0" : String(rounded).replace("-", "−")}</b>${off}. ` +
+    (isPast ? "Nothing is larger than 448: a block's factor keeps its numbers below. " : "") +
     (field === 0
       ? `The exponent field is 0: the power is ${power(-6)} with no 1 before the fraction, and fewer bits count.`
       : `The power is the exponent field less 7: ${field} − 7; the first of the 4 significant bits is always 1 and is not stored.`) +

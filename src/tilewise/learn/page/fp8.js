@@ -12,19 +12,17 @@ function exponentOf(x) {
 // The distance of the e4m3 numbers around x: 4 significant bits, fewer below 2^-6.
 export const spacing = (x) => 2 ** (Math.max(exponentOf(x), SMALLEST_EXPONENT) - 3);
 
-// To the nearest e4m3 number, of two the even one; NaN past the largest.
+// To the nearest e4m3 number, of two the even one; what is larger than all becomes the largest, as on a GPU.
 export function roundE4m3(x) {
   const steps = x / spacing(x);
   let nearest = Math.round(steps);
   if (Math.abs(steps % 1) === 0.5 && nearest % 2 !== 0) nearest -= 1; // Math.round takes ties upwards
-  const rounded = nearest * spacing(x);
-  return Math.abs(rounded) <= LARGEST ? rounded : NaN;
+  return Math.max(-LARGEST, Math.min(LARGEST, nearest * spacing(x)));
 }
 
 // Fields of an e4m3 number as text, and the two numbers that they stand for.
 export function bitsOf(x) {
   const text = (n, length) => n.toString(2).padStart(length, "0");
-  if (Number.isNaN(x)) return { sign: "0", exponent: "1111", fraction: "111" };
   const steps = Math.abs(x) / spacing(x), isNormal = steps >= 8;
   const exponent = Math.max(exponentOf(x), SMALLEST_EXPONENT);
   return {
