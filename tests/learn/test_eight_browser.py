@@ -47,6 +47,8 @@ def test_sizes_of_the_outliers(shown, outlier, query):
     check(shown, walk, query)
     assert shown.text("eight-size-says") == f"times {outlier}"
     assert "largest difference of 0. " in shown.text("eight-exact")
+    shares = [way.error_shares().max().item() for way in (walk.plain, walk.rotated)]
+    assert [b.text for b in shown.all("#eight-exact b")] == ["0", *(f"{100 * x:.3g}%" for x in shares)]
     assert shown.find("#eight-check b").get_attribute("class") == "good"
     command = f"tilewise fp8 --outlier {outlier} --query {query}"
     assert shown.find("#eight-command code").text == command
@@ -82,6 +84,8 @@ def test_ones_own_numbers(shown):
     shown.set("eight-k", "1 2")
     assert shown.find("#eight-error").text == "Q has 5 columns and K has 2; they must have as many"
     assert shown.find("#eight-command code").text == command
+    shown.set("eight-k", "1 2 3 4 1e7\n" * 4)
+    assert shown.find("#eight-error").text == "Numbers must be at most a million in size."
     shown.set("eight-inputs", "random")
     assert shown.find("#eight-error").get_attribute("hidden")
     check(shown, eight_bits.walk(*eight_bits.example(8)), 2)

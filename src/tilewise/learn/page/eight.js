@@ -6,6 +6,7 @@ import { bitsOf, rms, roundE4m3, roundWeight, spacing, walk } from "./fp8.js";
 import { ownFp8Command } from "./own_command.js";
 
 const SHOWN = 8; // columns of a query in the tables
+const MOST = 1e6; // of what is typed: sums of products stay far from float32's end
 const CHART = 190, LEFT = 34, ROOM = 22, CELL = 18;
 const WAYS = { plain: "q", rotated: "q H" };
 const FIELDS = { query: "eight-q", key: "eight-k", value: "eight-v" };
@@ -15,7 +16,7 @@ const OWN = {
 };
 
 const power = (n) => `2${String(n).replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)])}`;
-const percent = (x) => `${(100 * x).toPrecision(2)}%`;
+const percent = (x) => `${Number((100 * x).toPrecision(3))}%`;
 
 export function eightPart({ fp8 }) {
   let shown = null, query = 0;
@@ -128,6 +129,7 @@ export function eightPart({ fp8 }) {
       }
     }));
     checkInputs(parsed);
+    if (Object.values(parsed).flat(2).some((x) => Math.abs(x) > MOST)) throw new Error("Numbers must be at most a million in size.");
     return parsed;
   }
 
