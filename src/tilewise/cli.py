@@ -1,4 +1,4 @@
-"""The `tilewise` command: demo, learn, trace, io, roofline, kv-memory, pipeline, bench and tune."""
+"""The `tilewise` command: demo, learn, trace, fp8, io, roofline, kv-memory, pipeline, bench and tune."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def _app():  # type: ignore[no-untyped-def]
 
     from tilewise.bench.cli import app as bench_app
     from tilewise.demo.command import demo
-    from tilewise.learn.command import learn, pipeline, trace
+    from tilewise.learn.command import fp8, learn, pipeline, trace
     from tilewise.learn.cost_commands import io, kv_memory_command, roofline_command
     from tilewise.tune import tune
 
     app.command()(demo)
     app.command()(learn)
     app.command()(trace)
+    app.command()(fp8)
     app.command()(pipeline)
     app.command()(io)
     app.command("roofline")(roofline_command)

@@ -9,6 +9,7 @@ import random
 import browser
 import pytest
 import torch
+from browser import as_text, wait
 
 from tilewise.learn import kv_memory, page, trace
 from tilewise.learn.examples import EXAMPLES, naive_softmax
@@ -19,87 +20,9 @@ if browser.unavailable():
     pytest.skip(browser.unavailable(), allow_module_level=True)
 
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-SECTIONS = ("tiles", "online", "memory", "backward", "pipeline", "cache")
-
-
-@pytest.fixture(scope="module")
-def driver():
-    started = browser.start()
-    yield started
-    started.quit()
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "learn.html"
-    path.write_text(page.build())
-    return path.as_uri()
-
-
-@pytest.fixture
-def shown(driver, url):
-    """The page, fresh; afterwards nothing may have been logged or loaded."""
-    browser.set_width(driver, None)
-    browser.set_scheme(driver, "light")
-    driver.get(url)
-    yield Page(driver)
-    assert driver.get_log("browser") == []
-    assert driver.execute_script("return performance.getEntriesByType('resource').map((x) => x.name)") == []
-
-
-class Page:
-    def __init__(self, driver):
-        self.driver = driver
-
-    def find(self, selector: str):
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
-
-    def all(self, selector: str):
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def text(self, name: str) -> str:
-        return self.driver.execute_script("return document.getElementById(arguments[0]).textContent", name)
-
-    def set(self, name: str, value) -> None:
-        """As a person's input would: the value and its event."""
-        self.driver.execute_script(
-            "const x = document.getElementById(arguments[0]); x.value = arguments[1];"
-            "x.dispatchEvent(new Event('input', {bubbles: true}))",
-            name,
-            str(value),
-        )
-
-    def click(self, selector: str) -> None:
-        self.driver.execute_script("arguments[0].click()", self.find(selector))
-
-    def cells(self, selector: str) -> list[list[str]]:
-        """Text of a table's body, without row headings."""
-        return self.driver.execute_script(
-            "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
-            ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))",
-            selector,
-        )
-
-    def run(self, code: str, *arguments):
-        """JavaScript with the page's own arithmetic at hand."""
-        arithmetic = page._scoped("arithmetic", page._part("arithmetic.js"))
-        return self.driver.execute_script(f"{arithmetic}\n{code}", *arguments)
-
-
-def as_text(x: float, digits: int) -> str:
-    """What the page writes for a number."""
-    if x == float("-inf"):
-        return "−∞"
-    if abs(x) < 1e6 and x == round(x):
-        return str(int(x)).replace("-", "−")
-    small = abs(x) < 0.5 * 10.0**-digits
-    if small:
-        mantissa, exponent = f"{x:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(exponent):+d}".replace("-", "−")
-    return f"{x:.{digits}f}".replace("-", "−")
+SECTIONS = ("tiles", "online", "memory", "backward", "pipeline", "cache", "eight")
 
 
 def inputs_of(tensors) -> dict:
@@ -316,12 +239,6 @@ def test_play_and_pause(shown, part):
     assert shown.find(play).text == "Play"
 
 
-def wait(shown, condition: str, seconds: float = 10) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(shown.driver, seconds, poll_frequency=0.1).until(lambda d: d.execute_script(condition))
-
-
 def test_online_softmax(shown):
     example = EXAMPLES["by-hand-1x6"]
     query, key, value, _ = example.tensors()
@@ -529,7 +446,7 @@ def test_pages(shown):
 
 def test_commands_can_be_copied(shown):
     buttons = shown.all(".command .copy")
-    assert len(buttons) == 9
+    assert len(buttons) == 10
     for button in buttons:
         shown.driver.execute_script("arguments[0].click()", button)
     wait(
@@ -568,6 +485,8 @@ def test_commands_shown_are_real(shown):
     shown.set("pipeline-stages", 3)
     shown.click("#pipeline-overlap")
     shown.click("#pipeline-pingpong")
+    shown.set("eight-size", 20)
+    shown.set("eight-query", 3)
     for code in shown.all(".command code"):
         words = shlex.split(code.text)
         if words[0] == "tilewise":

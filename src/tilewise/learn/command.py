@@ -1,4 +1,6 @@
-"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise learn`: write the page."""
+"""`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise fp8`: print 8-bit attention.
+`tilewise learn`: write the page. `tilewise pipeline`: lay out the Hopper kernel's schedule.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from tilewise.fp8 import BLOCK_ROWS
+from tilewise.learn import eight_bits
 from tilewise.learn.examples import EXAMPLES, Example, Tensors, random_example
 from tilewise.learn.show import as_rich
 from tilewise.learn.trace import BlockSizes, paper_block_sizes
 from tilewise.learn.walkthrough import Settings, walkthrough
 
 LARGEST = 64  # rows; everything is printed
+LARGEST_OUTLIER = 1e6
 
 
 def trace(
@@ -70,6 +75,33 @@ def trace(
     console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
     for line in as_rich(sections, chosen.digits if digits is None else digits):
         console.print(line, soft_wrap=True)  # a row of a matrix stays on one line
+
+
+def fp8(
+    outlier: Annotated[float, typer.Option(help="Column 0 of q and k is multiplied by this.")] = 8.0,
+    rows: Annotated[int, typer.Option(help="Queries, and keys.")] = eight_bits.ROWS,
+    head_dim: Annotated[int, typer.Option(help="Head size.")] = eight_bits.HEAD_DIM,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = eight_bits.SEED,
+    query: Annotated[int, typer.Option(help="The query whose numbers are printed.")] = 0,
+    digits: Annotated[int, typer.Option(min=0, max=15, help="Digits after the point.")] = 4,
+) -> None:
+    """Print 8-bit attention's numbers, as they are and rotated, and how far each is off."""
+    from rich.console import Console
+    from rich.text import Text
+
+    for option, value, largest in (("--rows", rows, BLOCK_ROWS), ("--head-dim", head_dim, 512)):
+        if not 1 <= value <= largest:
+            raise typer.BadParameter(f"{option} must be 1 to {largest}; got {value}")
+    if not 0 <= query < rows:
+        raise typer.BadParameter(f"--query must be 0 to {rows - 1}; got {query}")
+    if not abs(outlier) <= LARGEST_OUTLIER:
+        raise typer.BadParameter(f"--outlier must be at most {LARGEST_OUTLIER:g} in size; got {outlier:g}")
+    walk = eight_bits.walk(*eight_bits.example(outlier, rows, head_dim, seed))
+    console = Console(highlight=False)
+    inputs = f"{rows} queries and keys, head size {head_dim}, seed {seed}"
+    console.print(Text(f"{inputs}, column 0 of q and k times {outlier:g}\n"), soft_wrap=True)
+    for line in as_rich(eight_bits.sections(walk, query), digits):
+        console.print(line, soft_wrap=True)
 
 
 def learn(

@@ -1,7 +1,7 @@
 """`tilewise learn`: one HTML file that explains attention with numbers of the code that runs.
 
 The page's parts lie in `page/` as HTML, CSS and JavaScript modules; everything they show comes from `trace`,
-`io_model`, `machines`, `kv_memory` and `pipeline`, or is computed in the page by the trace's steps.
+`io_model`, `machines`, `kv_memory`, `pipeline` and `eight_bits`, or is computed in the page by their steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tilewise.fp8 import hadamard
 from tilewise.hopper.arguments import WARPGROUP_ROWS
-from tilewise.learn import io_model, kv_memory
+from tilewise.learn import eight_bits, io_model, kv_memory
 from tilewise.learn import trace as tracing
 from tilewise.learn.examples import EXAMPLES, Example, random_example
 from tilewise.learn.io_model import Cost, Shape
@@ -27,6 +28,7 @@ from tilewise.learn.pipeline import Pipeline, Timeline
 # A module comes after those that it imports.
 SCRIPTS = (
     "arithmetic",
+    "fp8",
     "elements",
     "own_command",
     "walk_inputs",
@@ -36,11 +38,13 @@ SCRIPTS = (
     "backward",
     "pipeline",
     "cache",
+    "eight",
     "main",
 )
 LENGTHS = tuple(2**n for n in range(7, 18))
 CONTEXTS = tuple(2**n for n in range(8, 21))
 HEAD_DIMS = (64, 128)
+OUTLIERS = tuple(range(1, 33))
 RANDOM = random_example(6, 6, 3, seed=2)
 RANDOM_COMMAND = "tilewise trace --seqlen 6 --head-dim 3 --seed 2"
 
@@ -89,6 +93,7 @@ def page_data() -> dict[str, Any]:
         "machines": [_machine(machine) for machine in MACHINES.values()],
         "pipeline": _pipeline(),
         "kv": {"contexts": CONTEXTS, "models": [_model(model) for model in kv_memory.MODELS.values()]},
+        "fp8": _fp8(),
         "made": f"Made by tilewise learn from tilewise {_version()}. It loads nothing and sends nothing.",
     }
 
@@ -183,6 +188,20 @@ def _machine(machine: Machine) -> dict[str, Any]:
 def _model(model: kv_memory.Model) -> dict[str, Any]:
     fields = ("name", "layers", "heads", "head_dim", "windowed", "window", "numbers_per_token")
     return {name: getattr(model, name) for name in fields} | {"bytes_per_token": model.bytes_per_token()}
+
+
+def _fp8() -> dict[str, Any]:
+    """Inputs without outliers, the rotation's signs, and Python's errors for each size of the outliers."""
+    query, key, value = eight_bits.example(outlier=1)
+    errors = {n: eight_bits.walk(*eight_bits.example(n)).rms_errors() for n in OUTLIERS}
+    return {
+        "query": query.tolist(),
+        "key": key.tolist(),
+        "value": value.tolist(),
+        "signs": hadamard(eight_bits.HEAD_DIM)[:, 0].int().tolist(),
+        "outliers": OUTLIERS,
+        "errors": errors,
+    }
 
 
 def _pipeline() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import { byId } from "./elements.js";
 import { backwardPart } from "./backward.js";
 import { cachePart } from "./cache.js";
+import { eightPart } from "./eight.js";
 import { memoryPart } from "./memory.js";
 import { onlinePart } from "./online.js";
 import { pipelinePart } from "./pipeline.js";
@@ -19,4 +20,5 @@ onlinePart(data.examples.filter((example) => example.query.length === 1));
 memoryPart(data);
 pipelinePart(data);
 cachePart(data);
+eightPart(data);
 byId("made").textContent = data.made;
