@@ -93,11 +93,15 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     places = (cu_seqlens, *_places(problem, t, cu_seqlens))
     if matrix is None:
         arguments = (t, values, factors, *places, width, cu_seqlens is not None)
-        return Launch(quantize_values_kernel, slots, arguments, num_warps=8, programs_y=heads)
-    blocks, stages = 1 if width > 128 else 2, 2  # of an SM, as shared memory and registers allow
+        warps = 16 if width > 128 else 8
+        return Launch(quantize_values_kernel, slots, arguments, num_warps=warps, programs_y=heads)
+    # warps, tiles in flight or at work, and blocks an SM, by measurement; packed, Triton loads none ahead
+    warps, stages, blocks = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
+    if cu_seqlens is not None:
+        blocks = 4  # or as many as fit
     programs = min(launch.num_sms(t.device.index) * blocks, slots * heads)
     arguments = (t, matrix, values, factors, *places, slots, heads, width, cu_seqlens is not None, stages)
-    return Launch(quantize_rows_kernel, programs, arguments, num_warps=8)
+    return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
 
 
 def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:

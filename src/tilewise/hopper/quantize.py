@@ -82,8 +82,8 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Slots of Q or K, one after the other: the next one's rows are on their way while one is computed.
 
-    A part of 64 columns at a time, each with its own 64 rows of `matrix`, which has the signs: a quarter of the
-    products and of the matrix at head size 256.
+    Each part of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: at head size 256
+    that is a quarter of the products and of the matrix.
     """
     WIDTH: tl.constexpr = 64
     PARTS: tl.constexpr = BLOCK_D // WIDTH
@@ -92,7 +92,7 @@ def quantize_rows_kernel(
     ptr_h = matrix + d[:, None] * BLOCK_D + d[None, :]
     h = ()
     for part in tl.static_range(PARTS):
-        h = h + (tl.load(ptr_h + part * WIDTH * BLOCK_D),)
+        h = h + (tl.load(ptr_h + part * WIDTH * BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
     for index in tl.range(tl.program_id(0), slots * heads, tl.num_programs(0), num_stages=STAGES):
         slot, head = index // heads, index % heads
         b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
@@ -102,7 +102,7 @@ def quantize_rows_kernel(
         y = ()
         for part in tl.static_range(PARTS):
             x_part = tl.load(ptr_x + part * WIDTH, mask=mask & (d + part * WIDTH < dim)[None, :], other=0.0)
-            y = y + (tl.dot(x_part, h[part]),)
+            y = y + (tl.dot(x_part, h[part]),)  # type: ignore[assignment]  # noqa: RUF005
         y = combined(y)
         largest = tl.zeros([SLOT, WIDTH], tl.int32)
         for part in tl.static_range(PARTS):
