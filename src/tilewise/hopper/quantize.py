@@ -82,8 +82,8 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Slots of Q or K, one after the other: the next one's rows are on their way while one is computed.
 
-    Each part of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: at head size 256
-    that is a quarter of the products and of the matrix.
+    Each part of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
+    quarter of the products and of the matrix at head size 256.
     """
     WIDTH: tl.constexpr = 64
     PARTS: tl.constexpr = BLOCK_D // WIDTH
