@@ -13,6 +13,14 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+
+@pytest.fixture(autouse=True)
+def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.hopper import launch
+
+    monkeypatch.setattr(launch, "num_sms", lambda index: 2)  # so that a program has several slots
+
+
 STARTS = [0, 100, 100, 250, 500]
 
 

@@ -90,10 +90,18 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     assert t is not None and factors is not None
     heads, slots = factors.shape
     width = fp8.padded_dim(t.shape[-1])
-    leading = (t, values, factors) if matrix is None else (t, matrix, values, factors)
-    arguments = (*leading, cu_seqlens, *_places(problem, t, cu_seqlens), width, cu_seqlens is not None)
-    kernel = quantize_values_kernel if matrix is None else quantize_rows_kernel
-    return Launch(kernel, slots, arguments, num_warps=8 if width > 128 else 4, programs_y=heads)
+    places = (cu_seqlens, *_places(problem, t, cu_seqlens))
+    if matrix is None:
+        arguments = (t, values, factors, *places, width, cu_seqlens is not None)
+        warps = 16 if width > 128 else 8
+        return Launch(quantize_values_kernel, slots, arguments, num_warps=warps, programs_y=heads)
+    # warps, tiles in flight or at work, and blocks an SM, by measurement; packed, Triton loads none ahead
+    warps, stages, blocks = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
+    if cu_seqlens is not None:
+        blocks = 4  # or as many as fit
+    programs = min(launch.num_sms(t.device.index) * blocks, slots * heads)
+    arguments = (t, matrix, values, factors, *places, slots, heads, width, cu_seqlens is not None, stages)
+    return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
 
 
 def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:

@@ -64,34 +64,55 @@ def largest_of(y):
     return tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen"])
+@triton.jit
+def combined(parts):
+    """The parts of x H, where H is [[H', H'], [H', -H']], and so once more, from each part of x times H'."""
+    if len(parts) == 2:
+        parts = (parts[0] + parts[1], parts[0] - parts[1])
+    elif len(parts) == 4:
+        a, b, c, d = parts[0] + parts[1], parts[0] - parts[1], parts[2] + parts[3], parts[2] - parts[3]
+        parts = (a + c, b + d, a - c, b - d)
+    return parts
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "slots", "heads"])
 def quantize_rows_kernel(
-    x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim,
-    BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr,
+    x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, slots, heads,
+    BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one head of Q or K. H of 256 is [[H', H'], [H', -H']] up to signs, which `matrix` has."""
-    WIDTH: tl.constexpr = min(BLOCK_D, 128)
-    slot, head = tl.program_id(0), tl.program_id(1)
-    b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
+    """Slots of Q or K, one after the other: the next one's rows are on their way while one is computed.
+
+    Each part of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
+    quarter of the products and of the matrix at head size 256.
+    """
+    WIDTH: tl.constexpr = 64
+    PARTS: tl.constexpr = BLOCK_D // WIDTH
     i = tl.arange(0, SLOT)
     d = tl.arange(0, WIDTH)
-    ptr_x = first_row(x, b, row, head, stride_b, stride_s, stride_h)
-    ptr_x = ptr_x + i[:, None].to(tl.int64) * stride_s + d[None, :]
     ptr_h = matrix + d[:, None] * BLOCK_D + d[None, :]
-    ptr = values + (head * tl.num_programs(0) + slot).to(tl.int64) * SLOT * BLOCK_D
-    ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
-    mask = (i < rows)[:, None]
-    y = tl.dot(tl.load(ptr_x, mask=mask & (d < dim)[None, :], other=0.0), tl.load(ptr_h))
-    if BLOCK_D > WIDTH:
-        right = tl.load(ptr_x + WIDTH, mask=mask & (d + WIDTH < dim)[None, :], other=0.0)
-        z = tl.dot(right, tl.load(ptr_h + WIDTH * BLOCK_D))
-        factor, inverse = factor_of(tl.maximum(largest_of(y + z), largest_of(y - z)))
-        tl.store(ptr, ((y + z) * inverse).to(tl.float8e4nv))
-        tl.store(ptr + WIDTH, ((y - z) * inverse).to(tl.float8e4nv))
-    else:
-        factor, inverse = factor_of(largest_of(y))
-        tl.store(ptr, (y * inverse).to(tl.float8e4nv))
-    tl.store(factors + head * tl.num_programs(0) + slot, factor)
+    h = ()
+    for part in tl.static_range(PARTS):
+        h = h + (tl.load(ptr_h + part * WIDTH * BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
+    for index in tl.range(tl.program_id(0), slots * heads, tl.num_programs(0), num_stages=STAGES):
+        slot, head = index // heads, index % heads
+        b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
+        ptr_x = first_row(x, b, row, head, stride_b, stride_s, stride_h)
+        ptr_x = ptr_x + i[:, None].to(tl.int64) * stride_s + d[None, :]
+        mask = (i < rows)[:, None]
+        y = ()
+        for part in tl.static_range(PARTS):
+            x_part = tl.load(ptr_x + part * WIDTH, mask=mask & (d + part * WIDTH < dim)[None, :], other=0.0)
+            y = y + (tl.dot(x_part, h[part]),)  # type: ignore[assignment]  # noqa: RUF005
+        y = combined(y)
+        largest = tl.zeros([SLOT, WIDTH], tl.int32)
+        for part in tl.static_range(PARTS):
+            largest = tl.maximum(largest, y[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        factor, inverse = factor_of(tl.max(tl.max(largest, 1), 0))
+        ptr = values + (head * slots + slot).to(tl.int64) * SLOT * BLOCK_D
+        ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
+        for part in tl.static_range(PARTS):
+            tl.store(ptr + part * WIDTH, (y[part] * inverse).to(tl.float8e4nv))
+        tl.store(factors + head * slots + slot, factor)
 
 
 @triton.jit
