@@ -265,6 +265,10 @@ def _store(p: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") 
         p.base[p.offset[mask]] = value[mask].to(p.base.dtype)
 
 
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, torch.Tensor) else torch.tensor(x).to(dtype).item()
+
+
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
     if mask is not None and not mask.any():
         return tile(torch.zeros_like(mask, dtype=torch.int32))
@@ -456,7 +460,7 @@ def install() -> None:
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
         sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
-        cast=lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else torch.tensor(x).to(dtype).item(),
+        cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,

@@ -260,7 +260,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
     merge_pieces = min(64, 3 + USUAL_SMS // segments)
-    merge_rows = max(1, min(4, 32 // power_of_two(merge_pieces)))
+    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_pieces)))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
         # one merging program finds room beside a worker: with more than those, none of the next call's starts
         merge_rows, merge_pieces = 2, min(32, merge_pieces)

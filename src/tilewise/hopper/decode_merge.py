@@ -22,20 +22,34 @@ def merge_layout(cfg):
 
 
 @gluon.jit
-def read_pieces(ptr_lse, ptrs, left, COUNT: gl.constexpr, LANES: gl.constexpr, cfg: gl.constexpr):
-    """lse and out of every LANES-th piece from a lane's first one on, of `left`.
+def add_pieces(
+    acc, m, l, ptr_lse, ptrs, left, COUNT: gl.constexpr, LANES: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """(acc, m, l) with COUNT more pieces of each lane's, at most `left`, every LANES-th one from ptrs on.
 
-    The addresses differ by constants: with a vector of pieces, 265 instructions lie between the wait and the
-    last of these loads.
+    Addresses that differ by constants: as a vector of pieces, 265 instructions came before the last load.
     """
-    stats = ()
-    parts = ()
+    stats = ()  # [MERGE_ROWS, LANES] each
+    parts = ()  # [MERGE_ROWS, LANES, MERGE_COLUMNS]
     for i in gl.static_range(COUNT):
+        place = i * LANES * cfg.ROWS
         exists = left > i * LANES
-        stats = stats + (gl.load(ptr_lse + i * LANES * cfg.ROWS, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
-        part = gl.load(ptrs + i * LANES * cfg.ROWS * cfg.BLOCK_DV, mask=gl.expand_dims(exists, 2), other=0.0)
+        stats = stats + (gl.load(ptr_lse + place, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
+        part = gl.load(ptrs + place * cfg.BLOCK_DV, mask=gl.expand_dims(exists, 2), other=0.0)
         parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-    return stats, parts
+    largest = stats[0]
+    for i in gl.static_range(1, COUNT):
+        largest = gl.maximum(largest, stats[i])
+    m_new = gl.maximum(m, gl.max(largest, 1))
+    m_finite = finite_or_zero(m_new)
+    alpha = exp2(m - m_finite)
+    acc = acc * gl.expand_dims(alpha[:, None], 2)
+    weights = 0.0
+    for i in gl.static_range(COUNT):
+        weight = exp2(stats[i] - m_finite[:, None])
+        weights += weight
+        acc += parts[i] * gl.expand_dims(weight, 2)
+    return acc, m_new, l * alpha + gl.sum(weights, 1)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
@@ -95,25 +109,11 @@ def attn_decode_merge_kernel(
     for n in range(-STEP, gl.maximum(count, 1), STEP):
         if n == 0:
             wait_for_previous_kernel()  # until all is written: who waits for this kernel relies on it
-        first_place = (piece + n) * cfg.ROWS
-        here = gl.where(n >= 0, left - n, 0)
-        stats, parts = read_pieces(
-            partial_lse + first_place + place, partial + first_place * cfg.BLOCK_DV + offset, here, COUNT, LANES, cfg
-        )
-        largest = stats[0]
-        for i in gl.static_range(1, COUNT):
-            largest = gl.maximum(largest, stats[i])
-        m_new = gl.maximum(m, gl.max(largest, 1))
-        m_finite = finite_or_zero(m_new)
-        alpha = exp2(m - m_finite)
-        acc = acc * gl.expand_dims(alpha[:, None], 2)
-        weights = 0.0
-        for i in gl.static_range(COUNT):
-            weight = exp2(stats[i] - m_finite[:, None])
-            weights += weight
-            acc += parts[i] * gl.expand_dims(weight, 2)
-        l = l * alpha + gl.sum(weights, 1)
-        m = m_new
+        here = (piece + n) * cfg.ROWS
+        ptr_lse, ptrs = partial_lse + here + place, partial + here * cfg.BLOCK_DV + offset
+        acc, m, l = add_pieces(
+            acc, m, l, ptr_lse, ptrs, gl.where(n >= 0, left - n, 0), COUNT, LANES, cfg
+        )  # fmt: skip
     if count >= 0:
         store_columns(out, divided(gl.sum(acc, 1), l), first_column, b, segment, first_row, sizes, cfg)
         if first_column == 0:

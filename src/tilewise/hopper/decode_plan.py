@@ -87,14 +87,13 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def quotient(a, b):
-    """a // b of numbers that are not negative, for quotients below 2^22.
+    """a // b of numbers that are not negative, for quotients below 2^19.
 
-    A float32 quotient is off by one at most. The exact division takes three times the instructions, which
-    stand in a row before the first copy.
+    A float32 quotient that is a little too small is off by one at most. The exact division takes three times
+    the instructions, each of which waits for the one before, ahead of the first copy.
     """
-    q = gl.cast(gl.cast(a, gl.float32) * reciprocal(gl.cast(b, gl.float32)), gl.int32)
-    rest = a - q * b
-    return q + gl.cast(rest >= b, gl.int32) - gl.cast(rest < 0, gl.int32)
+    q = gl.cast(gl.cast(a, gl.float32) * (reciprocal(gl.cast(b, gl.float32)) * (1 - 2**-20)), gl.int32)
+    return q + gl.cast(a - q * b >= b, gl.int32)
 
 
 @gluon.jit
@@ -133,7 +132,7 @@ def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 def tile_of(segment, sizes, cfg: gl.constexpr):
     """(block of heads that share a key head, tile of their rows) of a segment."""
     block = segment
-    tile = 0 * segment
+    tile = gl.minimum(segment, 0)  # of a plain 0 all rows' places would stay in registers, and some spill
     if cfg.HAS_ROW_TILES:
         block = quotient(segment, sizes.row_tiles)
         tile = segment - block * sizes.row_tiles
