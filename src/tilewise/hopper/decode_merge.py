@@ -37,10 +37,10 @@ def add_pieces(
         stats = stats + (gl.load(ptr_lse + place, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
         part = gl.load(ptrs + place * cfg.BLOCK_DV, mask=gl.expand_dims(exists, 2), other=0.0)
         parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-    largest = stats[0]
-    for i in gl.static_range(1, COUNT):
+    largest = m[:, None]
+    for i in gl.static_range(COUNT):
         largest = gl.maximum(largest, stats[i])
-    m_new = gl.maximum(m, gl.max(largest, 1))
+    m_new = gl.max(largest, 1)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
     acc = acc * gl.expand_dims(alpha[:, None], 2)
