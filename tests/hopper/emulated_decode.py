@@ -15,7 +15,7 @@ emulator.install()
 emulator.TIMEOUT = 20.0
 
 from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import decode_launch, decode_mla_launch, launch  # noqa: E402
+from tilewise.hopper import decode_launch, decode_mla_launch, decode_plan, launch  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
 NAN = float("nan")
@@ -111,10 +111,21 @@ def check(name: str) -> float:
     return worst
 
 
+def check_quotient() -> float:
+    """Largest error of numbers at and around exact quotients."""
+    torch.manual_seed(0)
+    b = torch.cat([torch.arange(1, 300), torch.randint(1, 1 << 22, (4000,))])[:, None]
+    exact = torch.cat([torch.arange(200), torch.randint(0, 1 << 19, (300,))])[None, :]
+    a = torch.cat([exact * b, exact * b + b - 1])
+    b = torch.cat([b, b])
+    a, b = (t.int() for t in torch.broadcast_tensors(torch.where(a < 1 << 31, a, b), b))
+    return (decode_plan.quotient(a, b) - a // b).abs().max().item()
+
+
 def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, launched.programs)
-    for case in sys.argv[1:] or CASES:
-        error = check(case)
+    for case in sys.argv[1:] or [*CASES, "quotient"]:
+        error = check_quotient() if case == "quotient" else check(case)
         print(f"{case}: {error:.1e}", flush=True)
         assert error < 1e-2, case
 

@@ -257,12 +257,16 @@ def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))
 
 
-def _store(p: Pointer, value: Any, mask: Any = None) -> None:
+def _store(p: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") -> None:
     if mask is None:
         p.base[p.offset] = value
     else:
         mask = mask.expand(p.offset.shape)
         p.base[p.offset[mask]] = value[mask].to(p.base.dtype)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, torch.Tensor) else torch.tensor(x).to(dtype).item()
 
 
 def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Any:
@@ -282,7 +286,8 @@ def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") 
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
-            return function(args[0])
+            is_tile = isinstance(args[0], torch.Tensor)
+            return function(args[0]) if is_tile else function(torch.tensor(args[0])).item()
     if "e4m3x2" in asm:
         return tile(args[0].to(dtype))
     return 0 if "$0, 0;" in asm else args[0]
@@ -455,7 +460,7 @@ def install() -> None:
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
         sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
-        cast=lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x,
+        cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x,
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,

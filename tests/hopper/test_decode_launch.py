@@ -57,6 +57,14 @@ def test_tiles_hold_whole_groups_and_an_even_number_of_slots(queries: int):
     assert cfg.STAGES % cfg.WARPGROUPS == 0
 
 
+@pytest.mark.parametrize(("queries", "heads"), [(1, 4), (16, 4), (17, 4), (5, 12), (6, 12), (40, 64)])
+def test_row_tiles_are_known_at_compile_time(queries: int, heads: int):
+    """Where a sequence's rows fit one tile, no program divides by their number."""
+    problem = cached(queries, heads=heads)
+    cfg = decode_launch.decode_config(problem)
+    assert (decode_launch.row_tiles(problem, cfg) > 1) == cfg.HAS_ROW_TILES == (queries * heads > 64)
+
+
 def test_small_pages_are_read_whole():
     """Where a page takes several boxes of 64 columns otherwise: not at head size 64, not for large pages."""
     whole = {

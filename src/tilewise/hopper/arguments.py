@@ -181,6 +181,7 @@ class DecodeConfig:
     START_UNITS: int  # key tiles that the start of a segment counts as, where lengths differ
     PACK: int  # query heads that share a key head: row = position * PACK + head
     ROWS: int  # rows of a tile in use, at most 64: a multiple of PACK
+    HAS_ROW_TILES: bool  # a sequence's queries take several such tiles
     PAGE_SIZE: int  # 0: keys are not paged
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int

@@ -145,7 +145,7 @@ def mma_role(
         if W == 0:
             acc, m, l = take_over(acc, m, l, pieces, smem, cfg)
             if cfg.STORES_WHOLE and piece.is_whole:
-                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, 0, sizes, cfg)
+                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, sizes, cfg)
             else:
                 place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
                 store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)

@@ -259,8 +259,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
-    merge_pieces = min(64, power_of_two(2 + USUAL_SMS // segments))
-    merge_rows = max(1, min(4, 32 // merge_pieces))
+    merge_pieces = min(64, 3 + USUAL_SMS // segments)
+    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_pieces)))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
         # one merging program finds room beside a worker: with more than those, none of the next call's starts
         merge_rows, merge_pieces = 2, min(32, merge_pieces)
@@ -277,6 +277,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         START_UNITS=START_UNITS if problem.batch > 1 else 0,
         PACK=pack,
         ROWS=rows,
+        HAS_ROW_TILES=problem.seqlen_q > rows // pack,
         PAGE_SIZE=page_size,
         BOX_ROWS=box_rows,
         WHOLE_PAGES=whole_pages,

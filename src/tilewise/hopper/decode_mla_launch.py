@@ -117,6 +117,7 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         START_UNITS=START_UNITS if problem.batch > 1 else 0,
         PACK=pack,
         ROWS=rows,
+        HAS_ROW_TILES=problem.seqlen_q > rows // pack,
         PAGE_SIZE=problem.page_size or 0,
         BOX_ROWS=BLOCK_N,
         BOX_WIDTH=64,

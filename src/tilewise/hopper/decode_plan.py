@@ -16,6 +16,7 @@ host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K
 """
 
 from tilewise.hopper.compat import aggregate, gl, gluon
+from tilewise.hopper.softmax import reciprocal
 
 
 @aggregate
@@ -85,9 +86,21 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
+def quotient(a, b):
+    """a // b of numbers that are not negative, for quotients below 2^19.
+
+    A float32 quotient that is a little too small is off by one at most. The exact division takes three times
+    the instructions, each of which waits for the one before, ahead of the first copy.
+    """
+    q = gl.cast(gl.cast(a, gl.float32) * (reciprocal(gl.cast(b, gl.float32)) * (1 - 2**-20)), gl.int32)
+    return q + gl.cast(a - q * b >= b, gl.int32)
+
+
+@gluon.jit
 def worker_start(worker, total, workers):
     """The first unit of a worker."""
-    return worker * (total // workers) + gl.minimum(worker, total % workers)
+    share = quotient(total, workers)
+    return worker * share + gl.minimum(worker, total - share * workers)
 
 
 @gluon.jit
@@ -101,10 +114,11 @@ def worker_units(line, sizes):
 @gluon.jit
 def worker_of(unit, total, workers):
     """The worker that has `unit`."""
-    share = total // workers
-    longer = total % workers * (share + 1)  # units of workers that have one more
-    rest = total % workers + (unit - longer) // gl.maximum(share, 1)
-    return gl.where(unit < longer, unit // (share + 1), rest)
+    share = quotient(total, workers)
+    more = total - share * workers  # workers that have one more
+    longer = more * (share + 1)  # units of theirs
+    rest = more + quotient(unit - longer, gl.maximum(share, 1))
+    return gl.where(unit < longer, quotient(unit, share + 1), rest)
 
 
 @gluon.jit
@@ -115,6 +129,17 @@ def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(segment, sizes, cfg: gl.constexpr):
+    """(block of heads that share a key head, tile of their rows) of a segment."""
+    block = segment
+    tile = gl.minimum(segment, 0)  # of a plain 0 all rows' places would stay in registers, and some spill
+    if cfg.HAS_ROW_TILES:
+        block = quotient(segment, sizes.row_tiles)
+        tile = segment - block * sizes.row_tiles
+    return block, tile
+
+
+@gluon.jit
 def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
     """The piece from `unit` of the line on, before `end`."""
     is_before = line.ends <= unit
@@ -122,13 +147,14 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
     place = unit - gl.max(gl.where(is_before, line.ends, 0), 0)
     seqlen_k = number_of(line.lengths, b, cfg, NUM_WARPS)
     all_units = number_of(line.units, b, cfg, NUM_WARPS)
-    segment = place // all_units
-    first = place % all_units
+    segment = quotient(place, all_units)
+    first = place - segment * all_units
     units = gl.minimum(all_units - first, end - unit)
     tile, count = first, units
     if cfg.START_UNITS > 0:
         tile = gl.maximum(first - line.start, 0)
         count = gl.maximum(first + units - line.start, 0) - tile
+    kv_head, row_tile = tile_of(segment, sizes, cfg)
     return Piece(
         b,
         segment,
@@ -136,8 +162,8 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
         count,
         units,
         units == all_units,
-        segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK),
-        segment // sizes.row_tiles,
+        row_tile * (cfg.ROWS // cfg.PACK),
+        kv_head,
         sizes.seqlen_q + 0 * b,
         seqlen_k,
     )

@@ -4,16 +4,18 @@ Row r of a segment's tile is query r // PACK and, of the heads that share its ke
 """
 
 from tilewise.hopper.compat import fence_async_shared, gl, gluon
+from tilewise.hopper.decode_plan import tile_of
 from tilewise.hopper.layouts import accumulator_layout, row_layout
-from tilewise.hopper.softmax import LN_2, exp2, finite_or_zero
+from tilewise.hopper.softmax import LN_2, exp2, finite_or_zero, log2, reciprocal
 
 
 @gluon.jit
 def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
     """(query, head, whether it exists) of rows [first, first + COUNT) of a segment."""
     rows = first + gl.arange(0, COUNT, layout)
-    position = segment % sizes.row_tiles * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
-    head = segment // sizes.row_tiles * cfg.PACK + rows % cfg.PACK
+    block, row_tile = tile_of(segment, sizes, cfg)
+    position = row_tile * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
+    head = block * cfg.PACK + rows % cfg.PACK
     return position, head, (rows < cfg.ROWS) & (position < sizes.seqlen_q)
 
 
@@ -61,7 +63,7 @@ def hand_over(acc, m, l, use, smem, cfg: gl.constexpr):
 
 @gluon.jit
 def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
-    """(acc, m, l) of a whole piece, from the first warpgroup's and what the second handed over."""
+    """(out, m, l) of a whole piece, from the first warpgroup's part and what the second handed over."""
     smem.half.wait(use)
     other = smem.half.part(use, 0).load(by_threads(acc, cfg).type.layout)
     other_m = smem.half_stats.index(0).load(m.type.layout)
@@ -74,16 +76,17 @@ def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
     m_finite = finite_or_zero(m_new)
     mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
     l = l * mine + other_l * others
-    mine = gl.convert_layout(mine, row_layout(cfg.BLOCK_DV), assert_trivial=True)
-    others = gl.convert_layout(others, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    inverse = inverse_of(l)
+    mine = gl.convert_layout(mine * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    others = gl.convert_layout(others * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
     return acc * mine[:, None] + other * others[:, None], m_new, l
 
 
 @gluon.jit
-def store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg: gl.constexpr):
-    """Normalized out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
+def store_piece(partial, partial_lse, out, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
     store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
-    store_piece_columns(partial, divided(acc, l), 0, place, piece, sizes, cfg)
+    store_piece_columns(partial, out, 0, place, piece, sizes, cfg)
 
 
 @gluon.jit
@@ -91,7 +94,7 @@ def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
     """lse [ROWS] of a piece."""
     rows = gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
-    gl.store(partial_lse + (place * cfg.ROWS + rows), m + gl.log2(l), mask=exists)
+    gl.store(partial_lse + (place * cfg.ROWS + rows), m + log2(l), mask=exists, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -102,21 +105,26 @@ def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, 
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
-    gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None])
+    gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None], eviction_policy="evict_last")
+
+
+@gluon.jit
+def inverse_of(l):
+    """1 / l, 1 for a row that saw no key."""
+    return reciprocal(gl.where(l == 0.0, 1.0, l))
 
 
 @gluon.jit
 def divided(acc, l):
     """acc / l, 0 for a row that saw no key."""
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc * gl.convert_layout(inverse_of(l), gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
-def store_rows(out, lse, acc, m, l, b, segment, first, sizes, cfg: gl.constexpr):
-    """out and lse of rows [first, ...) of a whole segment, from acc [rows, BLOCK_DV] that l divides."""
-    store_lse(lse, m, l, b, segment, first, sizes, cfg)
-    store_columns(out, divided(acc, l), 0, b, segment, first, sizes, cfg)
+def store_rows(out, lse, rows, m, l, b, segment, sizes, cfg: gl.constexpr):
+    """out and lse of a whole segment."""
+    store_lse(lse, m, l, b, segment, 0, sizes, cfg)
+    store_columns(out, rows, 0, b, segment, 0, sizes, cfg)
 
 
 @gluon.jit
@@ -125,7 +133,7 @@ def store_lse(lse, m, l, b, segment, first, sizes, cfg: gl.constexpr):
     layout: gl.constexpr = m.type.layout
     position, head, exists = places(first, m.shape[0], layout, segment, sizes, cfg)
     stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    gl.store(lse + stat, (m + gl.log2(l)) * LN_2, mask=exists)
+    gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
 
 
 @gluon.jit
