@@ -27,6 +27,7 @@ from collections.abc import Callable
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.lanes import across, fold_sums, lanes_of, repeated
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.splits import Block, SplitKernel
@@ -48,16 +49,12 @@ from tilewise.cpu.llvm.vector import (
     Operand,
     Value,
     Var,
-    across,
     as_int,
     fma,
-    fold_sums,
     int32,
     iota,
-    lanes_of,
     maximum,
     minimum,
-    repeated,
     select,
     splat,
 )

@@ -33,6 +33,7 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
+from tilewise.cpu.llvm.lanes import across, any_lane, deinterleaved, interleaved, repeated
 from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
 from tilewise.cpu.llvm.splits import Block, SplitKernel
@@ -43,17 +44,12 @@ from tilewise.cpu.llvm.vector import (
     Scalar,
     Value,
     Var,
-    across,
-    any_lane,
     as_int,
     bitcast,
-    deinterleaved,
     fma,
     int32,
-    interleaved,
     maximum,
     minimum,
-    repeated,
     select,
     splat,
     steps,

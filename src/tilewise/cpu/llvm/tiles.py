@@ -15,6 +15,7 @@ from typing import Any
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
+from tilewise.cpu.llvm.lanes import transpose
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.vector import (
     BYTES,
@@ -30,7 +31,6 @@ from tilewise.cpu.llvm.vector import (
     minimum,
     number,
     splat,
-    transpose,
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
