@@ -94,6 +94,14 @@ def test_random_decoding_meets_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("seed", [990182, 990187])
+def test_scores_of_wide_heads_are_short_sums(seed):
+    """Few queries of head size 256: over the budget with lanes that sum 64 products in one chain."""
+    case = random_cases.draw_decoding(seed)
+    assert configs.is_decoding(case.problem) and case.problem.head_dim == 256
+    assert not random_cases.check(case)
+
+
 def run_script(*args: str, **environment: str) -> str:
     path = os.pathsep.join(filter(None, sys.path))  # the package that these tests import
     environment = os.environ | {"PYTHONPATH": path} | environment

@@ -34,15 +34,7 @@ from tilewise.cpu.llvm.tiles import (
     round_up,
     store_rows,
 )
-from tilewise.cpu.llvm.vector import (
-    Value,
-    Var,
-    as_int,
-    fma,
-    maximum,
-    select,
-    splat,
-)
+from tilewise.cpu.llvm.vector import Value, Var, as_int, fma, maximum, select, splat
 
 
 class ShortKernel(DecodeBackwardKernel):
