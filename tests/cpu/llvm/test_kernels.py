@@ -267,6 +267,19 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     assert report.is_within, report
 
 
+@pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
+def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):
+    """Whether weights count from the largest score so far, or from one a little below it."""
+    torch.manual_seed(0)
+    inputs = qkv(2, seqlen_q, 900, heads, 1, 160, torch.bfloat16)
+    strength = torch.tensor([0.1, 1.0, 4.0, 2.0]).repeat_interleave(225)[:, None, None]
+    inputs = inputs._replace(key=(inputs.key * strength).to(torch.bfloat16))
+    dlse = torch.randn(2, heads, seqlen_q)
+    case = random_cases.Case(0, inputs, Options(), torch.randn_like(inputs.query), dlse)
+    assert configs.is_decoding(case.problem)
+    assert not random_cases.check(case)
+
+
 @pytest.mark.parametrize("dim", [64, 200])
 def test_more_keys_than_are_loaded_at_once(dim):
     inputs = qkv(1, 300, 1500, 2, 1, dim, torch.bfloat16)
