@@ -102,6 +102,13 @@ def test_scores_of_wide_heads_are_short_sums(seed):
     assert not random_cases.check(case)
 
 
+def test_scores_of_96_columns_are_two_sums():
+    """float32, scores up to 14: over the budget with one chain of 96 products."""
+    case = random_cases.draw(1012668)
+    assert case.problem.head_dim == 96 and not configs.is_decoding(case.problem)
+    assert not random_cases.check(case)
+
+
 def run_script(*args: str, **environment: str) -> str:
     path = os.pathsep.join(filter(None, sys.path))  # the package that these tests import
     environment = os.environ | {"PYTHONPATH": path} | environment

@@ -34,7 +34,7 @@ from tilewise.cpu.llvm.vector import (
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-LONG_SUM = 96  # products that one chain sums at most in float32, where their number is known
+LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
 AmxBlockK = tuple[tuple[int, int], ...]  # by pieces: keys of a block with head sizes below 128, and above
 Grid = list[list[Var]]  # accumulators [rows][vectors]
