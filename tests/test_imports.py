@@ -13,7 +13,7 @@ ROOT = Path(tilewise.__file__).parent
 
 # Each module may import those of lower layers, and of its own where that layer is listed in WITHIN.
 LAYERS = [
-    ["mask", "dropout", "fp8", "tuning_table", "device", "eager", "launcher"],
+    ["checks", "mask", "dropout", "fp8", "tuning_table", "device", "eager", "launcher"],
     ["problem"],
     ["values"],
     ["plan", "launch_plan", "reference", "rotary", "pages", "merge"],

@@ -1,7 +1,7 @@
 """The public functions: defaults and layout, then one call down.
 
 Every face ends in `tilewise.autograd.attention(inputs, options, backend)`. What shapes mean and what is
-refused is decided in `tilewise.problem`.
+refused is decided in `tilewise.problem` and `checks`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 from tilewise import autograd, dispatch, repeat
 from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
+from tilewise.checks import check_number, check_tensors, shown
 from tilewise.paged_cache import PagedKVCache
 from tilewise.pages import PagedBatch
-from tilewise.problem import Inputs, Options, check_number, check_tensors, describe, shown
+from tilewise.problem import Inputs, Options, describe
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)

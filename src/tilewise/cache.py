@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.problem import DTYPES, MAX_HEAD_DIM, shown
+from tilewise.checks import DTYPES, MAX_HEAD_DIM, shown
 
 
 def check_sizes(**sizes: int) -> None:

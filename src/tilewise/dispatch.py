@@ -6,7 +6,8 @@ import functools
 import importlib
 from types import ModuleType
 
-from tilewise.problem import AttentionProblem, shown
+from tilewise.checks import shown
+from tilewise.problem import AttentionProblem
 
 # In order of preference; a module is imported when it is first considered.
 BACKENDS = {

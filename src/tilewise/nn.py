@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.api import Window, attention, attention_varlen, attention_with_cache, window_bounds
 from tilewise.cache import KVCache, check_sizes
-from tilewise.problem import check_number
+from tilewise.checks import check_number
 from tilewise.rotary import apply_rotary, rotary_tables
 
 

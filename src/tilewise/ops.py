@@ -21,17 +21,10 @@ import torch
 from torch import Tensor, library
 
 from tilewise import dispatch
+from tilewise.checks import refuse_gradient
 from tilewise.cpu import second_order
 from tilewise.eager import is_plain_eager
-from tilewise.problem import (
-    AttentionProblem,
-    Gradients,
-    Inputs,
-    Options,
-    describe,
-    refuse_gradient,
-    validate,
-)
+from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, validate
 from tilewise.values import check_values
 
 _INPUTS = (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tilewise.cache import check_new_tokens, check_sizes, check_value_in_key, mark_static
+from tilewise.checks import DTYPES, shown
 from tilewise.pages import PADDING, PagedBatch, PageTable, integers
-from tilewise.problem import DTYPES, shown
 
 PAGE_SIZES = (16, 64, 128, 256)
 QUANTIZED = torch.float8_e4m3fn

@@ -17,7 +17,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from tilewise.problem import shown
+from tilewise.checks import shown
 
 PADDING = -1  # stands for a sequence where a batch has none
 ALIGNED = 4  # integers of 16 bytes: for pointers aligned otherwise Triton would compile kernels anew

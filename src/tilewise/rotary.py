@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.problem import check_number, check_tensors
+from tilewise.checks import check_number, check_tensors
 
 
 def rotary_tables(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.cpu import tiled
+from tilewise.cpu import tiled, tiles
 from tilewise.learn import trace
 from tilewise.plan import TileConfig
 from tilewise.problem import Inputs, Options, describe
@@ -152,7 +152,7 @@ def record_calls(monkeypatch, run) -> dict[str, list]:
 def test_trace_and_backend_make_the_same_calls(monkeypatch):
     """Bit for bit the same arguments and results of the same functions, in the same order."""
     query, key, value, dout = random_inputs(7, 8)
-    monkeypatch.setattr(tiled, "tiled_plan", lambda problem: TileConfig(block_q=3, block_k=2))
+    monkeypatch.setattr(tiles, "tiled_plan", lambda problem: TileConfig(block_q=3, block_k=2))
     inputs = Inputs(*one_head(query, key, value))
     problem = describe(inputs, Options())
 

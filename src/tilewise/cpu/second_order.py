@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.cpu.tiled import NEG_INF, Tiles, add_reduced, segments
+from tilewise.cpu.tiles import NEG_INF, Tiles, add_reduced, segments
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs, read_length
-from tilewise.problem import Inputs, Options, check_number, check_tensors, shown
+from tilewise.checks import check_number, check_tensors, shown
+from tilewise.problem import Inputs, Options
 
 
 def options(

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tilewise import repeat
 from tilewise.api import attention, canonical_inputs
+from tilewise.checks import check_tensors
 from tilewise.integrations.autocast import autocast
 from tilewise.integrations.jagged import is_jagged, jagged_attention
-from tilewise.problem import Options, check_tensors
+from tilewise.problem import Options
 
 
 def scaled_dot_product_attention(

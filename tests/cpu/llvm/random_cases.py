@@ -1,6 +1,7 @@
 """Random attention problems, and what the float64 reference says about them.
 
-`python tests/cpu/llvm/random_cases.py 5000 [first seed [decoding]]` checks so many cases; the tests run some.
+`python tests/cpu/llvm/random_cases.py 5000 [first seed [decoding | mixed]]` checks so many cases; the
+tests run some.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilewise.testing import FEW, ErrorReport, compare
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD_DIMS = (1, 3, 8, 16, 20, 33, 40, 64, 64, 72, 80, 96, 128, 192)
 CASES_A_KERNEL = 25
+MIXED = 50  # cases of a kind in a row, one time in five of few queries
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 97, 127, 128, 130, 193, 260, 400)
 
 
@@ -139,6 +141,11 @@ def draw_decoding(seed: int) -> Case:
     dout = _tensor(rng, (batch, seqlen_q, heads, dim_v), dtype)
     dlse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return Case(seed, inputs, options, dout, torch.randn((batch, heads, seqlen_q), dtype=dlse_dtype))
+
+
+def draw_mixed(seed: int) -> Case:
+    """Either, in turns."""
+    return draw_decoding(seed) if seed // MIXED % 5 == 4 else draw(seed)
 
 
 def _ragged(rng: random.Random, inputs: Inputs) -> Inputs:
@@ -301,12 +308,11 @@ def _compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> Error
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    is_decoding = "decoding" in sys.argv
+    kind = {"decoding": draw_decoding, "mixed": draw_mixed}.get(sys.argv[-1], draw)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     failures = 0
     for seed in range(first, first + count):
-        case = draw_decoding(seed) if is_decoding else draw(seed)
-        for line in check(case):
+        for line in check(kind(seed)):
             failures += 1
             print(line, flush=True)
         if (seed - first + 1) % 250 == 0:

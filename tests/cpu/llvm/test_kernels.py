@@ -94,6 +94,21 @@ def test_random_decoding_meets_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("seed", [990182, 990187])
+def test_scores_of_wide_heads_are_short_sums(seed):
+    """Few queries of head size 256: over the budget with lanes that sum 64 products in one chain."""
+    case = random_cases.draw_decoding(seed)
+    assert configs.is_decoding(case.problem) and case.problem.head_dim == 256
+    assert not random_cases.check(case)
+
+
+def test_scores_of_96_columns_are_two_sums():
+    """float32, scores up to 14: over the budget with one chain of 96 products."""
+    case = random_cases.draw(1012668)
+    assert case.problem.head_dim == 96 and not configs.is_decoding(case.problem)
+    assert not random_cases.check(case)
+
+
 def run_script(*args: str, **environment: str) -> str:
     path = os.pathsep.join(filter(None, sys.path))  # the package that these tests import
     environment = os.environ | {"PYTHONPATH": path} | environment
@@ -257,6 +272,19 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     baseline, _ = reference.attention(*inputs[:3], dtype=dtype)
     report = random_cases._compare("out", out, exact, baseline)
     assert report.is_within, report
+
+
+@pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
+def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):
+    """Whether weights count from the largest score so far, or from one a little below it."""
+    torch.manual_seed(0)
+    inputs = qkv(2, seqlen_q, 900, heads, 1, 160, torch.bfloat16)
+    strength = torch.tensor([0.1, 1.0, 4.0, 2.0]).repeat_interleave(225)[:, None, None]
+    inputs = inputs._replace(key=(inputs.key * strength).to(torch.bfloat16))
+    dlse = torch.randn(2, heads, seqlen_q)
+    case = random_cases.Case(0, inputs, Options(), torch.randn_like(inputs.query), dlse)
+    assert configs.is_decoding(case.problem)
+    assert not random_cases.check(case)
 
 
 @pytest.mark.parametrize("dim", [64, 200])

@@ -19,6 +19,7 @@ from typing import Any
 import llvmlite.ir as ir
 
 from tilewise.cpu.llvm.control import loop, when
+from tilewise.cpu.llvm.lanes import any_lane
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.tiles import Scratch, Shape, load_rows, pieces
 from tilewise.cpu.llvm.vector import (
@@ -31,7 +32,6 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     absolute,
-    any_lane,
     as_int,
     bitcast,
     builder,

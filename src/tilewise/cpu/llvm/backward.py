@@ -27,6 +27,7 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.dropout import Dropout
+from tilewise.cpu.llvm.lanes import fold_sums
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.scores import Scores
@@ -54,7 +55,6 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     fma,
-    fold_sums,
     maximum,
     minimum,
     select,

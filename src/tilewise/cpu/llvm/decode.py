@@ -27,13 +27,13 @@ from collections.abc import Callable
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import loop
+from tilewise.cpu.llvm.lanes import across, fold_sums, lanes_of, repeated
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.llvm.numerics import exp
 from tilewise.cpu.llvm.splits import Block, SplitKernel
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
-    LONG_SUM,
     Grid,
     Head,
     Scratch,
@@ -48,20 +48,17 @@ from tilewise.cpu.llvm.vector import (
     Operand,
     Value,
     Var,
-    across,
     as_int,
     fma,
-    fold_sums,
     int32,
     iota,
-    lanes_of,
     maximum,
     minimum,
-    repeated,
     select,
     splat,
 )
 
+LONG_DOT = 40  # products that one lane sums at most of a float32 score
 BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
 
@@ -164,11 +161,7 @@ class DecodeKernel(SplitKernel):
     def multiply_groups(self, groups: range, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
         depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
         step = line if pad % line == 0 else self.shape.lanes
-        is_long = self.config.kind == "f32" and pad > depth * LONG_SUM
-        cut = round_up(pad // 2, step) if is_long else pad
-        dots = self.dots(groups, q, k, range(0, cut, step), ahead)
-        if is_long:
-            dots = added(dots, self.dots(groups, q, k, range(cut, pad, step), ahead))
+        dots = self.dots(groups, q, k, range(0, pad, step), ahead)
         for g, sums in zip(groups, dots):
             for key in range(0, self.tile_k, depth):
                 folded = fold_sums(sums[key : key + depth])
@@ -176,7 +169,11 @@ class DecodeKernel(SplitKernel):
                     s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
 
     def dots(self, groups: range, q: Rows, k: list[Ptr], columns: range, ahead: list[Ptr]) -> Grid:
-        """Sums of `depth` products side by side, over some columns."""
+        """Sums of `depth` products side by side, over some columns; long ones are sums of two halves."""
+        if self.config.kind == "f32" and columns.stop - columns.start > self.depth * LONG_DOT:
+            cut = columns[len(columns) // 2]
+            first = self.dots(groups, q, k, range(columns.start, cut, columns.step), ahead)
+            return added(first, self.dots(groups, q, k, range(cut, columns.stop, columns.step), ahead))
         shape, lanes, group = self.shape, self.shape.lanes, self.group
         dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
         for c in loop(columns.start, columns.stop, columns.step):

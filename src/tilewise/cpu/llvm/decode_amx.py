@@ -4,10 +4,12 @@ Keys and values are read where they lie, one key head after the other. A tile of
 rows as columns, and the softmax takes it as it is stored: a vector holds 16 // width keys of `width` rows, so
 that one instruction serves all rows, and sums over keys are sums of vectors.
 
-    s_t = k q_t, 32 keys at a time                                                     [BLOCK_K, width]
-    s_t = scaled, with the options;  m, l, c and p of all rows in lanes
-    w   = p^T, rounded, as words (p, 0) for even columns and (0, p) for odd ones       [2 rows, BLOCK_K]
-    acc = c acc + w v, 16 keys and 32 columns at a time                                [rows, head_dim_v]
+    s_t = k q_t, 32 keys at a time                                               [block_k, width]
+    s_t = scaled, with the options
+    where a score is far above m:  m = max(s_t), and l and acc follow
+    p   = exp(s_t - m) and l, of all rows in lanes
+    w   = p^T, rounded, as words (p, 0) for even columns and (0, p) for odd ones [2 rows, block_k]
+    acc += w v, 16 keys and 64 or 128 columns at a time                          [2 rows, head_dim_v / 2]
 
 As v is not turned into pairs of keys, a word of it is two columns of one key, and one of them has weight 0.
 An infinite value so makes its neighbour NaN: where there is a NaN, the call is done again in vectors.
@@ -33,6 +35,7 @@ from tilewise.cpu.llvm.amx import (
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
+from tilewise.cpu.llvm.lanes import across, any_lane, deinterleaved, interleaved, repeated
 from tilewise.cpu.llvm.memory import L1, Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import LOG2_E, exp2_avx512
 from tilewise.cpu.llvm.splits import Block, SplitKernel
@@ -43,26 +46,20 @@ from tilewise.cpu.llvm.vector import (
     Scalar,
     Value,
     Var,
-    across,
-    any_lane,
     as_int,
     bitcast,
-    deinterleaved,
-    fma,
     int32,
-    interleaved,
     maximum,
     minimum,
-    repeated,
     select,
     splat,
     steps,
 )
 
-FEW = 4  # rows whose softmax takes so little that small blocks, which memory likes, cost nothing
+SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
-S, Q, W, PV = 0, 2, 3, 4  # tile registers: two of s and of w v, one of each small factor
-KV = 6  # two of k or v
+FEW = 4  # rows whose softmax takes so little that small blocks, which memory likes, cost nothing
+S, Q, W, ACC = 0, 2, 3, 4  # tile registers; S + 1 is one of s for few rows, else of k or v
 
 
 class AmxDecodeKernel(SplitKernel):
@@ -73,28 +70,30 @@ class AmxDecodeKernel(SplitKernel):
 
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape = self.shape
-        is_light = self.rows <= FEW and shape.pad > BLOCK_K
-        self.block_k = BLOCK_K // 2 if is_light else BLOCK_K
+        self.is_few = self.rows <= FEW
+        self.block_k = BLOCK_K // 2 if self.is_few and shape.pad > BLOCK_K else BLOCK_K
+        self.s_tiles, self.acc_tiles, self.kv = (2, 2, 6) if self.is_few else (1, 4, 1)
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
         self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
         self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.parts)]
         self.raw_q = scratch.rows(self.parts * self.width, shape.pad, "i16")
-        self.w = scratch.rows(2 * round_up(self.rows, self.half), self.block_k, "i32")
-        self.pv = scratch.rows(ROWS, TILE)
+        self.acc_rows = round_up(self.rows, self.half)
+        self.w = scratch.rows(2 * self.acc_rows, self.block_k, "i32")
         self.m_rows = self.parts  # with the rows of a tile in lanes, from left to right again and again
         lanes = (self.parts, shape.lanes)
-        return [(self.parts * shape.pad // 2, self.width), (self.rows, shape.pad_v), *[lanes] * 4]
+        return [(self.parts * shape.pad // 2, self.width), (self.acc_rows, shape.pad_v), *[lanes] * 4]
 
     def select_head(self, h: Scalar) -> None:
         areas = (area.at(h * count, 0) for area, count in self.state)
         self.q, self.acc, self.m, self.l, self.position, self.slope = areas
+        self.sums = Rows(self.acc.ptr, self.shape.pad_v // 2)  # acc, its rows like those of w
 
     def run(self) -> None:
         narrow, low = 4 * self.width, 2 * self.half
-        widths = [narrow, narrow, narrow, ROW, ROW, ROW, ROW, ROW]
-        heights = [ROWS, ROWS, ROWS, low, low, low, ROWS, ROWS]
+        widths = [narrow, narrow if self.is_few else ROW, narrow, ROW, ROW, ROW, ROW, ROW]
+        heights = [ROWS, ROWS, ROWS, low, low, low, *[ROWS if self.is_few else low] * 2]
         with tile_registers(self.scratch, widths, heights):
             super().run()
 
@@ -164,25 +163,29 @@ class AmxDecodeKernel(SplitKernel):
     def score_tile(self, k: Rows, j: Value) -> None:
         """s of the 32 keys from j on."""
         for part, s_t in enumerate(self.s_t):
-            for i in range(2):
-                clear_tile(S + i)
-            for c in range(0, self.shape.pad, TILE):
-                load_tile(Q, self.q, (part * self.shape.pad + c) // 2, 0)
-                for i in range(2):
-                    load_tile(KV + i, k, i * ROWS, c)
-                    multiply_tiles(S + i, KV + i, Q)
-            for i in range(2):
-                store_tile(S + i, s_t.at(j, 0), i * ROWS, 0)
+            for r in range(0, TILE, self.s_tiles * ROWS):
+                tiles = [(S + i, r + i * ROWS) for i in range(self.s_tiles)]
+                for tile, _ in tiles:
+                    clear_tile(tile)
+                for c in range(0, self.shape.pad, TILE):
+                    load_tile(Q, self.q, (part * self.shape.pad + c) // 2, 0)
+                    for tile, row in tiles:
+                        load_tile(self.kv, k, row, c)
+                        multiply_tiles(tile, self.kv, Q)
+                for tile, row in tiles:
+                    store_tile(tile, s_t.at(j, 0), row, 0)
 
     def weigh(self, head: Head, block: Block) -> None:
-        """p = exp(s - m) of all rows, rounded, for the products with v; l, m and the correction."""
+        """p = exp(s - m) of all rows, rounded, for the products with v; l and m."""
         lanes, width = self.shape.lanes, self.width
         for part, s_t in enumerate(self.s_t):
             m_old = self.m[part, 0].load(lanes)
             m_new = across(self.finish_tile(head, block, part, m_old), maximum, width)
-            m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
-            correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
-            l = Var(self.l[part, 0].load(lanes) * correction)
+            with when(any_lane(m_new > m_old + SLACK)):
+                self.rescale(part, m_old, m_new)
+            m = self.m[part, 0].load(lanes)
+            m_finite = select(m.equals(-INF), 0.0, m)  # exp(-inf - -inf) would be NaN
+            l = Var(self.l[part, 0].load(lanes))
             for j in loop(0, self.whole(block.n), ROWS):
                 self.ask(part, 1, j)
                 scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
@@ -192,9 +195,22 @@ class AmxDecodeKernel(SplitKernel):
                     word, even = rounded_words(weights), r // self.half * self.half + r
                     self.w.at(0, j)[even, 0].store(word)
                     self.w.at(0, j)[even + self.half, 0].store(word << 16)
-            self.m[part, 0].store(m_new)
             self.l[part, 0].store(l)
-            self.correction[part, 0].store(correction)
+
+    def rescale(self, part: int, m_old: Value, m_new: Value) -> None:
+        """Weights count from m_new from here on: l and acc follow."""
+        lanes = self.shape.lanes
+        m_finite = select(m_new.equals(-INF), 0.0, m_new)
+        correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
+        self.correction[part, 0].store(correction)
+        self.m[part, 0].store(m_new)
+        self.l[part, 0].store(self.l[part, 0].load(lanes) * correction)
+        for i in loop(0, 2 * min(ROWS, self.acc_rows - part * ROWS)):
+            r = i // (2 * self.half) * self.half + i % self.half
+            factor = self.correction[part, r].splat(lanes)
+            for c in loop(0, self.shape.pad_v // 2, lanes):
+                cell = self.sums[part * 2 * ROWS + i, c]
+                cell.store(cell.load(lanes) * factor)
 
     def ask(self, part: int, which: int, j: Value) -> None:
         """Ask for some of the next keys, or values, at each step of the softmax: memory is never idle."""
@@ -232,7 +248,7 @@ class AmxDecodeKernel(SplitKernel):
         return largest
 
     def add_values(self, head: Head, block: Block) -> None:
-        """acc = c acc + w v, of v as it lies but for its last few rows, or of a copy."""
+        """acc += w v, of v as it lies but for its last few rows, or of a copy."""
         row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
         if self.config.is_paged or dim % TILE:
             copy_rows(self.v, row, block.n, self.whole(block.n), dim)
@@ -241,40 +257,40 @@ class AmxDecodeKernel(SplitKernel):
             v, n = Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n & -ROWS
             with when(n < block.n):
                 copy_rows(self.v, lambda r: row(n + r), block.n - n, ROWS, dim)
-        by_twos = pad // (2 * TILE) * 2 * TILE
+        rest, most = pad % (self.acc_tiles * TILE), self.acc_tiles
         for first in range(0, self.rows, self.half):
-            for start, stop, count in ((0, by_twos, 2), (by_twos, pad, 1)):
+            for start, stop, count in ((0, pad - rest, most), (pad - rest, pad, rest // TILE)):
                 for c in loop(start, stop, count * TILE) if start < stop else []:
                     self.add_columns(first, c, count, v, n, block.n)
 
     def add_columns(self, first: int, c: Value, count: int, v: Rows, n: Value, end: Value) -> None:
-        """The same for `half` rows from `first` on and 32 columns, once or twice; from n on of the copy."""
-        lanes, half = self.shape.lanes, self.half
+        """The same for `half` rows from `first` on and `count` times 32 columns; from n on of the copy."""
 
         def add(rows: Rows, j: Value, row: Scalar) -> None:
             load_tile(W, self.w, 2 * first, j)
             for i in range(count):
-                load_tile(KV + i, rows, row, c + i * TILE)
-                multiply_tiles(PV + i, W, KV + i)
+                load_tile(self.kv, rows, row, c + i * TILE)
+                multiply_tiles(ACC + i, W, self.kv)
 
         for i in range(count):
-            clear_tile(PV + i)
+            load_tile(ACC + i, self.sums, 2 * first, c // 2 + i * ROWS)
         for j in loop(0, n, ROWS):
             add(v, j, j)
         with when(n < end):
             add(self.v, n, 0)
         for i in range(count):
-            store_tile(PV + i, self.pv, 0, i * lanes)
-        for r in range(min(half, self.rows - first)):
-            correction = self.correction[0, first + r].splat(lanes)
-            for i in range(count):
-                even, odd = (self.pv[r + of, i * lanes].load(lanes) for of in (0, half))
-                for x, sums in enumerate(interleaved([even, odd])):
-                    acc = self.acc.at(first, c)[r, i * TILE + x * lanes]
-                    acc.store(fma(acc.load(lanes), correction, sums))
+            store_tile(ACC + i, self.sums, 2 * first, c // 2 + i * ROWS)
 
     def statistics(self, r: Value) -> tuple[Value, Value]:
         return self.m[0, r].splat(self.shape.lanes), self.l[0, r].splat(self.shape.lanes)
+
+    def store_sums(self, partial: Rows, r: Value) -> None:
+        """acc of row r, its columns in their order again."""
+        row, lanes = r // self.half * self.half + r, self.shape.lanes
+        for c in loop(0, self.shape.pad_v // 2, lanes):
+            pair = interleaved([self.sums[row + of, c].load(lanes) for of in (0, self.half)])
+            for x, sums in enumerate(pair):
+                partial[0, 2 * c + x * lanes].store(sums)
 
     def store_partial(self, item: Value, rows: Value) -> None:
         lanes = self.shape.lanes
@@ -285,7 +301,7 @@ class AmxDecodeKernel(SplitKernel):
         total = Var(self.shape.constant(0.0))
         for r in loop(0, rows):
             for c in loop(0, self.shape.pad_v, lanes):
-                total.set(self.acc[r, c].load(lanes) * 0.0 + total)
+                total.set(self.partial(item, r)[0, c].load(lanes) * 0.0 + total)
         with when(any_lane(total.equals(0.0) ^ 1)):
             self.args.not_cut.store(as_int(1))
 

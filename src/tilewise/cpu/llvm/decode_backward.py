@@ -23,6 +23,7 @@ from tilewise.cpu.llvm.backward import add_to, fill_zero
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.decode import DecodeKernel
+from tilewise.cpu.llvm.lanes import across
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp_of_difference
 from tilewise.cpu.llvm.splits import ITEM_HEADS, Block
@@ -42,7 +43,6 @@ from tilewise.cpu.llvm.vector import (
     Scalar,
     Value,
     Var,
-    across,
     as_int,
     fma,
     int32,

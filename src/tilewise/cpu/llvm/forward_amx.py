@@ -30,6 +30,7 @@ from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.dropout import GROUP, TileDropout
 from tilewise.cpu.llvm.forward import ForwardKernel, Tile
+from tilewise.cpu.llvm.lanes import any_lane
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
@@ -39,7 +40,6 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     absolute,
-    any_lane,
     fma,
     maximum,
     minimum,

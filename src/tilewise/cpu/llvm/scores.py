@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tilewise.cpu.llvm.control import either, loop, when
+from tilewise.cpu.llvm.lanes import fold_sums, transpose
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import tanh
 from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, pieces, transpose_rows
@@ -14,14 +15,12 @@ from tilewise.cpu.llvm.vector import (
     absolute,
     as_kind,
     fma,
-    fold_sums,
     int32,
     iota,
     minimum,
     select,
     splat,
     to_float,
-    transpose,
 )
 
 

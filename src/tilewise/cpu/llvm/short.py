@@ -18,6 +18,7 @@ from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.configs import SHORT_KEYS
 from tilewise.cpu.llvm.control import claim, loop
 from tilewise.cpu.llvm.decode_backward import HEIGHT, DecodeBackwardKernel
+from tilewise.cpu.llvm.lanes import across
 from tilewise.cpu.llvm.numerics import log
 from tilewise.cpu.llvm.splits import Block
 from tilewise.cpu.llvm.tiles import (
@@ -33,7 +34,7 @@ from tilewise.cpu.llvm.tiles import (
     round_up,
     store_rows,
 )
-from tilewise.cpu.llvm.vector import Value, Var, across, as_int, fma, maximum, select, splat
+from tilewise.cpu.llvm.vector import Value, Var, as_int, fma, maximum, select, splat
 
 
 class ShortKernel(DecodeBackwardKernel):

@@ -55,7 +55,8 @@ class SplitKernel:
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args, self.config = shape, args, shape.config
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        self.rows, lanes = self.config.rows, shape.lanes
+        self.rows = self.acc_rows = self.config.rows
+        lanes = shape.lanes
         areas = self.reserve(scratch)
         self.correction = scratch.rows(self.rows, lanes)
         self.state = [(scratch.rows(ITEM_HEADS * count, width), count) for count, width in areas]
@@ -120,7 +121,7 @@ class SplitKernel:
     def start(self, head: Head, rows: Value) -> None:
         shape = self.shape
         self.load_queries(head, rows)
-        for r in loop(0, self.rows):
+        for r in loop(0, self.acc_rows):
             for c in loop(0, shape.pad_v, shape.lanes):
                 self.acc[r, c].store(shape.constant(0.0))
         for r in loop(0, self.m_rows):
@@ -158,11 +159,15 @@ class SplitKernel:
         shape = self.shape
         for r in loop(0, rows):
             partial = self.partial(item, r)
-            for c in loop(0, shape.pad_v, shape.lanes):
-                partial[0, c].store(self.acc[r, c].load(shape.lanes))
+            self.store_sums(partial, r)
             m, l = self.statistics(r)
             partial[0, shape.pad_v].store(m)
             partial[0, shape.pad_v + shape.lanes].store(l)
+
+    def store_sums(self, partial: Rows, r: Value) -> None:
+        """acc of row r."""
+        for c in loop(0, self.shape.pad_v, self.shape.lanes):
+            partial[0, c].store(self.acc[r, c].load(self.shape.lanes))
 
     def merge(self, head: Head, r: Value, first: Value) -> None:
         """out and lse of row r from its splits (and the sink), in the order of the keys."""

@@ -15,6 +15,7 @@ from typing import Any
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import either, loop
+from tilewise.cpu.llvm.lanes import transpose
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.vector import (
     BYTES,
@@ -30,11 +31,10 @@ from tilewise.cpu.llvm.vector import (
     minimum,
     number,
     splat,
-    transpose,
 )
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
-LONG_SUM = 96  # products that one chain sums at most in float32, where their number is known
+LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
 AmxBlockK = tuple[tuple[int, int], ...]  # by pieces: keys of a block with head sizes below 128, and above
 Grid = list[list[Var]]  # accumulators [rows][vectors]

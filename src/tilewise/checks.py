@@ -1,0 +1,222 @@
+"""What shapes, dtypes, devices and scalars of a call must be: every check that needs no values.
+
+`problem.describe` makes all of them. Here `s` is a `problem.Inputs` that holds what each tensor shows without
+its values (shape, dtype, device, needs_grad), `options` a `problem.Options`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRECISIONS = ("ieee", "tf32", "fp8")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 576
+
+
+def check_dtypes_and_devices(s: Any) -> None:
+    if s.query.dtype not in DTYPES:
+        raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
+    for name, t, scale in (("key", s.key, s.key_scale), ("value", s.value, s.value_scale)):
+        if scale is not None and t.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{name}.dtype={t.dtype} must be float8_e4m3fn when {name}_scale is given")
+        if scale is None and t.dtype != s.query.dtype:
+            raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}")
+    for name, t in zip(s._fields, s, strict=True):
+        if t is not None and name != "dropout_seed" and t.device != s.query.device:
+            raise ValueError(f"{name}.device={t.device} must equal query.device={s.query.device}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "leftpad_k", "page_table"):
+        t = getattr(s, name)
+        if t is not None and t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}.dtype={t.dtype} must be int32 or int64")
+    if s.mask is not None and s.mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask.dtype={s.mask.dtype} must be torch.bool (True = attend); pass additive scores as bias"
+        )
+    for name in ("bias", "alibi_slopes", "sinks"):
+        t = getattr(s, name)
+        if t is not None and not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+
+
+def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
+    """Check ranks, head sizes and heads; return the batch size."""
+    ranks = {3: "(total, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+    rank_k = 3 if s.cu_seqlens_k is not None else 4
+    for name, rank in (("query", 3 if is_packed else 4), ("key", rank_k), ("value", rank_k)):
+        t, shape = getattr(s, name), ranks[rank]
+        if t.ndim != rank:
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} has {t.ndim} dimensions, must have {rank}: {shape}"
+            )
+    q, k, v = tuple(s.query.shape), tuple(s.key.shape), tuple(s.value.shape)
+    for name, size in (("query", q[-1]), ("value", v[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}.shape[-1]={size} (head size) must be between 1 and {MAX_HEAD_DIM}")
+    if k[-1] != q[-1]:
+        raise ValueError(f"key.shape[-1]={k[-1]} (head size) must equal query.shape[-1]={q[-1]}")
+    if v[:-1] != k[:-1]:
+        raise ValueError(f"value.shape={v} must equal key.shape={k} in all but the last dimension")
+    heads, kv_heads = q[-2], k[-2]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}")
+    if is_packed and (s.cu_seqlens_k is not None or s.seqlens_k is None):
+        return _check_packed_shapes(s)
+    batch = s.cu_seqlens_q.shape[0] - 1 if is_packed else q[0]
+    if not is_paged and k[0] != batch:
+        raise ValueError(f"key.shape[0]={k[0]} (batch) must equal query.shape[0]={batch}")
+    if is_paged and (s.page_table.ndim != 2 or s.page_table.shape[0] != batch or k[1] < 1):
+        raise ValueError(
+            f"page_table.shape={tuple(s.page_table.shape)} must be (batch={batch}, pages a sequence) "
+            f"and the page size {k[1]} at least 1"
+        )
+    if is_paged and s.seqlens_k is None:
+        raise ValueError("seqlens_k=None must give each sequence's length when page_table is given")
+    for name in ("key_scale", "value_scale"):
+        t = getattr(s, name)
+        if t is not None and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must be (pages, kv heads)=({k[0]}, {kv_heads}), with pages"
+            )
+    if (s.key_scale is None) != (s.value_scale is None):
+        raise ValueError("key_scale and value_scale must be given together, or neither")
+    for name in ("seqlens_k", "leftpad_k"):
+        t = getattr(s, name)
+        if t is not None and tuple(t.shape) != (batch,):
+            raise ValueError(f"{name}.shape={tuple(t.shape)} must be (batch,)=({batch},)")
+    return batch
+
+
+def _check_packed_shapes(s: Any) -> int:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        t = getattr(s, name)
+        if t is None or t.ndim != 1 or t.shape[0] < 1:
+            found = None if t is None else tuple(t.shape)
+            raise ValueError(f"{name}.shape={found} must be (batch + 1,): offsets of each sequence's start")
+    for name in ("seqlens_k", "leftpad_k", "page_table"):
+        if getattr(s, name) is not None:
+            raise ValueError(f"{name} must be None when keys are packed: it describes a cache")
+    if s.cu_seqlens_q.shape != s.cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k.shape={tuple(s.cu_seqlens_k.shape)} must equal "
+            f"cu_seqlens_q.shape={tuple(s.cu_seqlens_q.shape)}"
+        )
+    return s.cu_seqlens_q.shape[0] - 1
+
+
+def shown(value: Any) -> str:
+    """A value in the line of an error."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raises TypeError if something is no tensor, or one of another layout than strided."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t.is_nested:
+            kind = f"nested of layout={t.layout}"
+            raise TypeError(
+                f"{name} is {kind}, must not be nested: attention_varlen takes values() and offsets()"
+            )
+        if t.layout != torch.strided:
+            raise TypeError(f"{name}.layout={t.layout} must be torch.strided: pass to_dense()")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at."""
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name}={shown(value)} must be a number")
+
+
+def check_types(options: Any) -> None:
+    for name in ("softcap", "dropout_p"):
+        check_number(name, getattr(options, name))
+    if options.scale is not None:
+        check_number("scale", options.scale)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, Integral | torch.SymInt):
+            raise TypeError(f"{name}={shown(value)} must be an integer")
+    if not isinstance(options.precision, str):
+        raise TypeError(f"precision={shown(options.precision)} must be a string")
+    for name in ("causal", "deterministic"):
+        value = getattr(options, name)
+        if isinstance(value, Sized):  # strings, lists, tensors
+            raise TypeError(f"{name}={shown(value)} must be True or False")
+
+
+def check_scalars(options: Any, has_seed: bool) -> None:
+    check_types(options)
+    for name, bound in (("left", options.window_left), ("right", options.window_right)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"window {name}={bound} must be None (unbounded) or at least 0")
+    if not (math.isfinite(options.softcap) and options.softcap >= 0):
+        raise ValueError(f"softcap={options.softcap} must be 0 (off) or a positive finite number")
+    if not 0 <= options.dropout_p < 1:
+        raise ValueError(f"dropout_p={options.dropout_p} must be in [0, 1)")
+    if options.dropout_p > 0 and not has_seed:
+        raise ValueError(f"dropout_seed=None must be a () int64 tensor when dropout_p={options.dropout_p}")
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32' or 'fp8'")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        bound = getattr(options, name)
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name}={bound} must be at least 0")
+
+
+def check_fp8(s: Any) -> None:
+    """What 8-bit products are not made of."""
+    if s.query.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
+    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
+        raise NotImplementedError("precision='fp8' takes no cache: 'ieee' does, with pages of float8_e4m3fn")
+    if any(t is not None and t.needs_grad for t in s):
+        refuse_gradient("fp8")
+
+
+def refuse_gradient(precision: str) -> None:
+    """Raises NotImplementedError if products of this precision have no derivative."""
+    if precision == "fp8":
+        raise NotImplementedError(
+            "precision='fp8' has no gradient: 'ieee' has, and torch.no_grad() needs none"
+        )
+
+
+def check_score_tensors(
+    s: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
+) -> None:
+    """mask, bias, alibi_slopes and sinks: everything that changes scores."""
+    full = (batch, heads, seqlen_q, seqlen_k)
+    for name in ("mask", "bias"):
+        t = getattr(s, name)
+        if t is None:
+            continue
+        fits = t.ndim == 4 and all(a in (1, b) for a, b in zip(t.shape[:2], full[:2]))
+        if fits and not is_packed:  # packed: lengths are known only to check_values
+            fits = all(a in (1, b) for a, b in zip(t.shape[2:], full[2:]))
+        if not fits:
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must be broadcastable to "
+                f"(batch, heads, seqlen_q, seqlen_k)={full}"
+            )
+    if s.alibi_slopes is not None:
+        if tuple(s.alibi_slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes.shape={tuple(s.alibi_slopes.shape)} must be "
+                f"(heads,)=({heads},) or (batch, heads)=({batch}, {heads})"
+            )
+        if s.alibi_slopes.needs_grad:
+            raise NotImplementedError(
+                "alibi_slopes.requires_grad=True has no gradient here: pass -slope * distance as bias"
+            )
+    if s.sinks is not None and tuple(s.sinks.shape) != (heads,):
+        raise ValueError(f"sinks.shape={tuple(s.sinks.shape)} must be (heads,)=({heads},): one logit a head")
