@@ -96,8 +96,8 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
-    # a merging program holds 8192 numbers
-    merge_pieces = min(64, power_of_two(USUAL_SMS // segments))
+    # a merging program holds up to 8192 numbers; 132 pieces are three times 48 as they are three times 64
+    merge_pieces = min(48, power_of_two(USUAL_SMS // segments))
     merge_columns = 128 if merge_pieces > 16 else 512
     merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
     is_narrow = rows <= NARROW_ROWS
