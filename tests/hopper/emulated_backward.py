@@ -132,7 +132,7 @@ def prepare(
     out: Any, do: Any, lse: Any, dlse: None, stats: Any, turns: Any, cu_seqlens_q: Any, *rest: int
 ) -> None:
     """What attn_bwd_prepare_kernel writes."""
-    tiles_q, num_heads, seqlen_q, *_, block = rest[6:]  # strides before
+    tiles_q, num_heads, seqlen_q, *_, block, _ = rest[6:]  # strides before
     delta = (out.double() * do.double()).sum(-1).transpose(-1, -2)
     rows = torch.zeros(2, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block)
     rows[0] = float("inf")

@@ -32,7 +32,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
         out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
-        dim, block_d, block_m,
+        dim, block_d, block_m, False,
     )  # fmt: skip
     assert (turns == 0).all()
 

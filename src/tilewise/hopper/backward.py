@@ -64,6 +64,7 @@ from tilewise.hopper.compat import (
     start_next_kernel,
     store_tile,
     wait_for_own_stores,
+    wait_for_previous_kernel,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -257,6 +258,9 @@ def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
 
     Nobody writes zeros: the first to claim a query tile, or deterministic the first in turn, stores.
     """
+    wait_for_previous_kernel()  # its counters are there
+    if cfg.ENDS_UNEVENLY:
+        start_next_kernel()  # its programs run on SMs that have nothing left to do
     use = 0
     work, start = receive_piece(ch.work, use, 1)
     while work.row >= 0:
@@ -334,8 +338,6 @@ def attn_bwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     pieces = Pieces(border, unit, key_sums)
-    if cfg.ENDS_UNEVENLY:
-        start_next_kernel()  # its programs run on SMs that have nothing left to do
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [

@@ -229,7 +229,7 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
-    constants = (problem.head_dim_v, columns, cfg.BLOCK_M)
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, isinstance(cfg, BackwardConfig))
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
@@ -258,7 +258,7 @@ def main_launch(
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
     programs = min(num_sms(query.device.index), most)
-    return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
 def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:

@@ -13,7 +13,15 @@ of the old keys then goes to the queries. Load and mma roles follow the same int
 from tilewise.hopper.backward_pieces import count_indices, first_index, locate_piece, next_index, queries_of
 from tilewise.hopper.backward_ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.hopper.channel import Ring, make_ring, make_tile_ring, make_tiles
-from tilewise.hopper.compat import aggregate, as_blocks, gl, gluon, load_tile, mbarrier
+from tilewise.hopper.compat import (
+    aggregate,
+    as_blocks,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    wait_for_previous_kernel,
+)
 from tilewise.hopper.key_loads import coords
 from tilewise.hopper.schedule import finish, make_work_ring, send
 
@@ -125,6 +133,8 @@ def load_role(
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
+        if turn == 0:
+            wait_for_previous_kernel()  # the row statistics are there
         first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free

@@ -38,13 +38,15 @@ def attn_bwd_prepare_kernel(
     out, do, lse_ptr, dlse_ptr, stats_ptr, turns_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
     tiles_q, num_heads, seqlen_q, total_q, batch,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """stats [2, BLOCK_M] of a query tile: lse in units of log2, delta = rowsum(dO * O) - dlse.
 
     A zero for those that have claimed a part in its dQ, of which the first one stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
+    if STARTS_NEXT:  # the main kernel's blocks get ready where programs have ended
+        tl.extra.cuda.gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles_q
     slot = tl.program_id(0) // tiles_q
