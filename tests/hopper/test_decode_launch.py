@@ -37,6 +37,7 @@ def test_what_is_served():
         "64 query heads": cached(heads=65),
         "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
+        "2 sequences of 8589934592": cached(heads=1, keys=1 << 33),
     }
     for reason, problem in refused.items():
         assert reason in (decode_launch.supports(problem) or "")

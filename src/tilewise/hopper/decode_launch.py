@@ -24,6 +24,7 @@ START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 wit
 FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
+MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
 GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
 
 
@@ -40,7 +41,17 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
-    return "takes neither a mask nor a bias" if has_tensors or problem.dropout_p > 0 else None
+    if has_tensors or problem.dropout_p > 0:
+        return "takes neither a mask nor a bias"
+    return too_many_units(problem, decode_config(problem))
+
+
+def too_many_units(problem: AttentionProblem, cfg: DecodeConfig) -> str | None:
+    """None if the work can be divided, were every sequence as long as it may become."""
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N) + cfg.START_UNITS
+    if problem.batch * segments(problem, cfg) * tiles <= MAX_UNITS:
+        return None
+    return f"takes caches for fewer keys than {problem.batch} sequences of {problem.seqlen_k}"
 
 
 def can_load_pages(page_size: int) -> bool:

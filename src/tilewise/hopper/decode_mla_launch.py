@@ -22,6 +22,7 @@ from tilewise.hopper.decode_launch import (
     num_workers,
     power_of_two,
     small_inputs,
+    too_many_units,
 )
 from tilewise.launch_plan import Launch, Tensors, run
 from tilewise.problem import AttentionProblem, Inputs
@@ -51,7 +52,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes neither 8-bit pages nor left padding"
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None or problem.has_alibi
     has_extras = has_tensors or problem.dropout_p > 0
-    return f"takes head sizes {HEAD_DIMS} without mask, bias, ALiBi and dropout only" if has_extras else None
+    if has_extras:
+        return f"takes head sizes {HEAD_DIMS} without mask, bias, ALiBi and dropout only"
+    return too_many_units(problem, mla_config(problem))
 
 
 def head_blocks(problem: AttentionProblem) -> int:
