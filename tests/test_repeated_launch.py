@@ -179,6 +179,21 @@ def test_a_repeated_backward_launches_what_the_first_does(backend, layout, dims,
     assert len(wholes) == 1
 
 
+@pytest.mark.parametrize("precision", ["ieee", "fp8"])
+def test_packed_calls_of_other_lengths_are_planned_anew(precision, recorder):
+    """As many sequences, which fill as many slots of 128 rows: their number is the kernel's argument."""
+    from tilewise.hopper import launch
+
+    options = Options(max_seqlen_q=400, max_seqlen_k=400, precision=precision)
+    for total in (700, 705, 690, 700):
+        q, k, v = (torch.zeros(total, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+        starts = torch.tensor([0, 350, total], dtype=torch.int32)
+        inputs = Inputs(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        out, lse = launch.forward(describe(inputs, options), inputs)
+        assert out.shape[0] == lse.shape[1] == total
+        assert total in recorder.launches[-1][2]
+
+
 def test_repeated_forwards_of_other_layouts_can_be_profiled(recorder):
     from tilewise.hopper import launch
 

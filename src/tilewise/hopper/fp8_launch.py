@@ -47,7 +47,7 @@ def attend(
     ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
     tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
     fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
-    run(_forward_launch, problem, tensors, cfg, fresh=fresh)
+    run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # slots do not say how many rows
     return out, lse
 
 
@@ -111,7 +111,8 @@ def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> 
     return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
 
 
-def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config) -> Launch:
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, rows: int) -> Launch:
+    """rows: of out's first dimension, which packed are all queries."""
     from tilewise.hopper.forward_fp8 import attn_fwd_fp8_kernel
 
     q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
@@ -119,13 +120,13 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config)
     visibility = problem.visibility()
     num_slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
-    bound = out.shape[0] // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
+    bound = rows // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
     read_together = min(problem.seqlen_k, launch.window_size(problem) + cfg.BLOCK_M)
     fitting = max(1, launch.SECTION_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
     group = problem.group_size
     sizes = Sizes(
         batch=problem.batch,
-        seqlen_q=out.shape[0] if problem.is_packed else problem.seqlen_q,
+        seqlen_q=rows if problem.is_packed else problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=group,
         num_slots=num_slots,
