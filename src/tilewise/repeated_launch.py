@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, Tensors, find
+from tilewise.launch_plan import ALIGNMENT, Addresses, LaunchPlan, Step, Tensors, find
 from tilewise.problem import AttentionProblem
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
 Whole = Callable[..., tuple[Tensor, ...]]
+
+
+class PlacedPlan(NamedTuple):
+    """A plan, and what picks its tensors' addresses from those of a call."""
+
+    plan: LaunchPlan
+    pick: Callable[[Addresses], Addresses]
 
 
 def repeatable(
@@ -58,17 +68,21 @@ class RepeatedBackward:
         steps: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Step]],
         scratch: Sequence[tuple[int, ...]],
         is_taken: Callable[[Tensor], bool],
+        shared: Callable[[torch.device], tuple[Tensor, ...]] = lambda device: (),
     ) -> None:
         """
         Args:
             whole: does the same by the whole path.
-            steps: all launches, from the tensors of a call, and dq, dk, dv and scratch.
-            scratch: shapes of float32 tensors that only the launches use.
+            steps: all launches, from the tensors of a call, and dq, dk, dv, scratch and what is shared.
+            scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
             is_taken: whether kernels read a tensor (batch, seqlen, heads, dim) where it lies.
+            shared: tensors that the current stream's launches share.
         """
         self._problem, self._layout, self._whole = problem, layout, whole
-        self._steps, self._scratch, self._is_taken = steps, scratch, is_taken
-        self._plans: dict[Any, list[LaunchPlan]] = {}  # empty: such tensors take the whole path
+        self._steps, self._scratch, self._is_taken, self._shared = steps, scratch, is_taken, shared
+        sizes = [4 * math.prod(shape) for shape in scratch]
+        *self._offsets, self._bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
+        self._plans: dict[Any, list[PlacedPlan]] = {}  # empty: such tensors take the whole path
         self._new: list[Callable[[], Tensor]] = []
 
     def __call__(
@@ -76,36 +90,53 @@ class RepeatedBackward:
     ) -> tuple[Tensor, ...]:
         given = (query, key, value, out, lse, dout)
         strides = (query.stride(), key.stride(), value.stride(), out.stride(), lse.stride(), dout.stride())
-        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | dout.data_ptr()
-        if (addresses | lse.data_ptr()) % ALIGNMENT or query.get_device() != torch.cuda.current_device():
+        addresses: list[Any] = [t.data_ptr() for t in given]
+        is_aligned = functools.reduce(operator.or_, addresses) % ALIGNMENT == 0
+        if not is_aligned or query.get_device() != torch.cuda.current_device():
             return self._whole(*given)
         plans = self._plans.get(strides)
         if plans is None:
             return self._first(strides, given)
-        if not plans:
+        if not plans or plans[0].plan.is_watched():
             return self._whole(*given)
-        new = [make() for make in self._new]
-        for plan, step in zip(plans, self._steps(given, new), strict=True):
-            plan((*step.tensors, *step.fresh))  # which reads addresses only
-        return tuple(new[:3])
+        dq, dk, dv, scratch = [make() for make in self._new]
+        shared, start = self._shared(query.device), scratch.data_ptr()
+        addresses += [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
+        addresses += [start + offset for offset in self._offsets]
+        addresses += [t.data_ptr() for t in shared]
+        addresses.append(None)
+        for plan, pick in plans:
+            plan.launch(pick(addresses))
+        return dq, dk, dv
 
     def _first(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         grads = self._whole(*given)
         query, lse = given[0], given[4]
         shapes = [tuple(self._canonical(t).shape) for t in grads]
         self._new = [_allocator(query, shape, query.dtype, self._layout) for shape in shapes]
-        self._new += [_allocator(query, shape, torch.float32) for shape in self._scratch]
+        self._new.append(_allocator(query, (self._bytes // 4,), torch.float32))
         if len(self._plans) >= MAX_STRIDES:
             self._plans.clear()
         self._plans[strides] = []
-        canonical = [self._canonical(t) for t in given]
-        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t is not lse):
-            scratch = [lse for _ in self._scratch]  # any tensor: plans are found by what is given
-            steps = self._steps(canonical, [*map(self._canonical, grads), *scratch])
-            found = [find(s.build, self._problem, s.tensors, *s.choices, fresh=s.fresh) for s in steps]
-            if None not in found:
-                self._plans[strides] = [plan.seen_as(self._layout) for plan in found if plan is not None]
+        # views, as the same tensor may have been given twice
+        canonical = [self._canonical(t.detach()) for t in given]
+        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t.ndim == 4):
+            scratch = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in self._scratch]
+            new = [*map(self._canonical, grads), *scratch, *self._shared(query.device)]
+            self._plans[strides] = self._find(canonical, new)
         return grads
+
+    def _find(self, given: list[Tensor], new: list[Tensor]) -> list[PlacedPlan]:
+        """The plans that the whole path has made; none if one is missing."""
+        places = {id(t): place for place, t in enumerate((*given, *new))} | {id(None): -1}
+        found = []
+        for step in self._steps(given, new):
+            plan = find(step.build, self._problem, step.tensors, *step.choices, fresh=step.fresh)
+            if plan is None:
+                return []
+            pick = operator.itemgetter(*[places[id(t)] for t in (*step.tensors, *step.fresh)])
+            found.append(PlacedPlan(plan, pick))
+        return found
 
     def _canonical(self, t: Tensor) -> Tensor:
         return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t
@@ -121,3 +152,8 @@ def _allocator(
         return functools.partial(torch.empty_strided, order, stride, dtype=dtype, device=like.device)
     # one element, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
     return functools.partial(torch.empty_like, like.new_empty((), dtype=dtype).expand(*shape))
+
+
+def _aligned(size: int) -> int:
+    """Bytes of a tensor, up to where PyTorch would let the next one start."""
+    return -(-size // 512) * 512

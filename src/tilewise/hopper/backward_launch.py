@@ -57,12 +57,14 @@ def backward(
     division = divide(problem, cfg, num_sms(inputs.query.device.index))
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
-    shapes = scratch_shapes(problem, cfg, division, query.shape[-3])
-    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
+    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
+    scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
     optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
-    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, *scratch)
+    given = (query, key, value, out, lse.contiguous(), dout)
+    new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, division, given, new, optional))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], cfg)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -76,14 +78,15 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 5,
 ) -> list[Step]:
-    """The three launches; `optional` are dlse, the sequences' offsets, and `order_sequences`."""
+    """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
+
+    `optional` are dlse, the sequences' offsets, and `order_sequences`.
+    """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, dq_sum, *pieces = new
+    dq, dk, dv, stats, dq_sum, *pieces, turns, counter = new
     key_sums = pieces[0] if pieces else None
     dlse, cu_q, cu_k, *ordered = optional
-    # of each query tile: who has written to its dQ; then of each slot: tiles of keys whose dQ is complete
-    turns = torch.empty(stats.shape[0] + query_slots(problem), dtype=torch.int32, device=stats.device)
-    fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device), key_sums)
+    fresh = (dk, dv, stats, dq_sum, turns, *ordered, counter, key_sums)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
@@ -97,13 +100,15 @@ def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> Repeated
         from tilewise.hopper import backward_wide_launch as wide
 
         wide_cfg = wide.wide_config(problem)
-        launches, scratch = functools.partial(wide.steps, problem, wide_cfg), [stats_shape(problem, wide_cfg)]
+        launches = functools.partial(wide.steps, problem, wide_cfg)
+        scratch: list[tuple[int, ...]] = [stats_shape(problem, wide_cfg)]
     else:
         cfg = backward_config(problem)
         division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
         launches = functools.partial(steps, problem, cfg, division)
         scratch = scratch_shapes(problem, cfg, division)
-    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t)
+    is_taken, shared = lambda t: tma_ready(t) is t, lambda device: (scheduler_counter(device),)
+    return RepeatedBackward(problem, layout, whole, launches, scratch, is_taken, shared)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,12 +160,15 @@ def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None)
 
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
-) -> list[tuple[int, int]]:
-    """Float32 memory of one call: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers."""
+) -> list[tuple[int, ...]]:
+    """Memory of one call. Float32: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers.
+
+    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there.
+    """
     stats = stats_shape(problem, cfg, rows)
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
-    pieces = (division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)
-    return [stats, dq, pieces] if division.pieces else [stats, dq]
+    pieces = [(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if division.pieces else []
+    return [stats, dq, *pieces, (stats[0] + query_slots(problem),)]
 
 
 @functools.lru_cache(maxsize=4096)
