@@ -201,6 +201,29 @@ def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
     assert by_plans == by_whole
 
 
+@pytest.mark.parametrize("seqlen", [2000, 500])
+def test_pieces_lie_in_dq_where_they_fit(seqlen, recorder, monkeypatch):
+    """Five of 64 KB, from 3 SMs that share 2 of 8 tiles of keys."""
+    from tilewise.hopper import backward_launch
+
+    monkeypatch.setattr(backward_launch, "num_sms", lambda index: 3)
+
+    def draw(seqlen):
+        return torch.zeros(1, seqlen, 4, 64, dtype=torch.bfloat16)
+
+    def whole(q, k, v, out, lse, dout):
+        return backward_launch.backward(problem, Inputs(q, k, v), out, lse, dout, None)[:3]
+
+    given = *(draw(n) for n in (seqlen, 200, 200, seqlen)), torch.zeros(1, 4, seqlen), draw(seqlen)
+    problem = describe(Inputs(*given[:3]), Options())
+    backward = backward_launch.repeatable(problem, "bshd", whole)
+    for _ in range(2):
+        grads = backward(*given)
+        _, main, finish = (arguments for _, _, arguments in recorder.take((*given, *grads)))
+        key_sums, is_in_dq = main[-2], finish[-1]
+        assert key_sums in finish and is_in_dq == (key_sums == len(given)) == (seqlen == 2000)
+
+
 @pytest.mark.parametrize("precision", ["ieee", "fp8"])
 def test_packed_calls_of_other_lengths_are_planned_anew(precision, recorder):
     """As many sequences, which fill as many slots of 128 rows: their number is the kernel's argument."""

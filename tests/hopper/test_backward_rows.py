@@ -28,7 +28,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     lse[..., 3] = -math.inf
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
-    turns = torch.full((slots * tiles_q + slots,), -1, dtype=torch.int32)
+    turns = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
         out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
@@ -47,7 +47,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     counters = torch.cat([turns, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
         sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False, False,
+        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -95,6 +95,7 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
         backward_rows.attn_bwd_finish_kernel[(len(shared) * block_d // 4,)](
             None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
             key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, dim, dim_v, block_d, 64, False, in_parts,
+            False,
         )  # fmt: skip
         for slot, tile in order:
             rows = min(128, seqlen_k - tile * 128)

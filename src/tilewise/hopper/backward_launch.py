@@ -59,6 +59,8 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
+    if has_pieces_in_dq(problem, cfg, division):
+        scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
@@ -84,7 +86,7 @@ def steps(
     """
     query, key, value, out, lse, dout = given
     dq, dk, dv, stats, dq_sum, *pieces, turns, counter = new
-    key_sums = pieces[0] if pieces else None
+    key_sums = pieces[0] if pieces else dq if division.pieces else None
     dlse, cu_q, cu_k, *ordered = optional
     fresh = (dk, dv, stats, dq_sum, turns, *ordered, counter, key_sums)
     return [
@@ -163,12 +165,20 @@ def scratch_shapes(
 ) -> list[tuple[int, ...]]:
     """Memory of one call. Float32: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers.
 
-    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there.
+    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there;
+    how many parts of shared tiles are merged.
     """
     stats = stats_shape(problem, cfg, rows)
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
-    pieces = [(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if division.pieces else []
-    return [stats, dq, *pieces, (stats[0] + query_slots(problem),)]
+    turns = (stats[0] + query_slots(problem) + 1,)
+    has_own = division.pieces and not has_pieces_in_dq(problem, cfg, division)
+    return [stats, dq, *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []), turns]
+
+
+def has_pieces_in_dq(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> bool:
+    """Whether pieces take the memory of dq, which nobody needs before they are merged: where they fit."""
+    dq_bytes = problem.dtype.itemsize * query_slots(problem) * problem.seqlen_q * problem.head_dim
+    return 0 < division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D <= dq_bytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -317,11 +327,10 @@ def finish_launch(
         *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
         *(tiles_q, *heads, key_tiles, num_tiles, *pieces),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
-        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
+        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT, has_pieces_in_dq(problem, cfg, division)),
     )
-    programs = sums.numel() // CHUNK
-    if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns
-        programs += division.shared * cfg.BLOCK_D // 4
+    # first, parts of dK and dV of shared tiles, of 64 keys x 16 columns
+    programs = division.shared * cfg.BLOCK_D // 4 + sums.numel() // CHUNK
     return Launch(attn_bwd_finish_kernel, programs, arguments, num_warps=4, launch_pdl=cfg.ENDS_UNEVENLY)
 
 
