@@ -116,7 +116,7 @@ def check(name: str) -> float:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)
         assert division.pieces
-        assert backward_launch.has_pieces_in_dq(problem, cfg, division) == ("in_dq" in name)
+        assert bool(backward_launch.late_tiles(problem, cfg, division)) == ("in_dq" in name)
     out, lse = reference.attention(q, k, v, **plain)
     found = backward_launch.backward(problem, inputs, out.bfloat16(), lse.float(), dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
@@ -152,7 +152,7 @@ def prepare(
 def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
     """What attn_bwd_finish_kernel writes, and what it waits for."""
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *pieces = rest[3:]
-    *pieces, dim, dim_v, columns, block, is_early, in_parts, _ = pieces
+    *pieces, _, dim, dim_v, columns, block, is_early, in_parts = pieces
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
     assert num_tiles == slots * tiles_q
     claims, ends = turns[:num_tiles], turns[num_tiles:][: slots // group_size]

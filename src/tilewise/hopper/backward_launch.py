@@ -59,7 +59,7 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
-    if has_pieces_in_dq(problem, cfg, division):
+    if late_tiles(problem, cfg, division):
         scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
@@ -171,14 +171,21 @@ def scratch_shapes(
     stats = stats_shape(problem, cfg, rows)
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
     turns = (stats[0] + query_slots(problem) + 1,)
-    has_own = division.pieces and not has_pieces_in_dq(problem, cfg, division)
+    has_own = division.pieces and not late_tiles(problem, cfg, division)
     return [stats, dq, *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []), turns]
 
 
-def has_pieces_in_dq(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> bool:
-    """Whether pieces take the memory of dq, which nobody needs before they are merged: where they fit."""
-    dq_bytes = problem.dtype.itemsize * query_slots(problem) * problem.seqlen_q * problem.head_dim
-    return 0 < division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D <= dq_bytes
+def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> int:
+    """How many query tiles of each head, from the first sequence's first one on, have pieces in their dq.
+
+    Pieces take the memory of dq, which nobody needs before they are merged, if they fit; 0 if not.
+    """
+    row_bytes = problem.dtype.itemsize * problem.num_heads * problem.head_dim
+    rows = -(-division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
+    if rows > problem.batch * problem.seqlen_q:
+        return 0
+    sequences, rows = divmod(rows, max(1, problem.seqlen_q))
+    return sequences * query_tiles_of(problem, problem.seqlen_q, cfg) + -(-rows // cfg.BLOCK_M)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -325,12 +332,13 @@ def finish_launch(
     pieces = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
     arguments = (
         *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
-        *(tiles_q, *heads, key_tiles, num_tiles, *pieces),
+        *(tiles_q, *heads, key_tiles, num_tiles, *pieces, late_tiles(problem, cfg, division)),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
-        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT, has_pieces_in_dq(problem, cfg, division)),
+        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
     )
-    # first, parts of dK and dV of shared tiles, of 64 keys x 16 columns
-    programs = division.shared * cfg.BLOCK_D // 4 + sums.numel() // CHUNK
+    programs = sums.numel() // CHUNK
+    if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns
+        programs += division.shared * cfg.BLOCK_D // 4
     return Launch(attn_bwd_finish_kernel, programs, arguments, num_warps=4, launch_pdl=cfg.ENDS_UNEVENLY)
 
 

@@ -71,8 +71,9 @@ def attn_bwd_prepare_kernel(
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + number, 0)
-        tl.store(turns_ptr + tl.num_programs(0) + slot, 0, mask=tile == 0)
-        tl.store(merged_counter(turns_ptr, tl.num_programs(0), tiles_q), 0, mask=number == 0)
+        counter = turns_ptr + tl.num_programs(0) + slot
+        tl.store(counter, 0, mask=tile == 0)
+        tl.store(counter + 1, 0, mask=tile == 0)  # the next slot's, or after the last `merged_counter`
 
 
 @triton.jit
@@ -84,42 +85,41 @@ def merged_counter(turns_ptr, num_tiles, tiles_q):
 FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
 
 
-@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit"])
+@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit", "late"])
 def attn_bwd_finish_kernel(
     sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
-    dk, dv, key_sums_ptr, seqlen_k, border, unit,
+    dk, dv, key_sums_ptr, seqlen_k, border, unit, late,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_EARLY: tl.constexpr, IN_PARTS: tl.constexpr, IN_DQ: tl.constexpr,
+    IS_EARLY: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of keys that several blocks share, then dQ; num_tiles query tiles, key_tiles of a key head.
+    """dQ, and dK and dV of keys that several blocks share; num_tiles query tiles, key_tiles of a key head.
 
-    Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head, or,
-    where the pieces of keys lie IN_DQ, until these are merged.
+    Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head.
+    Where pieces of keys lie in dq, the tiles there come `late`: they wait until the pieces are merged.
     """
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    merges = tl.num_programs(0) - num_tiles * PARTS
     program = tl.program_id(0)
-    if program < merges:
+    merges = tl.num_programs(0) - num_tiles * PARTS
+    number = program - (num_tiles - late * num_heads) * PARTS  # of a merge
+    if (number >= 0) & (number < merges):
         if key_sums_ptr is not None:
             if IS_EARLY:
                 tl.extra.cuda.gdc_wait()
             places = (num_heads // group_size, batch, seqlen_k, key_tiles)
             pieces = (border, unit, tiles_q * group_size)
-            finish_keys(key_sums_ptr, dk, dv, program, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
-            if IN_DQ:
+            finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
+            if late > 0:
                 tl.debug_barrier()  # all threads have read
                 tl.atomic_add(merged_counter(turns_ptr, num_tiles, tiles_q), 1, sem="release")
     else:
-        chunk = program - merges
-        tile = chunk // PARTS
-        slot = tile // tiles_q
+        program = tl.where(number < 0, program, program - merges)
+        tile = tile_in_order(program // PARTS, late, num_tiles, num_heads, tiles_q)
+        chunk, slot = tile * PARTS + program % PARTS, tile // tiles_q
         b, h, start, row, own = locate_rows(
             tile % tiles_q, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
         )
-        if IN_DQ:
-            if IS_EARLY:
-                tl.extra.cuda.gdc_wait()
+        if number >= merges and late > 0:
             await_count(merged_counter(turns_ptr, num_tiles, tiles_q), merges, 200)
         elif IS_EARLY:
             if first_tile_ptr is not None:
@@ -135,8 +135,28 @@ def attn_bwd_finish_kernel(
         dq_base += start.to(tl.int64) * dq_stride_row
         sums = (sums_ptr, turns_ptr, chunk)
         finish_queries(*sums, dq_base, dq_stride_row, scale, row, own, DIM, BLOCK_D, BLOCK_M)
-    if IS_EARLY and program == tl.num_programs(0) - 1:
+    if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
+
+
+@triton.jit
+def tile_in_order(index, late, num_tiles, num_heads, tiles_q):
+    """The query tile that comes as number `index`: head by head, without the first `late` tiles of all heads.
+
+    These come last, in the order of memory: all heads of a tile.
+    """
+    early = num_tiles - late * num_heads
+    before = late // tiles_q * num_heads * tiles_q  # whole sequences
+    first = late % tiles_q  # of the next sequence's heads
+    rest = tiles_q - first
+    if index >= early:
+        row, head = (index - early) // num_heads, (index - early) % num_heads
+        tile = (row // tiles_q * num_heads + head) * tiles_q + row % tiles_q
+    elif index < rest * num_heads:
+        tile = before + index // rest * tiles_q + first + index % rest
+    else:
+        tile = before + first * num_heads + index
+    return tile
 
 
 @triton.jit
