@@ -189,7 +189,7 @@ needs_hopper = pytest.mark.skipif(
 def test_repeated_steps_of_a_cache(dim, kind, extra, wholes):
     """Sequences of other lengths grow by tokens of other addresses, and every step is right."""
     held, capacity, page = [300, 77, 512], 640, 0 if kind == "rows" else int(kind[5:])
-    tables = tilewise.rotary.rotary_tables(capacity, dim, device="cuda")
+    tables = tilewise.rotary.rotary_tables(torch.arange(capacity, device="cuda"), dim)
     options = {"sinks": {"sinks": draw(8)}, "alibi": {"alibi_slopes": draw(8).float().abs()}}.get(extra, {})
     if page:
         cache = tilewise.PagedKVCache(
