@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import reference, repeat
+from tilewise import reference, repeat, repeat_cached
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -152,3 +152,157 @@ def test_nothing_kept_holds_tensors(backend):
     del leaves
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.fixture
+def wholes(monkeypatch):
+    """The cached calls that took the whole path."""
+    from tilewise import autograd
+
+    calls, attention = [], autograd.attention
+    monkeypatch.setattr(autograd, "attention", lambda *call: calls.append(call) or attention(*call))
+    monkeypatch.setattr(repeat_cached, "_found", {})
+    return calls
+
+
+def check_rows(out, lse, q, keys, values, **options):
+    """out and lse of sequence b, whose keys and values are the lists' entry b."""
+    for b, (k, v) in enumerate(zip(keys, values, strict=True)):
+        own = q[b : b + 1], k[None], v[None]
+        exact, base = (
+            reference.attention(*own, causal=True, dtype=t, **options) for t in (torch.float64, q.dtype)
+        )
+        for name, found, right, rough in zip(("out", "lse"), (out[b : b + 1], lse[b : b + 1]), exact, base):
+            report = compare(name, found, right, rough)
+            assert report.max_error <= report.max_budget, report
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("extra", ["none", "sinks", "alibi", "rotary"])
+@pytest.mark.parametrize("kind", ["rows", "pages16", "pages256"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_repeated_steps_of_a_cache(dim, kind, extra, wholes):
+    """Sequences of other lengths grow by tokens of other addresses, and every step is right."""
+    held, capacity, page = [300, 77, 512], 640, 0 if kind == "rows" else int(kind[5:])
+    tables = tilewise.rotary.rotary_tables(torch.arange(capacity, device="cuda"), dim)
+    options = {"sinks": {"sinks": draw(8)}, "alibi": {"alibi_slopes": draw(8).float().abs()}}.get(extra, {})
+    if page:
+        cache = tilewise.PagedKVCache(
+            3 * capacity // page + 8, page, 2, dim, dtype=torch.bfloat16, device="cuda"
+        )
+        for _ in held:
+            cache.allocate()
+    else:
+        cache = tilewise.KVCache(3, capacity, 2, dim, dtype=torch.bfloat16, device="cuda")
+    keys, values = ([draw(n, 2, dim) for n in held] for _ in range(2))
+    if page:
+        cache.append(keys, values)
+    else:
+        for b, n in enumerate(held):
+            cache.key[b, :n], cache.value[b, :n] = keys[b], values[b]
+        cache.lengths.copy_(torch.tensor(held))
+    kept = []
+    for _ in range(5):
+        q, k, v = draw(3, 2, 8, dim), draw(3, 2, 2, dim), draw(3, 2, 2, dim)
+        kept.append((q, k, v))  # so that addresses differ
+        given = dict(zip(("rotary_cos", "rotary_sin"), tables)) if extra == "rotary" else {}
+        out, lse = tilewise.attention_with_cache(q, cache, k, v, **given, **options, return_lse=True)
+        if given:
+            first = torch.tensor([len(own) for own in keys], device="cuda")
+            at = first[:, None] + torch.arange(2, device="cuda")
+            q, k = (tilewise.rotary.apply_rotary(x, *(t[at] for t in tables)) for x in (q, k))
+        keys, values = (
+            [torch.cat([old, x[b]]) for b, old in enumerate(own)] for own, x in ((keys, k), (values, v))
+        )
+        check_rows(out, lse, q, keys, values, **options)
+    assert len(wholes) == 1
+
+
+@needs_hopper
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+def test_repeated_calls_of_flash_attn(is_paged, wholes):
+    from tilewise.flash_attn import flash_attn_with_kvcache
+
+    for _ in range(4):
+        q, lengths = draw(3, 4, 8, 128), torch.randint(0, 1025, (3,), dtype=torch.int32, device="cuda")
+        shape = (3 * 16, 64) if is_paged else (5, 1024)
+        key, value = draw(*shape, 2, 128), draw(*shape, 2, 128)
+        table = torch.randperm(48, device="cuda").view(3, 16).int() if is_paged else None
+        whole = [t[table.long()].flatten(1, 2) if is_paged else t for t in (key, value)]
+        own = [[t[b, :length] for b, length in enumerate(lengths.tolist())] for t in whole]
+        for t in whole if not is_paged else ():
+            for b, length in enumerate(lengths.tolist()):
+                t[b, length:] = torch.nan
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, key, value, cache_seqlens=lengths, block_table=table, causal=True, return_softmax_lse=True
+        )
+        check_rows(out, lse.masked_fill(lse == torch.inf, -torch.inf), q, *own)
+    assert len(wholes) == 1
+
+
+@needs_hopper
+def test_repeated_latent_decoding(wholes):
+    for n in (300, 1000, 4000):
+        cache = tilewise.KVCache(
+            2, 4096, 1, 576, head_dim_v=512, dtype=torch.bfloat16, device="cuda", value_in_key=True
+        )
+        k = draw(2, n, 1, 576)
+        cache.append(k)
+        q = draw(2, 1, 16, 576)
+        out, lse = tilewise.attention_with_cache(q, cache, return_lse=True)
+        check_rows(out, lse, q, k, k[..., :512])
+    assert len(wholes) == 1
+
+
+@needs_hopper
+def test_a_refused_repeated_step_leaves_the_cache(wholes):
+    cache = tilewise.KVCache(1, 300, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cache.append(draw(1, 298, 2, 64), draw(1, 298, 2, 64))
+    step = [draw(1, 1, 8, 64), cache, draw(1, 1, 2, 64), draw(1, 1, 2, 64)]
+    for _ in range(2):
+        tilewise.attention_with_cache(*step)
+    before = cache.key.clone(), cache.value.clone()
+    with pytest.raises(ValueError, match="do not fit"):
+        tilewise.attention_with_cache(*step)
+    assert cache.lengths.tolist() == [300] and len(wholes) == 1
+    assert torch.equal(cache.key, before[0]) and torch.equal(cache.value, before[1])
+    query = step[0].clone().requires_grad_()  # takes the whole path
+    for _ in range(2):
+        out = tilewise.attention_with_cache(query, cache)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), query)
+        assert grad.abs().max() > 0 and torch.isfinite(grad).all()
+
+
+@needs_hopper
+def test_a_graph_of_a_repeated_step(wholes):
+    cache = tilewise.KVCache(2, 600, 2, 128, dtype=torch.bfloat16, device="cuda")
+    keys, values = draw(2, 300, 2, 128), draw(2, 300, 2, 128)
+    cache.append(keys, values)
+    q, k, v = draw(2, 1, 8, 128), draw(2, 1, 2, 128), draw(2, 1, 2, 128)
+
+    def step():
+        return tilewise.attention_with_cache(q, cache, k, v, return_lse=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+            keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert len(wholes) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    assert len(wholes) == 1
+    for _ in range(3):
+        for t in (q, k, v):
+            t.copy_(draw(*t.shape))
+        graph.replay()
+        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        check_rows(out, lse, q, keys, values)

@@ -22,7 +22,7 @@ LAYERS = [
     ["dispatch"],
     ["ops"],
     ["autograd"],
-    ["repeat"],
+    ["repeat", "repeat_cached"],
     ["cache"],
     ["paged_cache"],
     ["cached_step"],

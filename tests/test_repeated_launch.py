@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+import tilewise
 from tilewise import launch_plan
 from tilewise.problem import Inputs, Options, describe
 from tilewise.repeated_launch import repeatable
@@ -253,3 +254,123 @@ def test_repeated_forwards_of_other_layouts_can_be_profiled(recorder):
         for recorder.is_profiled in (False, True):
             given = [t.clone().permute(axes) for t in (q, k, v)]
             assert recorder.take((*given, *run(*given))) == first
+
+
+@pytest.fixture
+def cached(recorder, monkeypatch):
+    """Cached calls take the Hopper kernels; how many took the whole path."""
+    from tilewise import autograd, cached_step, dispatch, repeat_cached
+    from tilewise.integrations import kv_cache_call
+    from tilewise.triton import append
+
+    wholes, attention = [], autograd.attention
+    monkeypatch.setattr(autograd, "attention", lambda *call: wholes.append(call) or attention(*call))
+    monkeypatch.setattr(repeat_cached, "_found", {})
+    monkeypatch.setattr(repeat_cached, "_is_on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *call, **further: "hopper")
+    for module in (autograd, kv_cache_call):  # lengths were not written
+        monkeypatch.setattr(module, "check_values", lambda *call: None)
+    monkeypatch.setattr(cached_step.Step, "_is_fusible", lambda self, query, key, rotary: True)
+    monkeypatch.setattr(kv_cache_call, "_is_fusible", lambda *call: call[3] is not None)
+    monkeypatch.setattr(append, "has_pdl", lambda device: True)
+    return wholes
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def new_tokens(kind, batch, heads, dim):
+    """Keyword arguments: new key and value, and rotary tables if wanted."""
+    if kind == "attends":
+        return {}
+    tables = {} if kind == "appends" else {"rotary_cos": zeros(512, 32), "rotary_sin": zeros(512, 32)}
+    return {"key": zeros(batch, 1, heads, dim), "value": zeros(batch, 1, heads, dim)} | tables
+
+
+@pytest.mark.parametrize("kind", ["attends", "appends", "turns"])
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": (100, 0), "softcap": 5.0}, {"sinks": zeros(8)}, {"alibi_slopes": torch.zeros(8)}],
+    ids=["plain", "window", "sinks", "alibi"],
+)
+def test_a_repeated_cached_call_launches_what_the_first_does(options, is_paged, kind, recorder, cached):
+    found = []
+    for recorder.is_profiled in (False, False, True):
+        if is_paged:
+            cache = tilewise.PagedKVCache(16, 64, 2, 128, dtype=torch.bfloat16)
+            for _ in range(3):
+                cache.append(zeros(1, 290, 2, 128), zeros(1, 290, 2, 128), [cache.allocate()])
+        else:
+            cache = tilewise.KVCache(3, 512, 2, 128, dtype=torch.bfloat16)
+            cache.append(zeros(3, 290, 2, 128), zeros(3, 290, 2, 128))
+        query, new = zeros(3, 1, 8, 128), new_tokens(kind, 3, 2, 128)
+        out, lse = tilewise.attention_with_cache(query, cache, **new, **options, return_lse=True)
+        found.append(recorder.take((query, cache.key, cache.value, out, lse)))
+        if is_paged:
+            assert [cache.length(s) for s in cache.sequences] == [290 + bool(new)] * 3
+        elif new:
+            assert cache.held() == [291] * 3
+    assert len(found[0]) == 2 + (kind != "attends")
+    assert found[0] == found[1] == found[2]
+    assert len(cached) == 1
+
+
+@pytest.mark.parametrize("kind", ["attends", "appends", "turns"])
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+def test_a_repeated_call_of_flash_attn_launches_what_the_first_does(is_paged, kind, recorder, cached):
+    from tilewise.flash_attn import flash_attn_with_kvcache
+
+    found = []
+    for recorder.is_profiled in (False, False, True):
+        query, lengths = zeros(3, 1, 8, 128), torch.tensor([5, 300, 0], dtype=torch.int32)
+        key, value = (zeros(*((24, 64) if is_paged else (4, 512)), 2, 128) for _ in range(2))
+        table = torch.arange(24, dtype=torch.int32).view(3, 8) if is_paged else None
+        new = {{"key": "k", "value": "v"}.get(n, n): t for n, t in new_tokens(kind, 3, 2, 128).items()}
+        given = {"cache_seqlens": lengths, "block_table": table, "causal": True, "return_softmax_lse": True}
+        out, lse, *_ = flash_attn_with_kvcache(query, key, value, **new, **given)
+        found.append(recorder.take((query, key, value, lengths, out, lse)))
+    assert len(found[0]) == 2 + (kind != "attends")
+    assert found[0] == found[1] == found[2]
+    assert len(cached) == 1
+
+
+def test_repeated_latent_calls(recorder, cached):
+    found = []
+    for recorder.is_profiled in (False, False, True):
+        cache = tilewise.KVCache(2, 512, 1, 576, head_dim_v=512, dtype=torch.bfloat16, value_in_key=True)
+        query = zeros(2, 1, 16, 576)
+        out, lse = tilewise.attention_with_cache(query, cache, return_lse=True)
+        found.append(recorder.take((query, cache.key, out, lse)))
+    assert len(found[0]) == 2 and found[0] == found[1] == found[2]
+    assert len(cached) == 1
+
+
+def test_what_is_not_repeated(recorder, cached):
+    """Other sizes, strides and options are other calls; with a mask, bias or gradient none is kept."""
+    from tilewise import repeat_cached
+
+    def call(query, capacity=512, **options):
+        cache = tilewise.KVCache(2, capacity, 2, 128, dtype=torch.bfloat16)
+        tilewise.attention_with_cache(query, cache, **options)
+        return len(repeat_cached._found)
+
+    query = zeros(2, 1, 8, 128)
+    assert call(query) == call(query) == 1 and len(cached) == 1
+    assert call(zeros(2, 2, 8, 128)) == 2
+    assert call(zeros(2, 1, 8, 256)[..., :128]) == 3
+    assert call(query, 1024) == 4
+    assert call(query, scale=0.5) == 5
+    assert call(query.half().to(torch.bfloat16).requires_grad_()) == 5
+    assert call(zeros(2 * 8 * 128 + 1)[1:].view(2, 1, 8, 128)) == 5  # not aligned
+    wholes = len(cached)
+    with pytest.raises(TypeError, match="scale"):
+        call(query, scale="half")
+    with pytest.raises(ValueError, match="window"):
+        call(query, window=(1, -2))
+    with pytest.raises(ValueError, match="query"):
+        call(query[:1])
+    assert len(cached) == wholes
+    call(query)
+    assert len(cached) == wholes

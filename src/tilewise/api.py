@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, repeat
+from tilewise import autograd, dispatch, repeat, repeat_cached
 from tilewise.cache import KVCache
 from tilewise.cached_step import Rotary, cached_step
 from tilewise.checks import check_number, check_tensors, shown
@@ -240,23 +240,33 @@ def attention_with_cache(
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
     views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
     query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
-    rotary = None
-    if rotary_cos is not None or rotary_sin is not None:
-        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)  # type: ignore[arg-type]
+    has_rotary = rotary_cos is not None or rotary_sin is not None
+    rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
+    options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
     step = cached_step(cache, batch, query, key, value)
+    tensors = step.tensors(query, alibi_slopes, sinks) if mask is bias is None else None
+    others = (key, value, rotary_cos, rotary_sin)
+    signature, attend = repeat_cached.attempt(tensors, others, "attention_with_cache", options, backend)
     try:
         if rotary is not None:
             step.check_rotary(rotary)
-        inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)
-        inputs = step.inputs(inputs)
-        options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
-        if not torch.compiler.is_compiling():
-            dispatch.choose(describe(inputs, options), backend)  # a bad argument leaves the cache unchanged
-        inputs = inputs._replace(query=step.store(query, key, value, rotary))
+        if attend is None:
+            inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)
+            inputs = step.inputs(inputs)
+            if not torch.compiler.is_compiling():
+                dispatch.choose(describe(inputs, options), backend)  # before the cache changes
+        query = step.store(query, key, value, rotary)
     except Exception:
         step.undo()
         raise
-    out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
+    if attend is not None:
+        assert tensors is not None
+        out, lse = attend(tensors._replace(query=query))
+    else:
+        inputs = inputs._replace(query=query)
+        out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
+        if signature is not None:
+            repeat_cached.keep(signature, inputs, options, backend)
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

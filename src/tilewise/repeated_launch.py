@@ -1,4 +1,4 @@
-"""Dense calls on a GPU that were made before: allocations and launches, and nothing else."""
+"""Calls on a GPU that were made before: allocations and launches, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.launch_plan import ALIGNMENT, Addresses, LaunchPlan, Step, Tensors, find
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, Inputs
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
 Whole = Callable[..., tuple[Tensor, ...]]
@@ -24,6 +24,21 @@ class PlacedPlan(NamedTuple):
 
     plan: LaunchPlan
     pick: Callable[[Addresses], Addresses]
+
+
+class CachedTensors(NamedTuple):
+    """What a call with a cache attends with if it may be repeated: see `tilewise.problem.Inputs`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seqlens_k: Tensor | None
+    page_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+Attend = Callable[[CachedTensors], tuple[Tensor, Tensor]]
 
 
 def repeatable(
@@ -42,8 +57,8 @@ def repeatable(
         arrange: all tensors of the launch, from query, key, value, out and lse.
     """
     batch, seqlen, heads = query.shape[:-1]
-    new_out = _allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, layout)
-    new_lse = _allocator(query, (batch, heads, seqlen), torch.float32)
+    new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, layout)
+    new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
     plan = plan.seen_as(layout)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -113,8 +128,8 @@ class RepeatedBackward:
         grads = self._whole(*given)
         query, lse = given[0], given[4]
         shapes = [tuple(self._canonical(t).shape) for t in grads]
-        self._new = [_allocator(query, shape, query.dtype, self._layout) for shape in shapes]
-        self._new.append(_allocator(query, (self._bytes // 4,), torch.float32))
+        self._new = [allocator(query, shape, query.dtype, self._layout) for shape in shapes]
+        self._new.append(allocator(query, (self._bytes // 4,), torch.float32))
         if len(self._plans) >= MAX_STRIDES:
             self._plans.clear()
         self._plans[strides] = []
@@ -142,7 +157,38 @@ class RepeatedBackward:
         return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t
 
 
-def _allocator(
+def repeatable_cached(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    given: CachedTensors,
+    steps: Callable[[CachedTensors, Sequence[Tensor]], Sequence[Step]],
+    new: Sequence[tuple[Sequence[int], torch.dtype]],
+) -> Attend | None:
+    """What attends for cached calls that differ in values only; None where a tensor has to be copied first.
+
+    Args:
+        given: the tensors of `inputs` as the kernels take them.
+        steps: all launches, from the tensors of a call and new ones.
+        new: shapes and dtypes of those: scratch, out and lse.
+    """
+    if any(t is not getattr(inputs, name) for name, t in given._asdict().items()):
+        return None
+    stand_ins = [given.query for _ in new]  # plans are found by what is given
+    plans = [find(s.build, problem, s.tensors, *s.choices, fresh=s.fresh) for s in steps(given, stand_ins)]
+    if None in plans:
+        return None
+    allocators = [allocator(given.query, shape, dtype) for shape, dtype in new]
+
+    def attend(tensors: CachedTensors) -> tuple[Tensor, Tensor]:
+        fresh = [allocate() for allocate in allocators]
+        for plan, step in zip(plans, steps(tensors, fresh)):
+            plan((*step.tensors, *step.fresh))  # type: ignore[misc]  # which reads addresses only
+        return fresh[-2], fresh[-1]
+
+    return attend
+
+
+def allocator(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str = "bshd"
 ) -> Callable[[], Tensor]:
     """Makes new tensors, contiguous as `shape` says, seen in a layout."""

@@ -40,6 +40,9 @@ SetupLimitOption = Annotated[
         "--setup-limit", help="A peer that compiles and warms up for more seconds sits a case out.", min=0.0
     ),
 ]
+GraphOption = Annotated[
+    bool, typer.Option("--graph", help="Time decoding in CUDA graphs, where no host is in the way.")
+]
 FilesArgument = Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")]
 
 
@@ -55,6 +58,7 @@ def bench(
     seed: SeedOption = None,
     budget: BudgetOption = None,
     setup_limit: SetupLimitOption = 60.0,
+    graph: GraphOption = False,
 ) -> None:
     """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
     if context.invoked_subcommand is not None:
@@ -62,7 +66,7 @@ def bench(
     if suite is None:
         typer.echo(context.get_help())
         raise typer.Exit(0)
-    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit)
+    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph)
 
 
 @app.command()
@@ -76,6 +80,7 @@ def run(
     seed: SeedOption = None,
     budget: BudgetOption = None,
     setup_limit: SetupLimitOption = 60.0,
+    graph: GraphOption = False,
 ) -> None:
     """Check every peer against float64, then time them in turn. Exit status 1 if tilewise is wrong."""
     from tilewise.bench.report import tables
@@ -88,7 +93,7 @@ def run(
         if rounds < MIN_ROUNDS:
             raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
         names = tuple(name.strip() for name in peers.split(",")) if peers else ()
-        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit)
+        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit, graph)
         planned = plan(settings)
         with _progress(len(planned.cases)) as step:
             found = run_plan(planned, step)

@@ -121,6 +121,8 @@ def provenance(found: Results) -> str:
     elif found.get("source_sha256"):
         parts.append(f"sources {found['source_sha256'][:12]}")
     parts.append(f"{found['rounds']} rounds" + (", quick" if found["quick"] else ""))
+    if found.get("graph"):
+        parts.append("in CUDA graphs")
     if not found.get("complete", True):
         parts.append("cut short, not every case was run")
     said = "; ".join(parts) + "."

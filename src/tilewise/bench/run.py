@@ -20,6 +20,7 @@ import torch
 from tilewise.bench import gate, memory, results
 from tilewise.bench.cases import Case, find_suite
 from tilewise.bench.errors import BenchError, Refusal
+from tilewise.bench.graphs import GraphStopwatch, captured
 from tilewise.bench.inputs import Data
 from tilewise.bench.limit import setup_limit
 from tilewise.bench.peer import Peer, Prepared
@@ -34,7 +35,7 @@ class Settings:
     """What to run.
 
     `budget` is seconds: no case is started after it. `setup_limit` is seconds too: a peer that takes longer
-    to compile and warm up sits a case out. None is no limit.
+    to compile and warm up sits a case out. None is no limit. `graph` times calls in CUDA graphs.
     """
 
     suite: str
@@ -46,6 +47,7 @@ class Settings:
     json: Path | None = None
     budget: float | None = None
     setup_limit: float | None = None
+    graph: bool = False
 
 
 @dataclasses.dataclass
@@ -79,6 +81,10 @@ def plan(settings: Settings) -> Plan:
             raise BenchError(f"--filter {settings.filter!r} is not a regular expression: {error}") from error
         if not cases:
             raise BenchError(f"--filter {settings.filter!r} leaves no case of suite {settings.suite!r}")
+    if settings.graph and any(case.kind != "decode" for case in cases):
+        raise BenchError(f"--graph is for decoding, not for suite {settings.suite!r}")
+    if settings.graph and device != "cuda":
+        raise BenchError("--graph needs a CUDA GPU")
     if settings.rounds < 1:
         raise BenchError(f"--rounds {settings.rounds} must be at least 1")
     if settings.json is not None:
@@ -106,7 +112,7 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
 
 def _run(plan: Plan, report: Report | None) -> results.Results:
     settings, started = plan.settings, time.monotonic()
-    clock = stopwatch(plan.device)
+    clock = GraphStopwatch() if settings.graph else stopwatch(plan.device)
     ceilings = [] if settings.suite == "memory" else clock.ceilings()
     for ceiling in ceilings:
         clock.warm_up(ceiling.call)
@@ -116,6 +122,7 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
         "kind": results.KIND,
         "suite": settings.suite,
         "quick": settings.quick,
+        "graph": settings.graph,
         "rounds": settings.rounds,
         "seed": seed,
         "complete": False,
@@ -159,6 +166,8 @@ def run_case(
     record |= {"bytes": case.cache_bytes()} if case.kind == "decode" else {"flops": case.flops()}
     entries: dict[str, results.Entry] = {}
     data = Data(case, device, seed)
+    more = clock.copies(case) - 1 if isinstance(clock, GraphStopwatch) else 0
+    copies = [data, *(Data(case, device, seed + n + 1) for n in range(more))]
     ready: dict[str, tuple[Prepared, int, int]] = {}
     if case.kind == "memory":
         for peer in peers:
@@ -166,14 +175,14 @@ def run_case(
     else:
         for peer in peers:
             if re.search(limits.get(peer.name, ""), case.name):
-                work = partial(_prepare, case, peer, data, clock, settings, ready)
+                work = partial(_prepare, case, peer, copies, clock, settings, ready)
                 entries[peer.name] = _attempt(work)
             else:
                 reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
                 entries[peer.name] = {"status": "refused", "reason": reason}
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
-    del data, ready
+    del data, copies, ready
     _free(device)
     return record
 
@@ -203,12 +212,13 @@ def _measure_memory(case: Case, peer: Peer, data: Data) -> results.Entry:
 def _prepare(
     case: Case,
     peer: Peer,
-    data: Data,
+    copies: Sequence[Data],
     clock: Stopwatch,
     settings: Settings,
     ready: dict[str, tuple[Prepared, int, int]],
 ) -> results.Entry:
     """Set up, pick the better layout, warm up, check. Only what passes is put into `ready`."""
+    data = copies[0]
     with setup_limit(settings.setup_limit):
         layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
     verdict = gate.check(case, data, found)
@@ -218,6 +228,9 @@ def _prepare(
     if verdict.fault is not None:
         return {"status": "wrong", "reason": verdict.fault, **entry}
     count, inner = clock.plan(seconds, settings.quick)
+    if settings.graph:
+        replay, inner = captured(case, peer, copies, layout)
+        prepared, count = dataclasses.replace(prepared, call=replay), max(5, count // inner)
     ready[peer.name] = (prepared, count, inner)
     return {"status": "ok", **entry, "inner": inner, "samples": []}
 

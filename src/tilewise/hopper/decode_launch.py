@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.hopper.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Inputs
+from tilewise.repeated_launch import Attend, CachedTensors, repeatable_cached
 
 FEW_QUERIES = 16  # of a cache
 SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
@@ -82,34 +84,52 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
     cfg = config or decode_config(problem)
-    key, value = (keys_ready(t, GROUP_ROWS if cfg.WHOLE_PAGES else 1) for t in (inputs.key, inputs.value))
-    query, sinks, slopes, lengths, table = small_inputs(inputs)
-    workers = num_workers(problem, cfg, query.device)
-    fresh = fresh_outputs(problem, query, cfg, workers)
-    run(_decode_launch, problem, (query, key, value, lengths, table, slopes), cfg, workers, fresh=fresh)
-    run(merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
-    return fresh[2:]
+    workers = num_workers(problem, cfg, inputs.query.device)
+    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    new = new_tensors(problem, cfg, workers)
+    fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
+    run_steps(problem, steps(cfg, workers, given, fresh))
+    return fresh[2], fresh[3]
 
 
-def small_inputs(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Query, sinks, slopes, lengths and page table as the kernels take them."""
-    query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
-    sinks, slopes, lengths, table = (
-        None if t is None else t.contiguous()
-        for t in (inputs.sinks, inputs.alibi_slopes, inputs.seqlens_k, inputs.page_table)
+def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
+    """See `tilewise.repeat_cached`."""
+    cfg = decode_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device)
+    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    launches = functools.partial(steps, cfg, workers)
+    return repeatable_cached(problem, inputs, given, launches, new_tensors(problem, cfg, workers))
+
+
+def steps(
+    cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]
+) -> tuple[Step, Step]:
+    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+    query, key, value, lengths, table, slopes, sinks = given
+    choices, new = (cfg, workers), tuple(fresh)
+    return (
+        Step(_decode_launch, (query, key, value, lengths, table, slopes), choices, new),
+        Step(merge_launch, (query, lengths, sinks), choices, new),
     )
-    return query, sinks, slopes, lengths, table
 
 
-def fresh_outputs(
-    problem: AttentionProblem, query: Tensor, cfg: DecodeConfig, workers: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for out and lse of all pieces, out and lse."""
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
-    lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
+def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
+    """The tensors of a call as the kernels take them; `rows`: see `keys_ready`."""
+    query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
+    small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
+    lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
+    key = keys_ready(inputs.key, rows)
+    value = key if inputs.value is inputs.key else keys_ready(inputs.value, rows)
+    return CachedTensors(query, key, value, lengths, table, slopes, sinks)
+
+
+def new_tensors(problem: AttentionProblem, cfg: DecodeConfig, workers: int) -> list[tuple[Any, torch.dtype]]:
+    """Shapes and dtypes of out and lse of all pieces, out and lse."""
     rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
-    partial = query.new_empty(rows * (cfg.BLOCK_DV + 1), dtype=torch.float32)
-    return partial[: rows * cfg.BLOCK_DV], partial[rows * cfg.BLOCK_DV :], out, lse
+    sizes = problem.batch, problem.seqlen_q, problem.num_heads
+    shapes = (rows, cfg.BLOCK_DV), (rows,), (*sizes, problem.head_dim_v), (sizes[0], sizes[2], sizes[1])
+    kinds = torch.float32, torch.float32, problem.dtype, torch.float32
+    return list(zip(shapes, kinds, strict=True))
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,18 +15,18 @@ from tilewise.hopper.decode_launch import (
     MIN_KEYS,
     START_UNITS,
     USUAL_SMS,
+    cached_tensors,
     decode_sizes,
-    fresh_outputs,
     key_descriptor,
-    keys_ready,
     merge_launch,
+    new_tensors,
     num_workers,
     power_of_two,
-    small_inputs,
     too_many_units,
 )
-from tilewise.launch_plan import Launch, Tensors, run
+from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Inputs
+from tilewise.repeated_launch import Attend, CachedTensors, repeatable_cached
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
@@ -67,13 +68,32 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
     cfg = config or mla_config(problem)
-    key = keys_ready(inputs.key)
-    query, sinks, _, lengths, table = small_inputs(inputs)
-    workers = num_workers(problem, cfg, query.device, MANY_PIECES)
-    fresh = fresh_outputs(problem, query, cfg, workers)
-    run(_mla_launch, problem, (query, key, lengths, table), cfg, workers, fresh=fresh)
-    run(merge_launch, problem, (query, lengths, sinks), cfg, workers, fresh=fresh)
-    return fresh[2:]
+    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
+    given = cached_tensors(inputs._replace(value=inputs.key))
+    new = new_tensors(problem, cfg, workers)
+    fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
+    run_steps(problem, steps(cfg, workers, given, fresh))
+    return fresh[2], fresh[3]
+
+
+def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
+    """See `tilewise.repeat_cached`."""
+    cfg = mla_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
+    inputs = inputs._replace(value=inputs.key)
+    launches = functools.partial(steps, cfg, workers)
+    new = new_tensors(problem, cfg, workers)
+    return repeatable_cached(problem, inputs, cached_tensors(inputs), launches, new)
+
+
+def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]) -> tuple[Step, Step]:
+    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+    query, key, _, lengths, table, _, sinks = given
+    choices, new = (cfg, workers), tuple(fresh)
+    return (
+        Step(_mla_launch, (query, key, lengths, table), choices, new),
+        Step(merge_launch, (query, lengths, sinks), choices, new),
+    )
 
 
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:

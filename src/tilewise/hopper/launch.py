@@ -19,7 +19,7 @@ from tilewise.hopper import decode_launch, decode_mla_launch
 from tilewise.hopper.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.launch_plan import Launch, Tensors, find, has_triton, run
 from tilewise.problem import AttentionProblem, Gradients, Inputs
-from tilewise.repeated_launch import RepeatedBackward, Whole
+from tilewise.repeated_launch import Attend, RepeatedBackward, Whole
 
 LOG2_E = math.log2(math.e)
 
@@ -146,6 +146,13 @@ def repeatable(
         return (q, k, v, *none, out, lse, None, None, scheduler_counter(q.device))
 
     return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange)
+
+
+def repeatable_cached(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
+    """What attends for calls that differ from this one in values only: see `tilewise.repeat_cached`."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        return decode_mla_launch.repeatable(problem, inputs)
+    return decode_launch.repeatable(problem, inputs) if decode_launch.is_faster(problem) else None
 
 
 def order_sequences(

@@ -73,10 +73,11 @@ def check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> 
     """Only the pages in use: entries behind a sequence's end may hold anything."""
     if cache.shape[1] < 1:
         raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
+    most, page_size = cache.shape[:2]
     for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
-        used = pages[: -(-length // cache.shape[1])]
-        if not all(0 <= page < len(cache) for page in used):
-            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {len(cache)})")
+        used = pages[: -(-length // page_size)]
+        if used and not 0 <= min(used) <= max(used) < most:
+            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {most})")
 
 
 def check_integer_tensors(**tensors: Tensor) -> None:
