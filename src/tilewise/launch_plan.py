@@ -200,14 +200,14 @@ class LaunchPlan:
         if self._bound.is_watched():
             start(self._rebuild(tensors))
         else:
-            self.launch([None if t is None else t.data_ptr() for t in tensors])
+            self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
 
     def is_watched(self) -> bool:
-        """Whether a profiler wants to be told of launches, of which `launch` tells nobody."""
+        """Whether a profiler wants to be told of launches, of which `start` tells nobody."""
         return self._bound.is_watched()
 
-    def launch(self, addresses: Addresses) -> None:
-        """The same for the addresses of tensors, which must stay allocated until this returns."""
+    def arguments(self, addresses: Addresses) -> list[Any]:
+        """What `start` takes for tensors at these addresses."""
         arguments = self._arguments.copy()
         for position, place in self._pointers:
             arguments[position] = addresses[place]
@@ -215,6 +215,10 @@ class LaunchPlan:
             arguments[position] = encoded[addresses[place]]
         for position, fill in self._tuples:
             arguments[position] = fill(addresses)
+        return arguments
+
+    def start(self, arguments: list[Any]) -> None:
+        """Launch likewise; the tensors must stay allocated until this returns."""
         self._bound.launch(self._device, arguments)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,14 +15,9 @@ from tilewise.launch_plan import ALIGNMENT, Addresses, LaunchPlan, Step, Tensors
 from tilewise.problem import AttentionProblem, Inputs
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
+MAX_ADDRESSES = 256  # calls of one kind whose arguments are kept
+GIVEN = 6  # tensors of a backward: query, key, value, out, lse, dout
 Whole = Callable[..., tuple[Tensor, ...]]
-
-
-class PlacedPlan(NamedTuple):
-    """A plan, and what picks its tensors' addresses from those of a call."""
-
-    plan: LaunchPlan
-    pick: Callable[[Addresses], Addresses]
 
 
 class CachedTensors(NamedTuple):
@@ -69,6 +63,35 @@ def repeatable(
     return run
 
 
+class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
+    """The launches of a backward by the addresses of its tensors: plans, and all arguments of each.
+
+    Addresses are those of what is given, dq, dk, dv, scratch and what is shared. Where kernels do not take what
+    is given, there are no launches.
+    """
+
+    def __init__(self, plans: list[tuple[LaunchPlan, list[int]]], offsets: list[int]) -> None:
+        """
+        Args:
+            plans: each with the places of its tensors; -1: there is none.
+            offsets: of the tensors in scratch, which in places stand for it.
+        """
+        self._plans, self._offsets = plans, offsets
+
+    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        is_aligned = all(address % ALIGNMENT == 0 for address in addresses[:GIVEN])
+        scratch = [addresses[GIVEN + 3] + offset for offset in self._offsets]
+        placed = [*addresses[: GIVEN + 3], *scratch, *addresses[GIVEN + 4 :], None]
+        launches = [(plan, plan.arguments([placed[n] for n in places])) for plan, places in self._plans]
+        self[addresses] = launches = launches if is_aligned else []
+        return launches
+
+    def is_watched(self) -> bool:
+        return self._plans[0][0].is_watched()
+
+
 class RepeatedBackward:
     """The gradients of query, key and value from them, out, lse and dout, all in the caller's layout.
 
@@ -97,61 +120,57 @@ class RepeatedBackward:
         self._steps, self._scratch, self._is_taken, self._shared = steps, scratch, is_taken, shared
         sizes = [4 * math.prod(shape) for shape in scratch]
         *self._offsets, self._bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
-        self._plans: dict[Any, list[PlacedPlan]] = {}  # empty: such tensors take the whole path
+        self._launches: dict[Any, PlannedLaunches | None] = {}  # by strides; None: these take the whole path
         self._new: list[Callable[[], Tensor]] = []
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, ...]:
-        given = (query, key, value, out, lse, dout)
         strides = (query.stride(), key.stride(), value.stride(), out.stride(), lse.stride(), dout.stride())
-        addresses: list[Any] = [t.data_ptr() for t in given]
-        is_aligned = functools.reduce(operator.or_, addresses) % ALIGNMENT == 0
-        if not is_aligned or query.get_device() != torch.cuda.current_device():
-            return self._whole(*given)
-        plans = self._plans.get(strides)
-        if plans is None:
-            return self._first(strides, given)
-        if not plans or plans[0].plan.is_watched():
-            return self._whole(*given)
+        planned = self._launches.get(strides)
+        is_elsewhere = query.get_device() != torch.cuda.current_device()
+        if planned is None or is_elsewhere or planned.is_watched():
+            return self._by_whole_path(strides, (query, key, value, out, lse, dout))
         dq, dk, dv, scratch = [make() for make in self._new]
-        shared, start = self._shared(query.device), scratch.data_ptr()
-        addresses += [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
-        addresses += [start + offset for offset in self._offsets]
-        addresses += [t.data_ptr() for t in shared]
-        addresses.append(None)
-        for plan, pick in plans:
-            plan.launch(pick(addresses))
+        tensors = (query, key, value, out, lse, dout, dq, dk, dv, scratch, *self._shared(query.device))
+        launches = planned[tuple([t.data_ptr() for t in tensors])]
+        if not launches:
+            return self._whole(*tensors[:GIVEN])
+        for plan, arguments in launches:
+            plan.start(arguments)
         return dq, dk, dv
 
-    def _first(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _by_whole_path(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The first time with these strides, keep what it has planned."""
         grads = self._whole(*given)
         query, lse = given[0], given[4]
+        is_aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in given)
+        if strides in self._launches or not is_aligned or query.get_device() != torch.cuda.current_device():
+            return grads
         shapes = [tuple(self._canonical(t).shape) for t in grads]
         self._new = [allocator(query, shape, query.dtype, self._layout) for shape in shapes]
         self._new.append(allocator(query, (self._bytes // 4,), torch.float32))
-        if len(self._plans) >= MAX_STRIDES:
-            self._plans.clear()
-        self._plans[strides] = []
+        if len(self._launches) >= MAX_STRIDES:
+            self._launches.clear()
+        self._launches[strides] = None
         # views, as the same tensor may have been given twice
         canonical = [self._canonical(t.detach()) for t in given]
         if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t.ndim == 4):
             scratch = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in self._scratch]
             new = [*map(self._canonical, grads), *scratch, *self._shared(query.device)]
-            self._plans[strides] = self._find(canonical, new)
+            self._launches[strides] = self._find(canonical, new)
         return grads
 
-    def _find(self, given: list[Tensor], new: list[Tensor]) -> list[PlacedPlan]:
-        """The plans that the whole path has made; none if one is missing."""
+    def _find(self, given: list[Tensor], new: list[Tensor]) -> PlannedLaunches | None:
+        """What the whole path has planned; None if a plan is missing."""
         places = {id(t): place for place, t in enumerate((*given, *new))} | {id(None): -1}
         found = []
         for step in self._steps(given, new):
             plan = find(step.build, self._problem, step.tensors, *step.choices, fresh=step.fresh)
             if plan is None:
-                return []
-            pick = operator.itemgetter(*[places[id(t)] for t in (*step.tensors, *step.fresh)])
-            found.append(PlacedPlan(plan, pick))
-        return found
+                return None
+            found.append((plan, [places[id(t)] for t in (*step.tensors, *step.fresh)]))
+        return PlannedLaunches(found, self._offsets)
 
     def _canonical(self, t: Tensor) -> Tensor:
         return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t
