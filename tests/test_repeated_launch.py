@@ -19,10 +19,19 @@ class Plan:
     """Stands for a `LaunchPlan`."""
 
     def __init__(self):
-        self.launched = []
+        self.launched, self.profiler_wants = [], False
 
     def __call__(self, tensors):
-        self.launched.append(tensors)
+        self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
+
+    def is_watched(self):
+        return self.profiler_wants
+
+    def arguments(self, addresses):
+        return list(addresses)
+
+    def start(self, arguments):
+        self.launched.append(arguments)
 
     def seen_as(self, layout):
         return self
@@ -38,10 +47,10 @@ def test_new_outputs_and_one_launch(layout, shape):
     launched = plan.launched
     run = repeatable(problem, inputs.query, layout, True, plan, lambda q, k, v, *new: (v, k, q, None, *new))
     results = []
-    for _ in range(2):
+    for plan.profiler_wants in (False, True):
         q, k, v = (torch.zeros(*shape[:3], dim).permute(axes) for dim in (64, 64, 40))
         out, lse = run(q, k, v)
-        assert [id(t) for t in launched[-1]] == [id(t) for t in (v, k, q, None, out, lse)]
+        assert launched[-1] == [None if t is None else t.data_ptr() for t in (v, k, q, None, out, lse)]
         whole = torch.empty(*shape[:3], 40).permute(axes)
         assert out.shape == whole.shape and out.stride() == whole.stride() and out.dtype == q.dtype
         assert lse.shape == (shape[0], shape[2], shape[1]) and lse.is_contiguous()
@@ -50,6 +59,9 @@ def test_new_outputs_and_one_launch(layout, shape):
     assert len({t.data_ptr() for t in results}) == 4 and len(launched) == 2
     only_out = repeatable(problem, inputs.query, layout, False, plan, lambda *tensors: tensors)
     assert isinstance(only_out(q, k, v), torch.Tensor)
+    plan.profiler_wants, launches = False, len(launched)
+    misaligned = torch.zeros(q.numel() + 1)[1:].view(q.shape)
+    assert run(misaligned, k, v) is None and len(launched) == launches
 
 
 class Recorder:

@@ -11,13 +11,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import ALIGNMENT, Addresses, LaunchPlan, Step, Tensors, find
+from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, Tensors, find
 from tilewise.problem import AttentionProblem, Inputs
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
-MAX_ADDRESSES = 256  # calls of one kind whose arguments are kept
-GIVEN = 6  # tensors of a backward: query, key, value, out, lse, dout
+MAX_ADDRESSES = 128  # calls of one kind whose arguments are kept: more than most models have layers
 Whole = Callable[..., tuple[Tensor, ...]]
+Shared = Callable[[torch.device], tuple[Tensor, ...]]
+
+
+class Place(NamedTuple):
+    """Where a tensor of a launch lies: in which tensor of the call, how many bytes from its beginning."""
+
+    tensor: int
+    offset: int = 0
+
+
+class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
+    """The launches of a call by the addresses of its tensors: plans, and all arguments of each.
+
+    There are none where a tensor is not aligned as those were that the plans were made with.
+    """
+
+    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Place | None]]]) -> None:
+        """`plans`: each with the places of its tensors."""
+        self._plans = plans
+
+    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        launches = []
+        if all(address % ALIGNMENT == 0 for address in addresses):
+            for plan, places in self._plans:
+                placed = [None if p is None else addresses[p.tensor] + p.offset for p in places]
+                launches.append((plan, plan.arguments(placed)))
+        self[addresses] = launches
+        return launches
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches, which only plans that are called do."""
+        return self._plans[0][0].is_watched()
 
 
 class CachedTensors(NamedTuple):
@@ -41,55 +74,37 @@ def repeatable(
     layout: str,
     return_lse: bool,
     plan: LaunchPlan,
-    arrange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensors],
+    arrange: Callable[..., tuple[Any, ...]],
+    shared: Shared = lambda device: (),
 ) -> Callable[[Tensor, Tensor, Tensor], Any]:
     """A function of query, key and value in the caller's layout, which must be like those of the plan.
 
     Args:
         query: like those of the calls to come, (batch, seqlen_q, num_heads, head_dim).
         plan: what launches the kernel.
-        arrange: all tensors of the launch, from query, key, value, out and lse.
+        arrange: all tensors of the launch, from query, key, value, out, lse and what is shared.
+        shared: tensors that the current stream's launches share.
     """
     batch, seqlen, heads = query.shape[:-1]
     new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, layout)
     new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
     plan = plan.seen_as(layout)
+    places = [Place(n) for n in range(5 + len(shared(query.device)))]
+    planned = PlannedLaunches([(plan, arrange(*places))])
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
         out, lse = new_out(), new_lse()
-        plan(arrange(query, key, value, out, lse))  # which reads addresses only
+        tensors = (query, key, value, out, lse, *shared(query.device))
+        if planned.is_watched():
+            plan(arrange(*tensors))
+            return (out, lse) if return_lse else out
+        launches = planned[tuple([t.data_ptr() for t in tensors])]
+        if not launches:
+            return None
+        launches[0][0].start(launches[0][1])
         return (out, lse) if return_lse else out
 
     return run
-
-
-class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
-    """The launches of a backward by the addresses of its tensors: plans, and all arguments of each.
-
-    Addresses are those of what is given, dq, dk, dv, scratch and what is shared. Where kernels do not take what
-    is given, there are no launches.
-    """
-
-    def __init__(self, plans: list[tuple[LaunchPlan, list[int]]], offsets: list[int]) -> None:
-        """
-        Args:
-            plans: each with the places of its tensors; -1: there is none.
-            offsets: of the tensors in scratch, which in places stand for it.
-        """
-        self._plans, self._offsets = plans, offsets
-
-    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
-        if len(self) >= MAX_ADDRESSES:
-            self.clear()
-        is_aligned = all(address % ALIGNMENT == 0 for address in addresses[:GIVEN])
-        scratch = [addresses[GIVEN + 3] + offset for offset in self._offsets]
-        placed = [*addresses[: GIVEN + 3], *scratch, *addresses[GIVEN + 4 :], None]
-        launches = [(plan, plan.arguments([placed[n] for n in places])) for plan, places in self._plans]
-        self[addresses] = launches = launches if is_aligned else []
-        return launches
-
-    def is_watched(self) -> bool:
-        return self._plans[0][0].is_watched()
 
 
 class RepeatedBackward:
@@ -106,7 +121,7 @@ class RepeatedBackward:
         steps: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Step]],
         scratch: Sequence[tuple[int, ...]],
         is_taken: Callable[[Tensor], bool],
-        shared: Callable[[torch.device], tuple[Tensor, ...]] = lambda device: (),
+        shared: Shared = lambda device: (),
     ) -> None:
         """
         Args:
@@ -135,7 +150,7 @@ class RepeatedBackward:
         tensors = (query, key, value, out, lse, dout, dq, dk, dv, scratch, *self._shared(query.device))
         launches = planned[tuple([t.data_ptr() for t in tensors])]
         if not launches:
-            return self._whole(*tensors[:GIVEN])
+            return self._whole(*tensors[:6])
         for plan, arguments in launches:
             plan.start(arguments)
         return dq, dk, dv
@@ -163,14 +178,18 @@ class RepeatedBackward:
 
     def _find(self, given: list[Tensor], new: list[Tensor]) -> PlannedLaunches | None:
         """What the whole path has planned; None if a plan is missing."""
-        places = {id(t): place for place, t in enumerate((*given, *new))} | {id(None): -1}
+        scratch = 9  # after given, dq, dk, dv
+        parts = [Place(scratch, offset) for offset in self._offsets]
+        shared = [Place(scratch + 1 + n) for n in range(len(new) - 3 - len(parts))]
+        places: dict[int, Place | None] = {id(None): None}
+        places |= zip(map(id, (*given, *new)), (*map(Place, range(scratch)), *parts, *shared), strict=True)
         found = []
         for step in self._steps(given, new):
             plan = find(step.build, self._problem, step.tensors, *step.choices, fresh=step.fresh)
             if plan is None:
                 return None
             found.append((plan, [places[id(t)] for t in (*step.tensors, *step.fresh)]))
-        return PlannedLaunches(found, self._offsets)
+        return PlannedLaunches(found)
 
     def _canonical(self, t: Tensor) -> Tensor:
         return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t

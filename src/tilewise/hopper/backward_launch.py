@@ -28,6 +28,7 @@ from tilewise.hopper.launch import (
     order_sequences,
     scheduler_counter,
     section_size,
+    shared_counter,
     tma_ready,
 )
 from tilewise.launch_plan import Launch, Step, Tensors, run_steps
@@ -109,8 +110,9 @@ def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> Repeated
         division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
         launches = functools.partial(steps, problem, cfg, division)
         scratch = scratch_shapes(problem, cfg, division)
-    is_taken, shared = lambda t: tma_ready(t) is t, lambda device: (scheduler_counter(device),)
-    return RepeatedBackward(problem, layout, whole, launches, scratch, is_taken, shared)
+    return RepeatedBackward(
+        problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared_counter
+    )
 
 
 @functools.lru_cache(maxsize=4096)
