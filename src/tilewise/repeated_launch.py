@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, Tensors, find
+from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, find
 from tilewise.problem import AttentionProblem, Inputs
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
