@@ -119,9 +119,7 @@ def attn_bwd_finish_kernel(
         b, h, start, row, own = locate_rows(
             tile % tiles_q, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
         )
-        if number >= merges and late > 0:
-            await_count(merged_counter(turns_ptr, num_tiles, tiles_q), merges, 200)
-        elif IS_EARLY:
+        if IS_EARLY:
             if first_tile_ptr is not None:
                 key_tiles = tl.load(first_tile_ptr + batch)
             shares = key_tiles
@@ -134,7 +132,10 @@ def attn_bwd_finish_kernel(
         dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
         dq_base += start.to(tl.int64) * dq_stride_row
         sums = (sums_ptr, turns_ptr, chunk)
-        finish_queries(*sums, dq_base, dq_stride_row, scale, row, own, DIM, BLOCK_D, BLOCK_M)
+        x = sum_of_queries(*sums, BLOCK_D, BLOCK_M) * scale
+        if (number >= 0) & (late > 0):
+            await_count(merged_counter(turns_ptr, num_tiles, tiles_q), merges, 200)
+        store_queries(x, dq_base, dq_stride_row, row, own, chunk, DIM, BLOCK_D, BLOCK_M)
     if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
 
@@ -160,20 +161,22 @@ def tile_in_order(index, late, num_tiles, num_heads, tiles_q):
 
 
 @triton.jit
-def finish_queries(
-    sums_ptr, turns_ptr, chunk, dq_base, dq_stride_row, scale, row, own,
+def sum_of_queries(sums_ptr, turns_ptr, chunk, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A [64, 64] part of a query tile's dQ / scale: 0 where nobody has had a turn and written."""
+    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    x = tl.load(sums_ptr + chunk.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
+    return in_rows(x, 64)
+
+
+@triton.jit
+def store_queries(
+    x, dq_base, dq_stride_row, row, own, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, in its own layout and dtype: a [64, 64] part of a query tile.
-
-    Where nobody has had a turn the sums were never written, and dQ is 0.
-    """
+    """It in dQ's own layout and dtype."""
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     part = chunk % PARTS
-    chunk = chunk.to(tl.int64)
-    x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
-    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
-    x = in_rows(x, 64) * scale
     i = row + part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
     col = part * 64 % BLOCK_D + tl.arange(0, 64)
     ptrs = dq_base + i.to(tl.int64)[:, None] * dq_stride_row + col[None, :]
