@@ -306,3 +306,16 @@ def test_a_graph_of_a_repeated_step(wholes):
         graph.replay()
         keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
         check_rows(out, lse, q, keys, values)
+
+
+@needs_hopper
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_repeated_calls_of_few_queries(layout):
+    repeat.clear()
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    for _ in range(4):
+        q, k, v = draw(2, 3, 8, 128), draw(2, 2000, 2, 128), draw(2, 2000, 2, 64)
+        given = [t.permute(order) for t in (q, k, v)]
+        check(tilewise.attention(*given, causal=True, layout=layout).permute(order), q, k, v, causal=True)
+        check_attention(q, k, v, causal=True)
+    assert None not in repeat._local.runs.values()

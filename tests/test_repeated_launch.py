@@ -254,10 +254,12 @@ def test_packed_calls_of_other_lengths_are_planned_anew(precision, recorder):
         assert total in recorder.launches[-1][2]
 
 
-def test_repeated_forwards_of_other_layouts_can_be_profiled(recorder):
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(100, 100), (3, 2048)], ids=["many", "few"])
+def test_repeated_forwards_of_other_layouts_can_be_profiled(seqlen_q, seqlen_k, recorder, monkeypatch):
     from tilewise.hopper import launch
 
-    q, k, v = (torch.zeros(2, 100, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    monkeypatch.setattr(launch.decode_launch, "is_faster", lambda problem: problem.seqlen_q < 16)
+    q, k, v = (torch.zeros(2, n, 4, 64, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k, seqlen_k))
     problem = describe(Inputs(q, k, v), Options())
     out, lse = launch.forward(problem, Inputs(q, k, v))
     first = recorder.take((q, k, v, out, lse))

@@ -226,6 +226,18 @@ def repeatable_cached(
     return attend
 
 
+def without_cache(attend: Attend, layout: str, return_lse: bool) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """The same as a function of query, key and value in the caller's layout, all keys of which count."""
+
+    def run(*given: Tensor) -> Any:
+        query, key, value = (t.transpose(1, 2) for t in given) if layout == "bhsd" else given
+        out, lse = attend(CachedTensors(query, key, value, None))
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        return (out, lse) if return_lse else out
+
+    return run
+
+
 def allocator(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str = "bshd"
 ) -> Callable[[], Tensor]:

@@ -181,7 +181,7 @@ def _packed(
 def _into_pages(rng: random.Random, inputs: Inputs) -> Inputs:
     """The same keys and values, scattered over pages."""
     batch, capacity = inputs.key.shape[:2]
-    size = rng.choice((1, 4, 16, 64))
+    size = rng.choice((1, 6, 16, 128))
     pages = -(-capacity // size)
     table = torch.randperm(batch * pages, dtype=torch.int32).view(batch, pages)
     scattered = []

@@ -157,7 +157,7 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_amx_decoding_compiles(rows, is_paged):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config("bf16", 40, 64, 1, has_softcap=True, is_paged=is_paged, rows=rows, pieces=1)
+    config = Config("bf16", 40, 64, 1, has_softcap=True, page_size=16 * is_paged, rows=rows, pieces=1)
     ir_text, _ = decode_amx.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62

@@ -21,7 +21,7 @@ INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
-    "score_k0", "page_size", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
+    "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
     "seed", "threshold", "exchange", "kernel", "zeroed",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
@@ -55,7 +55,8 @@ class Config:
     bias_kind: str = ""
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
-    is_paged: bool = False
+    page_size: int = 0  # 0: not in pages
+    has_leftpad: bool = False  # of pages
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
     short: str = ""  # "forward" or "backward" of `short.py`

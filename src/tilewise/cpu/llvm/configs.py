@@ -106,7 +106,8 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         has_mask=problem.mask_shape is not None,
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         has_dropout=problem.dropout_p > 0,
-        is_paged=problem.is_paged,
+        page_size=problem.page_size or 0,
+        has_leftpad=problem.is_paged and problem.has_leftpad,
         pieces=pieces,
     )
 

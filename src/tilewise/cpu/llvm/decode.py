@@ -129,7 +129,7 @@ class DecodeKernel(SplitKernel):
         step = getattr(args, f"{name}_h")
         is_last = (block.head + 1).equals(args.item_heads)
         to_head = select(is_last, step * (1 - args.item_heads), step)
-        if self.config.is_paged:
+        if self.config.page_size:
             from_start = head.key_rows(name, 0)
             j1 = block.j0 + select(is_last, as_int(self.block_k), 0)
             return row, lambda j: from_start(minimum(j1 + j, block.end - 1))[to_head]

@@ -72,6 +72,8 @@ class AmxDecodeKernel(SplitKernel):
         shape = self.shape
         self.is_few = self.rows <= FEW
         self.block_k = BLOCK_K // 2 if self.is_few and shape.pad > BLOCK_K else BLOCK_K
+        # a block starts at a multiple of its length, so that it lies in one page
+        self.lies_in_rows = self.config.page_size % self.block_k == 0 and not self.config.has_leftpad
         self.s_tiles, self.acc_tiles, self.kv = (2, 2, 6) if self.is_few else (1, 4, 1)
         self.parts = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
@@ -128,13 +130,20 @@ class AmxDecodeKernel(SplitKernel):
             with when(turn >= 0):
                 later, after = select(turn + 1)
                 head, block = select(turn)
-                rows = later.key_rows("k", after.j0), head.key_rows("v", block.j0)
+                rows = self.rows_ahead(later, "k", after), self.rows_ahead(head, "v", block)
                 self.ahead = list(zip(rows, (self.config.head_dim, self.config.head_dim_v)))
                 self.weigh(head, block)
             with when(turn + 1 < turns):
                 self.score(*select(turn + 1))
             with when(turn >= 0):
                 self.add_values(*select(turn))
+
+    def rows_ahead(self, head: Head, name: str, block: Block) -> Callable[[Scalar], Ptr]:
+        """Rows of a block that may not be there; of pages, whose table ends, at most the last one."""
+        row = head.key_rows(name, block.j0)
+        if not self.config.page_size:
+            return row
+        return lambda j: row(minimum(j, block.end - 1 - block.j0))
 
     def score(self, head: Head, block: Block) -> None:
         row = head.key_rows("k", block.j0)
@@ -150,8 +159,8 @@ class AmxDecodeKernel(SplitKernel):
             self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
 
     def take(self, are_few: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]) -> None:
-        """Use keys where they lie, or a copy: of the last few, of pages, of rows to be padded."""
-        if self.config.is_paged or dim % TILE:
+        """Use keys where they lie, or a copy: of the last few, of small pages, of rows to be padded."""
+        if not self.lies_in_rows or dim % TILE:
             copied()
             return
         with either(are_few) as (few, all_there):
@@ -214,7 +223,7 @@ class AmxDecodeKernel(SplitKernel):
 
     def ask(self, part: int, which: int, j: Value) -> None:
         """Ask for some of the next keys, or values, at each step of the softmax: memory is never idle."""
-        if part == 0 and not self.config.is_paged:
+        if part == 0 and self.lies_in_rows:
             row, dim = self.ahead[which]
             for r in loop(0, self.args.asked):
                 prefetch_row(row(j // ROWS * self.args.asked + r), dim, L1)
@@ -250,7 +259,7 @@ class AmxDecodeKernel(SplitKernel):
     def add_values(self, head: Head, block: Block) -> None:
         """acc += w v, of v as it lies but for its last few rows, or of a copy."""
         row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
-        if self.config.is_paged or dim % TILE:
+        if not self.lies_in_rows or dim % TILE:
             copy_rows(self.v, row, block.n, self.whole(block.n), dim)
             v, n = self.v, self.whole(block.n)
         else:

@@ -156,7 +156,7 @@ class DecodeBackwardKernel(DecodeKernel):
     def take(self, head: Head, name: str, area: Rows, dim: int, j0: Scalar, n: Scalar) -> Rows:
         """n keys or values where they lie, or as float32 and padded in `area`."""
         row = head.key_rows(name, j0)
-        if self.config.kind == self.shape.kind and dim == area.stride and not self.config.is_paged:
+        if self.config.kind == self.shape.kind and dim == area.stride and not self.config.page_size:
             return Rows(row(as_int(0)), getattr(self.args, f"{name}_n"))
         load_rows(self.shape, area, row, n, n, dim)
         return area

@@ -101,7 +101,6 @@ class Plan:
             lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
             lse_h=inputs.query.shape[0] if problem.is_packed else problem.seqlen_q,
             score_k0=int(not problem.has_packed_keys),
-            page_size=problem.page_size or 1,
             threshold=int(problem.dropout_p * 2**32),
             inverse_keep=1 / (1 - problem.dropout_p),
         )

@@ -261,14 +261,15 @@ class Head:
         args, step = self.args, getattr(self.args, f"{name}_n")
         base = args.ptr(name, self.shape.config.kind)[self.kv_head * getattr(args, f"{name}_h")]
         batch_step, first_row = getattr(args, f"{name}_b"), self.k_row0 + j0
-        if not self.shape.config.is_paged:
+        page_size = self.shape.config.page_size
+        if not page_size:
             first = base[self.batch * batch_step + first_row * step]
             return lambda j: first[step * j]
         table = args.ptr("page_table", "i32")[self.batch * args.page_b]
 
         def row(j: Scalar) -> Ptr:
-            page = table[(first_row + j) // args.page_size].load()
-            return base[page * batch_step + (first_row + j) % args.page_size * step]
+            page = table[(first_row + j) // page_size].load()  # of a power of two, a shift
+            return base[page * batch_step + (first_row + j) % page_size * step]
 
         return row
 
