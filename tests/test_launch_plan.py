@@ -161,7 +161,7 @@ def test_addresses_are_bounded(recorder, monkeypatch):
             if recorder.launched:
                 assert recorder.launched[-1][1][0] == f"encoded {view.data_ptr()}"
     (kept,) = plan._plans.values()
-    assert all(len(fill._encoded) <= 2 for _, fill in kept._fills if hasattr(fill, "_encoded"))
+    assert all(len(encoded) <= 2 for _, _, encoded in kept._descriptors)
 
 
 def test_a_descriptor_keeps_no_tensor_alive(recorder):

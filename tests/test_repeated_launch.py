@@ -19,10 +19,19 @@ class Plan:
     """Stands for a `LaunchPlan`."""
 
     def __init__(self):
-        self.launched = []
+        self.launched, self.profiler_wants = [], False
 
     def __call__(self, tensors):
-        self.launched.append(tensors)
+        self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
+
+    def is_watched(self):
+        return self.profiler_wants
+
+    def arguments(self, addresses):
+        return list(addresses)
+
+    def start(self, arguments):
+        self.launched.append(arguments)
 
     def seen_as(self, layout):
         return self
@@ -38,10 +47,10 @@ def test_new_outputs_and_one_launch(layout, shape):
     launched = plan.launched
     run = repeatable(problem, inputs.query, layout, True, plan, lambda q, k, v, *new: (v, k, q, None, *new))
     results = []
-    for _ in range(2):
+    for plan.profiler_wants in (False, True):
         q, k, v = (torch.zeros(*shape[:3], dim).permute(axes) for dim in (64, 64, 40))
         out, lse = run(q, k, v)
-        assert [id(t) for t in launched[-1]] == [id(t) for t in (v, k, q, None, out, lse)]
+        assert launched[-1] == [None if t is None else t.data_ptr() for t in (v, k, q, None, out, lse)]
         whole = torch.empty(*shape[:3], 40).permute(axes)
         assert out.shape == whole.shape and out.stride() == whole.stride() and out.dtype == q.dtype
         assert lse.shape == (shape[0], shape[2], shape[1]) and lse.is_contiguous()
@@ -50,6 +59,9 @@ def test_new_outputs_and_one_launch(layout, shape):
     assert len({t.data_ptr() for t in results}) == 4 and len(launched) == 2
     only_out = repeatable(problem, inputs.query, layout, False, plan, lambda *tensors: tensors)
     assert isinstance(only_out(q, k, v), torch.Tensor)
+    plan.profiler_wants, launches = False, len(launched)
+    misaligned = torch.zeros(q.numel() + 1)[1:].view(q.shape)
+    assert run(misaligned, k, v) is None and len(launched) == launches
 
 
 class Recorder:
@@ -171,13 +183,60 @@ def test_a_repeated_backward_launches_what_the_first_does(backend, layout, dims,
             for t, grad in zip(given[:3], grads, strict=True):
                 assert grad.shape == t.shape and grad.dtype == t.dtype and grad.permute(axes).is_contiguous()
         is_copied = padding == 4 and backend == "hopper"
-        assert len(found[0]) >= 3 and len(wholes) == (3 if is_copied else 1)
+        assert len(found[0]) >= 3 and len(wholes) == (3 if is_copied else 2)  # the first, and the profiled
         if not is_copied:
             assert found[1] == found[0] and found[2] == found[0]
         wholes.clear()
     misaligned = [torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape) for t in draw()]
     backward(*misaligned)
     assert len(wholes) == 1
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("dim", [64, 192])
+def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
+    module = importlib.import_module(f"tilewise.{backend}.launch")
+
+    def draw():
+        return torch.zeros(1, 300, 2, dim, dtype=torch.bfloat16)
+
+    def whole(q, k, v, out, lse, dout):
+        return module.backward(problem, Inputs(q, k, v), out, lse, dout, None)[:3]
+
+    x, lse = draw(), torch.zeros(1, 2, 300)
+    problem = describe(Inputs(x, x, x), Options())
+    backward = module.repeatable_backward(problem, "bshd", whole)
+    backward(x, x, x, x, lse, x)
+    recorder.take(())
+    q, k, v, out, dout = (draw() for _ in range(5))
+    given = (q, k, v, out, lse, dout)
+    by_plans, by_whole = (recorder.take((*given, *function(*given))) for function in (backward, whole))
+    assert by_plans == by_whole
+
+
+@pytest.mark.parametrize("seqlen", [2000, 500])
+def test_pieces_lie_in_dq_where_they_fit(seqlen, recorder, monkeypatch):
+    """Five of 64 KB, from 3 SMs that share 2 of 8 tiles of keys."""
+    from tilewise.hopper import backward_launch
+
+    monkeypatch.setattr(backward_launch, "num_sms", lambda index: 3)
+
+    def draw(seqlen):
+        return torch.zeros(1, seqlen, 4, 64, dtype=torch.bfloat16)
+
+    def whole(q, k, v, out, lse, dout):
+        return backward_launch.backward(problem, Inputs(q, k, v), out, lse, dout, None)[:3]
+
+    given = *(draw(n) for n in (seqlen, 200, 200, seqlen)), torch.zeros(1, 4, seqlen), draw(seqlen)
+    problem = describe(Inputs(*given[:3]), Options())
+    backward = backward_launch.repeatable(problem, "bshd", whole)
+    for _ in range(2):
+        grads = backward(*given)
+        _, main, finish = (arguments for _, _, arguments in recorder.take((*given, *grads)))
+        key_sums, late = main[-2], finish[-7]
+        assert key_sums in finish
+        # 327680 bytes are 640 rows of dq: 5 tiles of each head
+        assert (key_sums == len(given), late) == ((True, 5) if seqlen == 2000 else (False, 0))
 
 
 @pytest.mark.parametrize("precision", ["ieee", "fp8"])

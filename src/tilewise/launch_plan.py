@@ -24,7 +24,8 @@ MAX_ADDRESSES = 256  # of one tensor of a launch
 ALIGNMENT = 16  # bytes: what Triton specializes pointers on
 
 Tensors = tuple[Tensor | None, ...]
-Fill = Callable[[Tensors], Any]
+Addresses = Sequence[Any]  # of tensors, as integers; None where there is none
+Fill = Callable[[Addresses], Any]
 
 
 @functools.cache
@@ -164,21 +165,25 @@ class LaunchPlan:
         self._bound, self._rebuild = bound, rebuild
         self._device = tensors[0].get_device()  # type: ignore[union-attr]
         self._arguments: list[Any] = []
-        self._fills: list[tuple[int, Fill]] = []
+        # positions of arguments that are filled in, and the places of their tensors
+        self._pointers: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[int, int, EncodedDescriptors]] = []
+        self._tuples: list[tuple[int, Fill]] = []
         places = {id(t): n for n, t in enumerate(tensors) if t is not None}
-        num_descriptors = 0
         for argument in launch.arguments:
-            items = argument if isinstance(argument, tuple) else (argument,)
+            position, value = len(self._arguments), [argument]
             if is_descriptor(argument):
-                encode = functools.partial(bound.encode, num_descriptors)
-                num_descriptors += 1
-                self._fills.append((len(self._arguments), EncodedDescriptors(argument, places, encode)))
-                self._arguments += [None, *encode(argument)[1:]]
-            elif any(isinstance(item, Tensor) for item in items):
-                self._fills.append((len(self._arguments), _fill(argument, places)))
-                self._arguments.append(None)
-            else:
-                self._arguments.append(argument)
+                encode = functools.partial(bound.encode, len(self._descriptors))
+                place, encoded = places[id(argument.base)], EncodedDescriptors(argument, encode)
+                self._descriptors.append((position, place, encoded))
+                value = [None, *encode(argument)[1:]]
+            elif isinstance(argument, Tensor):
+                self._pointers.append((position, places[id(argument)]))
+                value = [None]
+            elif isinstance(argument, tuple) and any(isinstance(item, Tensor) for item in argument):
+                self._tuples.append((position, _fill(argument, places)))
+                value = [None]
+            self._arguments += value
 
     def seen_as(self, layout: str) -> LaunchPlan:
         """The plan for tensors that the caller has in a layout. Their addresses are what they were."""
@@ -194,40 +199,60 @@ class LaunchPlan:
         """Launch on the current stream; the tensors' device must be the current one."""
         if self._bound.is_watched():
             start(self._rebuild(tensors))
-            return
+        else:
+            self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches, of which `start` tells nobody."""
+        return self._bound.is_watched()
+
+    def arguments(self, addresses: Addresses) -> list[Any]:
+        """What `start` takes for tensors at these addresses."""
         arguments = self._arguments.copy()
-        for position, fill in self._fills:
-            arguments[position] = fill(tensors)
+        for position, place in self._pointers:
+            arguments[position] = addresses[place]
+        for position, place, encoded in self._descriptors:
+            arguments[position] = encoded[addresses[place]]
+        for position, fill in self._tuples:
+            arguments[position] = fill(addresses)
+        return arguments
+
+    def start(self, arguments: list[Any]) -> None:
+        """Launch likewise; the tensors must stay allocated until this returns."""
         self._bound.launch(self._device, arguments)
 
 
 _plans: dict[Any, LaunchPlan] = {}
 
 
-class EncodedDescriptors:
+class EncodedDescriptors(dict[int, Any]):
     """A TMA descriptor for each address that a tensor has had.
 
     All else that is encoded is the plan's own, so that what was made for an address stays right whatever
     lives there.
     """
 
-    def __init__(self, descriptor: Any, places: dict[int, int], encode: Callable[[Any], list[Any]]) -> None:
-        self._place, self._encode = places[id(descriptor.base)], encode
+    def __init__(self, descriptor: Any, encode: Callable[[Any], list[Any]]) -> None:
+        self._encode = encode
         self._descriptor = copy.copy(descriptor)
         self._descriptor.base = None
-        self._encoded: dict[int, Any] = {}
 
-    def __call__(self, tensors: Tensors) -> Any:
-        t = tensors[self._place]
-        address = t.data_ptr()  # type: ignore[union-attr]
-        encoded = self._encoded.get(address)
-        if encoded is None:
-            descriptor = copy.copy(self._descriptor)
-            descriptor.base = t
-            if len(self._encoded) >= MAX_ADDRESSES:
-                self._encoded.clear()
-            encoded = self._encoded[address] = self._encode(descriptor)[0]
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        descriptor = copy.copy(self._descriptor)
+        descriptor.base = Address(address)
+        encoded = self[address] = self._encode(descriptor)[0]
         return encoded
+
+
+class Address(NamedTuple):
+    """Stands for a tensor of which only the address is asked."""
+
+    value: int
+
+    def data_ptr(self) -> int:
+        return self.value
 
 
 def is_descriptor(argument: Any) -> bool:
@@ -235,13 +260,10 @@ def is_descriptor(argument: Any) -> bool:
     return hasattr(argument, "block_shape")
 
 
-def _fill(argument: Any, places: dict[int, int]) -> Fill:
-    """A function from all tensors to this argument, whose pointers are integers."""
-    if isinstance(argument, Tensor):
-        place = places[id(argument)]
-        return lambda tensors: tensors[place].data_ptr()  # type: ignore[union-attr]
+def _fill(argument: tuple[Any, ...], places: dict[int, int]) -> Fill:
+    """A function from all addresses to this argument, whose pointers are integers."""
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
-        place, numbers = places[id(argument[0])], tuple(argument[1:])
-        return lambda tensors: (tensors[place].data_ptr(), *numbers)  # type: ignore[union-attr]
+        place, numbers = places[id(argument[0])], argument[1:]
+        return lambda addresses: (addresses[place], *numbers)
     slots = [(places[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
-    return lambda tensors: tuple(item if n is None else tensors[n].data_ptr() for n, item in slots)  # type: ignore[union-attr]
+    return lambda addresses: tuple([item if n is None else addresses[n] for n, item in slots])

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, Tensors, find
+from tilewise.launch_plan import ALIGNMENT, LaunchPlan, Step, find
 from tilewise.problem import AttentionProblem, Inputs
 
 MAX_STRIDES = 64  # kinds of strides that one call's backward is kept for
+MAX_ADDRESSES = 128  # calls of one kind whose arguments are kept: more than most models have layers
 Whole = Callable[..., tuple[Tensor, ...]]
+Shared = Callable[[torch.device], tuple[Tensor, ...]]
+
+
+class Place(NamedTuple):
+    """Where a tensor of a launch lies: in which tensor of the call, how many bytes from its beginning."""
+
+    tensor: int
+    offset: int = 0
+
+
+class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
+    """The launches of a call by the addresses of its tensors: plans, and all arguments of each.
+
+    There are none where a tensor is not aligned as those were that the plans were made with.
+    """
+
+    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Place | None]]]) -> None:
+        """`plans`: each with the places of its tensors."""
+        self._plans = plans
+
+    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        launches = []
+        if all(address % ALIGNMENT == 0 for address in addresses):
+            for plan, places in self._plans:
+                placed = [None if p is None else addresses[p.tensor] + p.offset for p in places]
+                launches.append((plan, plan.arguments(placed)))
+        self[addresses] = launches
+        return launches
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches, which only plans that are called do."""
+        return self._plans[0][0].is_watched()
 
 
 class CachedTensors(NamedTuple):
@@ -37,23 +74,34 @@ def repeatable(
     layout: str,
     return_lse: bool,
     plan: LaunchPlan,
-    arrange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensors],
+    arrange: Callable[..., tuple[Any, ...]],
+    shared: Shared = lambda device: (),
 ) -> Callable[[Tensor, Tensor, Tensor], Any]:
     """A function of query, key and value in the caller's layout, which must be like those of the plan.
 
     Args:
         query: like those of the calls to come, (batch, seqlen_q, num_heads, head_dim).
         plan: what launches the kernel.
-        arrange: all tensors of the launch, from query, key, value, out and lse.
+        arrange: all tensors of the launch, from query, key, value, out, lse and what is shared.
+        shared: tensors that the current stream's launches share.
     """
     batch, seqlen, heads = query.shape[:-1]
     new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, layout)
     new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
     plan = plan.seen_as(layout)
+    places = [Place(n) for n in range(5 + len(shared(query.device)))]
+    planned = PlannedLaunches([(plan, arrange(*places))])
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
         out, lse = new_out(), new_lse()
-        plan(arrange(query, key, value, out, lse))  # which reads addresses only
+        tensors = (query, key, value, out, lse, *shared(query.device))
+        if planned.is_watched():
+            plan(arrange(*tensors))
+            return (out, lse) if return_lse else out
+        launches = planned[tuple([t.data_ptr() for t in tensors])]
+        if not launches:
+            return None
+        launches[0][0].start(launches[0][1])
         return (out, lse) if return_lse else out
 
     return run
@@ -73,54 +121,75 @@ class RepeatedBackward:
         steps: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Step]],
         scratch: Sequence[tuple[int, ...]],
         is_taken: Callable[[Tensor], bool],
+        shared: Shared = lambda device: (),
     ) -> None:
         """
         Args:
             whole: does the same by the whole path.
-            steps: all launches, from the tensors of a call, and dq, dk, dv and scratch.
-            scratch: shapes of float32 tensors that only the launches use.
+            steps: all launches, from the tensors of a call, and dq, dk, dv, scratch and what is shared.
+            scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
             is_taken: whether kernels read a tensor (batch, seqlen, heads, dim) where it lies.
+            shared: tensors that the current stream's launches share.
         """
         self._problem, self._layout, self._whole = problem, layout, whole
-        self._steps, self._scratch, self._is_taken = steps, scratch, is_taken
-        self._plans: dict[Any, list[LaunchPlan]] = {}  # empty: such tensors take the whole path
+        self._steps, self._scratch, self._is_taken, self._shared = steps, scratch, is_taken, shared
+        sizes = [4 * math.prod(shape) for shape in scratch]
+        *self._offsets, self._bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
+        self._launches: dict[Any, PlannedLaunches | None] = {}  # by strides; None: these take the whole path
         self._new: list[Callable[[], Tensor]] = []
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, ...]:
-        given = (query, key, value, out, lse, dout)
         strides = (query.stride(), key.stride(), value.stride(), out.stride(), lse.stride(), dout.stride())
-        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | dout.data_ptr()
-        if (addresses | lse.data_ptr()) % ALIGNMENT or query.get_device() != torch.cuda.current_device():
-            return self._whole(*given)
-        plans = self._plans.get(strides)
-        if plans is None:
-            return self._first(strides, given)
-        if not plans:
-            return self._whole(*given)
-        new = [make() for make in self._new]
-        for plan, step in zip(plans, self._steps(given, new), strict=True):
-            plan((*step.tensors, *step.fresh))  # which reads addresses only
-        return tuple(new[:3])
+        planned = self._launches.get(strides)
+        is_elsewhere = query.get_device() != torch.cuda.current_device()
+        if planned is None or is_elsewhere or planned.is_watched():
+            return self._by_whole_path(strides, (query, key, value, out, lse, dout))
+        dq, dk, dv, scratch = [make() for make in self._new]
+        tensors = (query, key, value, out, lse, dout, dq, dk, dv, scratch, *self._shared(query.device))
+        launches = planned[tuple([t.data_ptr() for t in tensors])]
+        if not launches:
+            return self._whole(*tensors[:6])
+        for plan, arguments in launches:
+            plan.start(arguments)
+        return dq, dk, dv
 
-    def _first(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _by_whole_path(self, strides: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The first time with these strides, keep what it has planned."""
         grads = self._whole(*given)
         query, lse = given[0], given[4]
+        is_aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in given)
+        if strides in self._launches or not is_aligned or query.get_device() != torch.cuda.current_device():
+            return grads
         shapes = [tuple(self._canonical(t).shape) for t in grads]
         self._new = [allocator(query, shape, query.dtype, self._layout) for shape in shapes]
-        self._new += [allocator(query, shape, torch.float32) for shape in self._scratch]
-        if len(self._plans) >= MAX_STRIDES:
-            self._plans.clear()
-        self._plans[strides] = []
-        canonical = [self._canonical(t) for t in given]
-        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t is not lse):
-            scratch = [lse for _ in self._scratch]  # any tensor: plans are found by what is given
-            steps = self._steps(canonical, [*map(self._canonical, grads), *scratch])
-            found = [find(s.build, self._problem, s.tensors, *s.choices, fresh=s.fresh) for s in steps]
-            if None not in found:
-                self._plans[strides] = [plan.seen_as(self._layout) for plan in found if plan is not None]
+        self._new.append(allocator(query, (self._bytes // 4,), torch.float32))
+        if len(self._launches) >= MAX_STRIDES:
+            self._launches.clear()
+        self._launches[strides] = None
+        # views, as the same tensor may have been given twice
+        canonical = [self._canonical(t.detach()) for t in given]
+        if lse.is_contiguous() and all(self._is_taken(t) for t in canonical if t.ndim == 4):
+            scratch = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in self._scratch]
+            new = [*map(self._canonical, grads), *scratch, *self._shared(query.device)]
+            self._launches[strides] = self._find(canonical, new)
         return grads
+
+    def _find(self, given: list[Tensor], new: list[Tensor]) -> PlannedLaunches | None:
+        """What the whole path has planned; None if a plan is missing."""
+        scratch = 9  # after given, dq, dk, dv
+        parts = [Place(scratch, offset) for offset in self._offsets]
+        shared = [Place(scratch + 1 + n) for n in range(len(new) - 3 - len(parts))]
+        places: dict[int, Place | None] = {id(None): None}
+        places |= zip(map(id, (*given, *new)), (*map(Place, range(scratch)), *parts, *shared), strict=True)
+        found = []
+        for step in self._steps(given, new):
+            plan = find(step.build, self._problem, step.tensors, *step.choices, fresh=step.fresh)
+            if plan is None:
+                return None
+            found.append((plan, [places[id(t)] for t in (*step.tensors, *step.fresh)]))
+        return PlannedLaunches(found)
 
     def _canonical(self, t: Tensor) -> Tensor:
         return t.transpose(1, 2) if self._layout == "bhsd" and t.ndim == 4 else t
@@ -179,3 +248,8 @@ def allocator(
         return functools.partial(torch.empty_strided, order, stride, dtype=dtype, device=like.device)
     # one element, seen as a whole tensor: `empty_like` is the cheapest way to allocate another
     return functools.partial(torch.empty_like, like.new_empty((), dtype=dtype).expand(*shape))
+
+
+def _aligned(size: int) -> int:
+    """Bytes of a tensor, up to where PyTorch would let the next one start."""
+    return -(-size // 512) * 512

@@ -20,13 +20,15 @@ from tilewise.problem import Options, describe
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
 
-# name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs
+# name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
+# its pieces
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
     "d64_whole": (64, 64, torch.bfloat16, False, {}),
     "d128_whole": (128, 128, torch.bfloat16, False, {}),
     "d64_causal": (64, 64, torch.bfloat16, False, {"causal": True}),
     "d128": (128, 128, torch.bfloat16, False, {}),
+    "d128_in_dq": (128, 128, torch.bfloat16, False, {}),
     "d128_causal_whole": (128, 128, torch.float16, False, {"causal": True}),
     "d128_causal": (128, 128, torch.float16, False, {"causal": True}),
     "d80": (80, 80, torch.bfloat16, False, {}),
@@ -49,9 +51,10 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     dim, dim_v, dtype, is_packed, options = CASES[name]
     offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
     extras = ("packed", *offsets) if is_packed else ()
-    inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2))
+    seqlen_q = 1 << 15 if "in_dq" in name else 512
+    inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
-    lse = out.new_empty((4, 1024) if is_packed else (2, 4, 512), dtype=torch.float32)
+    lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
     for module in (backward_launch, backward_wide_launch):
         module.num_sms = lambda index: 4 if "whole" in name else 132
         module.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")

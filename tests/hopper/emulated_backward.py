@@ -58,6 +58,7 @@ CASES = {
     # the last round's tiles in pieces: units that end inside of a tile, with it, and of several tiles
     "pieces": (700, 500, 2, 2, 64, 64, {}),
     "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
+    "pieces_in_dq": (1100, 200, 2, 2, 64, 64, {}),
     "pieces_of_groups": (200, 600, 6, 2, 128, 64, {"softcap": 5.0}),
     "pieces_of_few_queries": (1, 400, 5, 1, 40, 40, {}),
     # causal, the longest tiles in parts
@@ -112,7 +113,10 @@ def check(name: str) -> float:
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap} | packing
     if "pieces" in name:
-        assert backward_launch.divide(problem, backward_launch.backward_config(problem), PROGRAMS).pieces
+        cfg = backward_launch.backward_config(problem)
+        division = backward_launch.divide(problem, cfg, PROGRAMS)
+        assert division.pieces
+        assert bool(backward_launch.late_tiles(problem, cfg, division)) == ("in_dq" in name)
     out, lse = reference.attention(q, k, v, **plain)
     found = backward_launch.backward(problem, inputs, out.bfloat16(), lse.float(), dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
@@ -148,7 +152,7 @@ def prepare(
 def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
     """What attn_bwd_finish_kernel writes, and what it waits for."""
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *pieces = rest[3:]
-    *pieces, dim, dim_v, columns, block, is_early, in_parts = pieces
+    *pieces, _, dim, dim_v, columns, block, is_early, in_parts = pieces
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
     assert num_tiles == slots * tiles_q
     claims, ends = turns[:num_tiles], turns[num_tiles:][: slots // group_size]
@@ -156,7 +160,7 @@ def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *
     shares = torch.full_like(ends, key_tiles if is_early else 0)
     if pieces[2] is not None:
         steps = 0 if in_parts else tiles_q * group_size
-        finish_keys(*pieces, key_tiles, num_heads // group_size, steps, dim, dim_v, shares)
+        finish_keys(*pieces, key_tiles, num_heads // group_size, steps, dim, dim_v, columns, shares)
     assert (ends == shares).all()
     sums.view(len(claims), -1)[claims == 0] = 0  # whoever comes first stores
     parts = in_rows(sums, 64)
@@ -172,10 +176,11 @@ def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *
 
 def finish_keys(
     dk: Any, dv: Any, sums: Any, seqlen_k: int, border: int, unit: int, key_tiles: int, kv_heads: int,
-    steps: int, dim: int, dim_v: int, shares: torch.Tensor,
+    steps: int, dim: int, dim_v: int, columns: int, shares: torch.Tensor,
 ) -> None:  # fmt: skip
     """dK and dV of shared tiles from their pieces: units of steps, or `unit` parts of the first tiles."""
-    columns, slots = sums.shape[1] // 256, len(shares)
+    slots = len(shares)
+    sums = sums.view(-1)[: sums.numel() // (256 * columns) * 256 * columns].view(-1, 256 * columns)
     for number in range(border, key_tiles * slots) if steps else range(border):
         slot, tile = divmod(number, key_tiles) if steps else divmod(number, slots)[::-1]
         numbers = list(range(number * unit, number * unit + unit))

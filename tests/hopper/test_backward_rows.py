@@ -28,7 +28,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     lse[..., 3] = -math.inf
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
-    turns = torch.full((slots * tiles_q + slots,), -1, dtype=torch.int32)
+    turns = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
         out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
@@ -47,7 +47,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     counters = torch.cat([turns, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
         sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(turns), None, None, None, 0, 0, 0, dim, dim, block_d, block_m, False, False,
+        1, 3, len(turns), None, None, None, 0, 0, 0, 0, dim, dim, block_d, block_m, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -94,7 +94,8 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
         dk, dv = (torch.full((batch, seqlen_k, kv_heads, d), math.nan) for d in (dim, dim_v))
         backward_rows.attn_bwd_finish_kernel[(len(shared) * block_d // 4,)](
             None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
-            key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, dim, dim_v, block_d, 64, False, in_parts,
+            key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, 0, dim, dim_v, block_d, 64, False,
+            in_parts,
         )  # fmt: skip
         for slot, tile in order:
             rows = min(128, seqlen_k - tile * 128)
@@ -105,3 +106,30 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
                     continue
                 wanted = exact[shared.index((slot, tile))].view(2, 2, 64, block_d)[:, part]
                 torch.testing.assert_close(found, wanted.reshape(128, block_d)[:rows, : grad.shape[-1]])
+
+
+def test_dq_that_holds_pieces_is_written_after_they_are_merged():
+    """Five pieces in 320 rows of dq: the first sequence, and the first tiles of the second one."""
+    from tilewise.hopper import backward_rows
+
+    batch, heads, seqlen_q, seqlen_k, dim, tiles_q = 3, 4, 200, 100, 64, 2
+    num_tiles = batch * heads * tiles_q
+    dq, dk, dv = (torch.full((batch, n, heads, dim), math.nan) for n in (seqlen_q, seqlen_k, seqlen_k))
+    pieces = dq.view(-1)[: 5 * 4 * 64 * dim].view(5, 2, 2, 64 * dim)
+    pieces.copy_(torch.randn(5, 2, 2, 1).expand(pieces.shape))
+    pieces[2] = math.nan  # not in use
+    wanted = [(pieces[a] + pieces[b])[..., 0].clone() for a, b in ((0, 1), (3, 4))]
+    sums = torch.arange(2.0 * num_tiles).repeat_interleave(4096)
+    turns = torch.ones(num_tiles + batch * heads + 1, dtype=torch.int32)
+    turns[-1] = 0
+    backward_rows.attn_bwd_finish_kernel[(2 * num_tiles + 2 * 16,)](
+        sums, turns, None, dq, None, *dq.stride()[:3], 0.5, tiles_q, heads, seqlen_q, batch, 1, 1, num_tiles,
+        dk, dv, pieces, seqlen_k, batch * heads - 2, 1, 3, dim, dim, dim, 128, False, False,
+    )  # fmt: skip
+    part = torch.arange(2.0 * num_tiles).view(batch, heads, -1).repeat_interleave(64, -1)[..., :seqlen_q]
+    assert torch.equal(dq, 0.5 * part.transpose(1, 2)[..., None].expand(dq.shape))
+    for head, by_warpgroup in zip((2, 3), wanted):
+        rows = by_warpgroup.repeat_interleave(64, 0)[:seqlen_k]
+        for n, grad in enumerate((dk, dv)):
+            assert torch.equal(grad[-1, :, head], rows[:, n, None].expand(-1, dim))
+    assert turns[-1] == 32

@@ -28,6 +28,7 @@ from tilewise.hopper.launch import (
     order_sequences,
     scheduler_counter,
     section_size,
+    shared_counter,
     tma_ready,
 )
 from tilewise.launch_plan import Launch, Step, Tensors, run_steps
@@ -57,12 +58,16 @@ def backward(
     division = divide(problem, cfg, num_sms(inputs.query.device.index))
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
-    shapes = scratch_shapes(problem, cfg, division, query.shape[-3])
-    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
+    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
+    if late_tiles(problem, cfg, division):
+        scratch.append(dq.view(-1).view(torch.float32))
+    scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse = None if dlse is None else dlse.contiguous()
     optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
-    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, *scratch)
+    given = (query, key, value, out, lse.contiguous(), dout)
+    new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, division, given, new, optional))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], cfg)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -76,14 +81,15 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 5,
 ) -> list[Step]:
-    """The three launches; `optional` are dlse, the sequences' offsets, and `order_sequences`."""
+    """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
+
+    `optional` are dlse, the sequences' offsets, and `order_sequences`.
+    """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, dq_sum, *pieces = new
-    key_sums = pieces[0] if pieces else None
+    dq, dk, dv, stats, dq_sum, *pieces, turns, counter = new
+    key_sums = pieces[0] if pieces else dq if division.pieces else None
     dlse, cu_q, cu_k, *ordered = optional
-    # of each query tile: who has written to its dQ; then of each slot: tiles of keys whose dQ is complete
-    turns = torch.empty(stats.shape[0] + query_slots(problem), dtype=torch.int32, device=stats.device)
-    fresh = (dk, dv, stats, dq_sum, turns, *ordered, scheduler_counter(stats.device), key_sums)
+    fresh = (dk, dv, stats, dq_sum, turns, *ordered, counter, key_sums)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
@@ -97,13 +103,16 @@ def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> Repeated
         from tilewise.hopper import backward_wide_launch as wide
 
         wide_cfg = wide.wide_config(problem)
-        launches, scratch = functools.partial(wide.steps, problem, wide_cfg), [stats_shape(problem, wide_cfg)]
+        launches = functools.partial(wide.steps, problem, wide_cfg)
+        scratch: list[tuple[int, ...]] = [stats_shape(problem, wide_cfg)]
     else:
         cfg = backward_config(problem)
         division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
         launches = functools.partial(steps, problem, cfg, division)
         scratch = scratch_shapes(problem, cfg, division)
-    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t)
+    return RepeatedBackward(
+        problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared_counter
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,12 +164,30 @@ def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None)
 
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
-) -> list[tuple[int, int]]:
-    """Float32 memory of one call: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers."""
+) -> list[tuple[int, ...]]:
+    """Memory of one call. Float32: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers.
+
+    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there;
+    how many parts of shared tiles are merged.
+    """
     stats = stats_shape(problem, cfg, rows)
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
-    pieces = (division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)
-    return [stats, dq, pieces] if division.pieces else [stats, dq]
+    turns = (stats[0] + query_slots(problem) + 1,)
+    has_own = division.pieces and not late_tiles(problem, cfg, division)
+    return [stats, dq, *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []), turns]
+
+
+def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> int:
+    """How many query tiles of each head, from the first sequence's first one on, have pieces in their dq.
+
+    Pieces take the memory of dq, which nobody needs before they are merged, if they fit; 0 if not.
+    """
+    row_bytes = problem.dtype.itemsize * problem.num_heads * problem.head_dim
+    rows = -(-division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
+    if rows > problem.batch * problem.seqlen_q:
+        return 0
+    sequences, rows = divmod(rows, max(1, problem.seqlen_q))
+    return sequences * query_tiles_of(problem, problem.seqlen_q, cfg) + -(-rows // cfg.BLOCK_M)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -307,7 +334,7 @@ def finish_launch(
     pieces = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
     arguments = (
         *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
-        *(tiles_q, *heads, key_tiles, num_tiles, *pieces),
+        *(tiles_q, *heads, key_tiles, num_tiles, *pieces, late_tiles(problem, cfg, division)),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
         *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
     )

@@ -14,7 +14,8 @@ use. What is drawn is a unit; what the roles work on has an index: first the who
 Causal, tiles differ in length, and a few long ones leave SMs idle. Those, which come first, are cut into a
 number of parts each, the `unit`; a part is drawn, and its index is the number of the piece.
 
-A piece's dK and dV go to memory of their own, in float32, and the last kernel adds up those of a tile.
+A piece's dK and dV go to memory in float32, to that of dq if they fit, and the last kernel adds up those of
+a tile.
 """
 
 from tilewise.hopper.backward_ranges import locate_keys

@@ -71,29 +71,51 @@ def attn_bwd_prepare_kernel(
     tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + number, 0)
-        tl.store(turns_ptr + tl.num_programs(0) + slot, 0, mask=tile == 0)
+        counter = turns_ptr + tl.num_programs(0) + slot
+        tl.store(counter, 0, mask=tile == 0)
+        tl.store(counter + 1, 0, mask=tile == 0)  # the next slot's, or after the last `merged_counter`
+
+
+@triton.jit
+def merged_counter(turns_ptr, num_tiles, tiles_q):
+    """Counts the programs that have merged pieces. It comes last, after those of query tiles and of slots."""
+    return turns_ptr + num_tiles + num_tiles // tiles_q
 
 
 FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
 
 
-@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit"])
+@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit", "late"])
 def attn_bwd_finish_kernel(
     sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
-    dk, dv, key_sums_ptr, seqlen_k, border, unit,
+    dk, dv, key_sums_ptr, seqlen_k, border, unit, late,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     IS_EARLY: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ, and dK and dV of keys that several blocks share; num_tiles query tiles, key_tiles of a key head.
 
     Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head.
+    Where pieces of keys lie in dq, the tiles there come `late`: they wait until the pieces are merged.
     """
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     program = tl.program_id(0)
-    if program < num_tiles * PARTS:
-        tile = program // PARTS
-        slot = tile // tiles_q
+    merges = tl.num_programs(0) - num_tiles * PARTS
+    number = program - (num_tiles - late * num_heads) * PARTS  # of a merge
+    if (number >= 0) & (number < merges):
+        if key_sums_ptr is not None:
+            if IS_EARLY:
+                tl.extra.cuda.gdc_wait()
+            places = (num_heads // group_size, batch, seqlen_k, key_tiles)
+            pieces = (border, unit, tiles_q * group_size)
+            finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
+            if late > 0:
+                tl.debug_barrier()  # all threads have read
+                tl.atomic_add(merged_counter(turns_ptr, num_tiles, tiles_q), 1, sem="release")
+    else:
+        program = tl.where(number < 0, program, program - merges)
+        tile = tile_in_order(program // PARTS, late, num_tiles, num_heads, tiles_q)
+        chunk, slot = tile * PARTS + program % PARTS, tile // tiles_q
         b, h, start, row, own = locate_rows(
             tile % tiles_q, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
         )
@@ -105,37 +127,56 @@ def attn_bwd_finish_kernel(
                 shared = (slot // group_size + 1) * key_tiles - border
                 shared = tl.minimum(tl.maximum(shared, 0), key_tiles)
                 shares += shared * (tiles_q * group_size - 1)
-            prefetch(sums_ptr + program.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
-            await_count(turns_ptr + num_tiles + slot // group_size, shares)
+            prefetch(sums_ptr + chunk.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
+            await_count(turns_ptr + num_tiles + slot // group_size, shares, 4000)
         dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
         dq_base += start.to(tl.int64) * dq_stride_row
-        finish_queries(sums_ptr, turns_ptr, dq_base, dq_stride_row, scale, row, own, DIM, BLOCK_D, BLOCK_M)
-    elif key_sums_ptr is not None:
-        if IS_EARLY:
-            tl.extra.cuda.gdc_wait()
-        number = program - num_tiles * PARTS
-        places = (num_heads // group_size, batch, seqlen_k, key_tiles)
-        pieces = (border, unit, tiles_q * group_size)
-        finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
-    if IS_EARLY and program == tl.num_programs(0) - 1:
+        sums = (sums_ptr, turns_ptr, chunk)
+        x = sum_of_queries(*sums, BLOCK_D, BLOCK_M) * scale
+        if (number >= 0) & (late > 0):
+            await_count(merged_counter(turns_ptr, num_tiles, tiles_q), merges, 200)
+        store_queries(x, dq_base, dq_stride_row, row, own, chunk, DIM, BLOCK_D, BLOCK_M)
+    if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
 
 
 @triton.jit
-def finish_queries(
-    sums_ptr, turns_ptr, dq_base, dq_stride_row, scale, row, own,
+def tile_in_order(index, late, num_tiles, num_heads, tiles_q):
+    """The query tile that comes as number `index`: head by head, without the first `late` tiles of all heads.
+
+    These come last, in the order of memory: all heads of a tile.
+    """
+    early = num_tiles - late * num_heads
+    before = late // tiles_q * num_heads * tiles_q  # whole sequences
+    first = late % tiles_q  # of the next sequence's heads
+    rest = tiles_q - first
+    if index >= early:
+        row, head = (index - early) // num_heads, (index - early) % num_heads
+        tile = (row // tiles_q * num_heads + head) * tiles_q + row % tiles_q
+    elif index < rest * num_heads:
+        tile = before + index // rest * tiles_q + first + index % rest
+    else:
+        tile = before + first * num_heads + index
+    return tile
+
+
+@triton.jit
+def sum_of_queries(sums_ptr, turns_ptr, chunk, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A [64, 64] part of a query tile's dQ / scale: 0 where nobody has had a turn and written."""
+    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    x = tl.load(sums_ptr + chunk.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
+    return in_rows(x, 64)
+
+
+@triton.jit
+def store_queries(
+    x, dq_base, dq_stride_row, row, own, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, in its own layout and dtype: a [64, 64] part of a query tile.
-
-    Where nobody has had a turn the sums were never written, and dQ is 0.
-    """
+    """It in dQ's own layout and dtype."""
     PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    chunk = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(0) % PARTS
-    x = tl.load(sums_ptr + chunk * 4096 + tl.arange(0, 4096))
-    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
-    x = in_rows(x, 64) * scale
+    part = chunk % PARTS
     i = row + part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
     col = part * 64 % BLOCK_D + tl.arange(0, 64)
     ptrs = dq_base + i.to(tl.int64)[:, None] * dq_stride_row + col[None, :]
@@ -184,16 +225,18 @@ def in_rows(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def await_count(counter, least):
-    """Wait until all tiles of keys have added to dQ: the blocks of the main kernel have all started.
+def await_count(counter, least, NANOSECONDS: tl.constexpr):
+    """Wait for those that count, all of whom have started: the main kernel's blocks, or programs before this.
 
-    In between it sleeps, up to 8 us. Where tiles are few, thousands of warps wait for as long as the main
-    kernel runs, and all asking at once they made that take twice as long.
+    In between it sleeps, up to twice as long as asked. Where tiles are few, thousands of warps wait for as
+    long as the main kernel runs, and all asking at once they made that take twice as long.
     """
     while tl.atomic_add(counter, 0, sem="acquire") < least:
         while tl.load(counter, volatile=True) < least:
-            SLEEP: tl.constexpr = "nanosleep.u32 4000; mov.b32 $0, $1;"
-            tl.inline_asm_elementwise(SLEEP, "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1)
+            SLEEP: tl.constexpr = "nanosleep.u32 $2; mov.b32 $0, $1;"
+            tl.inline_asm_elementwise(
+                SLEEP, "=r,r,r", [least, NANOSECONDS], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit

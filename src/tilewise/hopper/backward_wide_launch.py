@@ -36,7 +36,8 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
-    given, new = (query, key, value, out, lse.contiguous(), dout), (dq, dk, dv, stats)
+    given = (query, key, value, out, lse.contiguous(), dout)
+    new = (dq, dk, dv, stats, scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -49,11 +50,14 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 7,
 ) -> list[Step]:
-    """The three launches; `optional` are dlse, the sequences' offsets, `order_sequences` of both sides."""
+    """The three launches; `new` are dq, dk, dv, the row statistics and `scheduler_counter`.
+
+    `optional` are dlse, the sequences' offsets, `order_sequences` of both sides.
+    """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats = new
+    dq, dk, dv, stats, counter = new
     dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
-    counter, tensors = scheduler_counter(stats.device), (query, key, value, dout, cu_q, cu_k)
+    tensors = (query, key, value, dout, cu_q, cu_k)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
         Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),

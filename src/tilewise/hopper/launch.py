@@ -145,10 +145,15 @@ def repeatable(
     if plan is None:
         return None
 
-    def arrange(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensors:
-        return (q, k, v, *none, out, lse, None, None, scheduler_counter(q.device))
+    def arrange(q: Any, k: Any, v: Any, out: Any, lse: Any, counter: Any) -> Tensors:
+        return (q, k, v, *none, out, lse, None, None, counter)
 
-    return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange)
+    return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange, shared_counter)
+
+
+def shared_counter(device: torch.device) -> tuple[Tensor]:
+    """What the launches of a stream share."""
+    return (scheduler_counter(device),)
 
 
 def repeatable_cached(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
