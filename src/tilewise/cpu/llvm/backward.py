@@ -9,6 +9,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
         for each 64 keys:
             s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
+            (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q
