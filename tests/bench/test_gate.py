@@ -107,7 +107,9 @@ def test_stops_one_wrong_row_that_drowns_in_the_norm():
     case = dense("backward", "bfloat16", 32, 1, 1, 700)
     data = random_data(case)
     found = exact(case, data)
-    found["dq"][:, 123] *= 1.3
+    norms = found["dq"].squeeze().float().norm(dim=-1)
+    typical = norms.square().mean().sqrt()  # what rows are measured by
+    found["dq"][:, (norms - typical).abs().argmin()] *= 1.3
     assert gate.check(case, data, found).fault.startswith("a row of dq")
 
 

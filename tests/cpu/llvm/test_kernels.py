@@ -64,7 +64,7 @@ def test_random_problems_meet_the_error_budget(group):
 @pytest.mark.parametrize("group", CUT_GROUPS)
 def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
-    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1)))
+    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1, 1)))
     monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
     monkeypatch.setattr(configs, "is_decoding", lambda problem: False)
     cut, load = set(), kernels.load
@@ -515,7 +515,7 @@ def test_calls_with_infinite_numbers_are_what_vectors_make_of_them(dtype, monkey
         return [out, alone, *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
     rounds = [results(tensors) for tensors in (finite, infinite, finite, infinite)]
-    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1 << 20, 1 << 20)))
+    monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1 << 20,) * 3))
     launch.local.plans.clear()
     in_vectors = results(infinite)
     launch.local.plans.clear()

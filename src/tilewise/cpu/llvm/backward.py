@@ -9,6 +9,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
         for each 64 keys:
             s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
+            (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q
@@ -82,7 +83,7 @@ class BackwardKernel:
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
-        self.lse, self.delta = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.lse, self.delta, self.dlse = (scratch.rows(1, shape.block_q) for _ in range(3))
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
@@ -100,6 +101,7 @@ class BackwardKernel:
         shape = self.shape
         self.k, self.v = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.p_t, self.ds_t = (scratch.rows(BLOCK_K, shape.block_q) for _ in range(2))
+        self.kept_t = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_dropout else self.p_t
         self.q = scratch.rows(shape.block_q, shape.pad)
         self.do, self.out = (scratch.rows(shape.block_q, shape.pad_v) for _ in range(2))
         self.q_t, self.do_t = (scratch.rows(width, shape.block_q) for width in (shape.pad, shape.pad_v))
@@ -147,19 +149,18 @@ class BackwardKernel:
         fill_zero(shape, self.dq_t, shape.pad)
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
-        for j in loop(first & -block_k, last, block_k):
-            begin, end = maximum(0, first - j) & -self.key_group, minimum(last - j, block_k)
+        for j in loop(first & -self.key_group, last, block_k):
             for kernel in fitting(self, head, q0):
-                kernel.step(head, q0, j0, j, begin, end)
+                kernel.step(head, q0, j0, j, minimum(last - j, block_k))
         split = self.args.split_keys
         self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
 
-    def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
-        """The tile of queries from q0 on against the keys j0 + j + [begin, end)."""
-        self.weights(head, q0, j0, j, begin, end)
-        self.score_gradients(head, q0, j0, j, begin, end)
-        self.add_query_gradients(j, begin, end)
-        self.add_key_gradients(j, begin, end)
+    def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
+        """The tile of queries from q0 on against the keys j0 + j + [0, end)."""
+        self.weights(head, q0, j0, j, end)
+        self.score_gradients(head, q0, j0, j, end)
+        self.add_query_gradients(j, end)
+        self.add_key_gradients(j, end)
 
     def load_queries(self, head: Head, q0: Value) -> Scalar:
         """q, do as rows and transposed; rowsum(do * out). How many rows that are, repeated ones included."""
@@ -190,20 +191,22 @@ class BackwardKernel:
         for i in loop(0, count):
             row = minimum(q0 + i, head.seqlen_q - 1)
             lse = head.statistic("lse", row).load()
-            delta = self.delta[0, i].load() - head.statistic("dlse", row).load()
+            dlse = head.statistic("dlse", row).load()
+            delta = self.delta[0, i].load() - dlse
+            self.dlse[0, i].store(dlse)
             self.delta[0, i].store(delta)
             if config.has_sinks:
                 head.statistic("delta", row).store(delta)
             lse = select(lse.equals(-INF), INF, lse)  # no weights: p = exp(s - inf) = 0
             self.lse[0, i].store(select(i < n, lse, INF))
 
-    def weights(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
-        """p_t = exp(s_t - lse) for the keys j0 + j + [begin, end), and 0 up to a multiple of the rows."""
+    def weights(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
+        """p_t = exp(s_t - lse) for the keys j0 + j + [0, end), and 0 up to a multiple of the rows."""
         shape = self.shape
         self.scores.load(head, q0, j0 + j, end)
         scores = self.scores.at(head, q0, j0 + j)
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
-        for r0 in loop(begin, end, shape.rows):
+        for r0 in loop(0, end, shape.rows):
             k = self.k.at(j + r0, 0)
             s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
             scores.apply(s, r0, self.cap_slope)
@@ -212,12 +215,12 @@ class BackwardKernel:
                     p = exp(s[r][v] - lse[v], shape.exp_degree)
                     self.p_t.at(r0, c)[r, 0].store(p)
 
-    def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+    def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
         shape = self.shape
         delta = [self.delta[0, c].load(shape.lanes) for c in shape.columns()]
         dropout = self.dropout.at(shape, head, q0, j0 + j) if self.dropout else None
-        for r0 in loop(begin, end, shape.rows):
+        for r0 in loop(0, end, shape.rows):
             kept = dropout and dropout.kept(r0, shape.rows)
             v_rows = self.v.at(j + r0, 0)
             dp = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim_v, v_rows, self.do_t)
@@ -226,33 +229,61 @@ class BackwardKernel:
                     p = self.p_t.at(r0, c)[r, 0].load(shape.lanes)
                     dp_rv: Operand = dp[r][v]
                     if self.dropout and kept:
-                        self.p_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
+                        self.kept_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
                         dp_rv = select(kept[r][v], dp_rv * self.dropout.inverse_keep, 0.0)
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
+        self.balance(head, q0, j0 + j, end)
         if self.config.dbias_kind:
-            self.scores.add_gradient(head, self.ds_t, q0, j0 + j, begin, end)
+            self.scores.add_gradient(head, self.ds_t, q0, j0 + j, 0, end)
         if self.cap_slope is not None:
-            for r0 in loop(begin, end):
+            for r0 in loop(0, end):
                 for c in shape.columns():
                     ds = self.ds_t[r0, c]
                     ds.store(ds.load(shape.lanes) * self.cap_slope[r0, c].load(shape.lanes))
 
-    def add_query_gradients(self, j: Value, begin: Value, end: Value) -> None:
+    def balance(self, head: Head, q0: Value, j0: Value, end: Value) -> None:
+        """Where the tile sees no keys but j0 + [0, end): ds_t as if delta were the sum of p_t dp_t.
+
+        A row of ds adds up to dlse (and what its sink takes of delta). What it has beyond that is rounding
+        in dp and delta, which is large beside ds where few keys have all weight: p_t times it is taken off.
+        """
+        shape, lanes, columns = self.shape, self.shape.lanes, self.shape.columns()
+        k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
+        with when((k0 >= j0) & (k1 <= j0 + end)):
+            excess = [Var(-self.row_sum(head, c)) for c in columns]
+            for r0 in loop(0, end, shape.rows):
+                for c, x in zip(columns, excess):
+                    ds = [self.ds_t.at(r0, c)[r, 0].load(lanes) for r in range(shape.rows)]
+                    x.set(x + sum(ds[1:], ds[0]))
+            for r in loop(0, end):
+                for c, x in zip(columns, excess):
+                    cell, p = self.ds_t[r, c], self.p_t[r, c].load(lanes)
+                    cell.store(fma(-p, x, cell.load(lanes)))
+
+    def row_sum(self, head: Head, c: int) -> Value:
+        """What rows of ds add up to, of the queries from c on."""
+        shape = self.shape
+        lse, delta, dlse = (area[0, c].load(shape.lanes) for area in (self.lse, self.delta, self.dlse))
+        if not self.config.has_sinks:
+            return dlse
+        return fma(exp(head.sink() - lse, shape.exp_degree), delta, dlse)
+
+    def add_query_gradients(self, j: Value, end: Value) -> None:
         """dq_t += k^T ds_t."""
         shape = self.shape
         for d in loop(0, round_up(self.config.head_dim, shape.rows), shape.rows):
-            k_t, ds_t = self.k.at(j + begin, d).T, self.ds_t.at(begin, 0)
-            part = outer_sums(shape, shape.rows, shape.vectors, end - begin, k_t, ds_t)  # [rows, block_q]
+            k_t = self.k.at(j, d).T
+            part = outer_sums(shape, shape.rows, shape.vectors, end, k_t, self.ds_t)  # [rows, block_q]
             add_to(shape, self.dq_t.at(d, 0), part)
 
-    def add_key_gradients(self, j: Value, begin: Value, end: Value) -> None:
+    def add_key_gradients(self, j: Value, end: Value) -> None:
         """dv += p_t do and dk += ds_t q: head dimensions in lanes, up to 4 vectors of them at a time."""
         shape = self.shape
         most = 4 if shape.rows == 8 else 3
-        for weights, rows, gradient in ((self.p_t, self.do, self.dv), (self.ds_t, self.q, self.dk)):
+        for weights, rows, gradient in ((self.kept_t, self.do, self.dv), (self.ds_t, self.q, self.dk)):
             for c, count, vectors in lane_chunks(shape, gradient.stride, most):
                 height = 4 if vectors > 3 else shape.rows
-                for r0 in loop(begin, end, height):
+                for r0 in loop(0, end, height):
                     for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
                         a, b = weights.at(r0, 0), rows.at(0, column)
                         part = outer_sums(shape, height, vectors, shape.width, a, b)  # [height, lanes]

@@ -116,21 +116,21 @@ class AmxBackwardKernel(BackwardKernel):
             self.store_delta(i, self.out, self.do_rows)
         return count
 
-    def step(self, head: Head, q0: Value, j0: Value, j: Value, begin: Value, end: Value) -> None:
+    def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         shape = self.shape
-        q_begin, q_end = head.query_range(j0 + j + begin, j0 + j + end)
+        q_begin, q_end = head.query_range(j0 + j, j0 + j + end)
         first = maximum(0, q_begin - q0) & -TILE
         last = (minimum(q_end - q0, shape.block_q) + (TILE - 1)) & -TILE
         for c in loop(first, last, TILE):
             k0, k1 = head.key_range(q0 + c, minimum(q0 + c + TILE, head.seqlen_q))
-            a = maximum(begin, k0 - (j0 + j)) & -TILE
+            a = maximum(0, k0 - (j0 + j)) & -TILE
             b = minimum(end, k1 - (j0 + j))
             self.weigh(head, q0, j0, j, c, a, b)
-            self.hide_rest(c, begin, a, b, end)
+            self.hide_rest(c, a, b, end)
             for d in loop(0, shape.pad, TILE):
                 self.add_sums(self.dq_t.at(d, c), at(self.k_t, d, j), at(self.ds_pairs, 0, c), (a, b))
         with when(first < last):
-            self.add_over_queries((first, last), j, begin, end)
+            self.add_over_queries((first, last), j, end)
 
     def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
         """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32."""
@@ -190,19 +190,19 @@ class AmxBackwardKernel(BackwardKernel):
             if self.cap_slope is not None:
                 ds[v] = ds[v] * self.cap_slope.at(r, 0)[k, x].load(lanes)
 
-    def hide_rest(self, c: Value, begin: Value, a: Value, b: Value, end: Value) -> None:
-        """p = ds = 0 for the keys of [begin, end) that the part at c does not see, though others do."""
+    def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
+        """p = ds = 0 for the keys of [0, end) that the part at c does not see, though others do."""
         zero = self.shape.constant(0.0)
         all_end, seen_end = ((x + (TILE - 1)) & -TILE for x in (end, b))
-        for start, stop in ((begin, minimum(a, all_end)), (maximum(begin, seen_end), all_end)):
+        for start, stop in ((0, minimum(a, all_end)), (maximum(0, seen_end), all_end)):
             for r in loop(start, stop):
                 for rows in (*self.p, *self.ds):
                     words(rows)[r, c // 2].store(zero)
 
-    def add_over_queries(self, queries: tuple[Value, Value], j: Value, begin: Value, end: Value) -> None:
+    def add_over_queries(self, queries: tuple[Value, Value], j: Value, end: Value) -> None:
         """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
         for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
-            for r in loop(begin, end, TILE):
+            for r in loop(0, end, TILE):
                 for c in loop(0, gradient.stride, TILE):
                     self.add_sums(gradient.at(j + r, c), at(weights, r, 0), at(pairs, 0, c), queries)
 

@@ -18,9 +18,9 @@ VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
 AMX_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
 AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
-# The fewest queries and keys that make up for cutting. One rule for forward and backward: the backward's
-# weights add up to 1 only if its scores are the forward's to the last bit.
-CUT_FEWEST = {torch.float32: (128, 128), torch.float16: (32, 32)}
+# The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
+# the backward's weights add up to 1 only if its scores are the forward's to the last bit.
+CUT_FEWEST = {torch.float32: (128, 128, 24), torch.float16: (32, 32, 1)}
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
 NARROW_WORK = 1 << 14  # multiply-adds of a product
@@ -72,8 +72,10 @@ def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = T
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
-        queries, keys = CUT_FEWEST[problem.dtype]
-        is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys
+        queries, keys, window = CUT_FEWEST[problem.dtype]
+        seen = problem.visibility()
+        is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
+        is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide
         return CUT[problem.dtype] if may_cut and is_long else 0
     return int(has_amx(problem))
 

@@ -79,7 +79,7 @@ class Scores:
                         for r, column in enumerate(square):
                             area.at(j, i)[r, 0].store(column)
 
-    def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Value, end: Value) -> None:
+    def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] += ds, turned back; where queries share a row, their sum."""
         shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
         assert rows is not None
@@ -95,7 +95,7 @@ class Scores:
                     row = head.score_row("dbias", self.config.dbias_kind, q0 + i, j0)
                     self._add_row(row, rows.at(i, 0), begin, end)
 
-    def _add_row(self, row: Ptr, terms: Rows, begin: Value, end: Value) -> None:
+    def _add_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value) -> None:
         shape = self.shape
         with either(end - begin < shape.block_k) as (part, whole):
             with part:

@@ -1,0 +1,67 @@
+"""Gradients of queries that see few keys, where dP and delta nearly cancel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.cpu.llvm import compile as kernels
+from tilewise.cpu.llvm import configs
+from tilewise.flash_attn_3 import flash_attn_func
+from tilewise.problem import Inputs, Options, describe
+from tilewise.testing import check_attention
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def _no_tile_registers(monkeypatch):
+    machine = kernels.current_target()
+    monkeypatch.setattr(kernels, "target", lambda wanted="": replace(machine, isa="vectors"))
+
+
+def gradients(attend, *tensors):
+    tensors = [t.requires_grad_() for t in tensors]
+    out = attend(*tensors)
+    return torch.autograd.grad(out, tensors, torch.randn_like(out))
+
+
+@pytest.mark.usefixtures("_no_tile_registers")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (40, 72), (64, 64), (128, 128), (200, 96), (256, 256)])
+@pytest.mark.parametrize("seqlen", [8, 33, 60])
+def test_one_key_leaves_nothing_to_choose(seqlen, dim, dim_v, dtype):
+    """Out is v whatever q and k are: their gradients are 0 to the last bit. So in row 0 of a causal call."""
+    q, k, v = (torch.randn(2, seqlen, heads, d).to(dtype) for heads, d in ((4, dim), (2, dim), (2, dim_v)))
+    dq, dk, _ = gradients(
+        lambda *x: tilewise.attention(*x, causal=True, window=(0, 0), backend="llvm"), q, k, v
+    )
+    assert not dq.any() and not dk.any()
+    dq, _, _ = gradients(lambda *x: tilewise.attention(*x, causal=True, backend="llvm"), q, k, v)
+    assert not dq[:, 0].any() and dq[:, 1].any()
+
+
+@pytest.mark.parametrize("chunk", [17, 31, 64])
+def test_the_first_query_of_a_chunk(chunk):
+    q, k, v = (torch.randn(1, 200, heads, 64) for heads in (4, 2, 2))
+    dq, _, _ = gradients(lambda *x: flash_attn_func(*x, causal=True, attention_chunk=chunk), q, k, v)
+    assert not dq[:, ::chunk].any() and dq[:, 1::chunk].any()
+
+
+@pytest.mark.parametrize("window", [(0, 1), (3, 0)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_short_windows_meet_the_error_budget(has_sinks, dropout_p, window):
+    """The mean error of dq was up to 1.7 times PyTorch's."""
+    q, k, v = (torch.randn(3, 200, 4, 64) for _ in range(3))
+    sinks = torch.randn(4) if has_sinks else None
+    check_attention(q, k, v, backend="llvm", window=window, dropout_p=dropout_p, sinks=sinks)
+
+
+def test_short_windows_stay_in_vectors():
+    inputs = Inputs(*(torch.randn(1, 300, 2, 64) for _ in range(3)))
+    for options in (Options(window_left=3, window_right=3), Options(window_left=9, causal=True)):
+        assert configs.backward_config(describe(inputs, options), inputs).pieces == 0
