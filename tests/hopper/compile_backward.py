@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.hopper import backward_launch, backward_wide_launch
+from tilewise.hopper import backward_launch, backward_wide_launch, launch
 from tilewise.problem import Options, describe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -55,9 +55,9 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
-    for module in (backward_launch, backward_wide_launch):
+    for module in (backward_launch, backward_wide_launch, launch):
         module.num_sms = lambda index: 4 if "whole" in name else 132
-        module.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+        module.scheduler_counter = lambda device, number=0: torch.empty(2, dtype=torch.int32, device="meta")
     problem = describe(inputs, Options(**options))
     return compiled_rows(name, lambda: backward_launch.backward(problem, inputs, out, lse, out, lse), 90)
 

@@ -16,7 +16,7 @@ import torch
 emulator.install()
 
 from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import backward_launch, backward_slim, backward_wide_launch  # noqa: E402
+from tilewise.hopper import backward_launch, backward_slim, backward_wide_launch, launch  # noqa: E402
 from tilewise.hopper.launch import LOG2_E  # noqa: E402
 from tilewise.problem import Inputs, Options, describe  # noqa: E402
 
@@ -211,9 +211,9 @@ def main() -> None:
     kernels = types.SimpleNamespace(attn_bwd_prepare_kernel=prepare, attn_bwd_finish_kernel=finish)
     sys.modules["tilewise.hopper.backward_rows"] = kernels  # type: ignore[assignment]
     launch_plan.start = start
-    for module in (backward_launch, backward_wide_launch):
+    for module in (backward_launch, backward_wide_launch, launch):
         module.num_sms = lambda index: PROGRAMS
-        module.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+        module.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     for case in sys.argv[1:] or CASES:
         for holds_next_s in (True, False) if "slim" in case else (True,):

@@ -24,7 +24,9 @@ AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
     rows = compiled_by("compile_backward.py")
     assert len({row["case"] for row in rows}) >= 19
-    assert {row["kernel"] for row in rows if row["is_early"]} == {"attn_bwd_kernel", "attn_bwd_finish_kernel"}
+    assert {row["kernel"] for row in rows if row["is_early"]} == {
+        row["kernel"] for row in rows if row["kernel"] not in AROUND
+    } | {"attn_bwd_finish_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert not row["is_serialized"], row

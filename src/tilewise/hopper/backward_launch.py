@@ -29,6 +29,7 @@ from tilewise.hopper.launch import (
     scheduler_counter,
     section_size,
     shared_counter,
+    shared_counters,
     tma_ready,
 )
 from tilewise.launch_plan import Launch, Step, Tensors, run_steps
@@ -105,14 +106,14 @@ def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> Repeated
         wide_cfg = wide.wide_config(problem)
         launches = functools.partial(wide.steps, problem, wide_cfg)
         scratch: list[tuple[int, ...]] = [stats_shape(problem, wide_cfg)]
+        shared = shared_counters
     else:
         cfg = backward_config(problem)
         division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
         launches = functools.partial(steps, problem, cfg, division)
         scratch = scratch_shapes(problem, cfg, division)
-    return RepeatedBackward(
-        problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared_counter
-    )
+        shared = shared_counter
+    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,7 +257,7 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
-    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, isinstance(cfg, BackwardConfig))
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, True)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 

@@ -29,7 +29,9 @@ from tilewise.hopper.compat import (
     gl,
     gluon,
     load_tile,
+    start_next_kernel,
     store_tile,
+    wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -63,6 +65,8 @@ class Channels:
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
+    wait_for_previous_kernel()  # the row statistics are there
+    start_next_kernel()  # it needs them, too, and SMs that have nothing left to do
     num_work = count_work(sizes, packing)
     index = gl.program_id(0)
     turn = 0

@@ -17,7 +17,7 @@ from tilewise.hopper.backward_launch import (
     sinks_gradient,
     stats_shape,
 )
-from tilewise.hopper.launch import descriptor, num_sms, order_sequences, scheduler_counter, tma_ready
+from tilewise.hopper.launch import descriptor, num_sms, order_sequences, shared_counters, tma_ready
 from tilewise.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
@@ -37,7 +37,7 @@ def backward(
     ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), dout)
-    new = (dq, dk, dv, stats, scheduler_counter(query.device))
+    new = (dq, dk, dv, stats, *shared_counters(query.device))
     run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -50,18 +50,20 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 7,
 ) -> list[Step]:
-    """The three launches; `new` are dq, dk, dv, the row statistics and `scheduler_counter`.
+    """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
 
-    `optional` are dlse, the sequences' offsets, `order_sequences` of both sides.
+    The last two start early: the second gets ready while statistics are written; the third needs nothing of
+    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets,
+    `order_sequences` of both sides.
     """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, counter = new
+    dq, dk, dv, stats, counter, counter_q = new
     dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     tensors = (query, key, value, dout, cu_q, cu_k)
     return [
         Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
         Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
-        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter)),
+        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),
     ]
 
 
@@ -121,7 +123,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     )
     most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
-    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
@@ -137,4 +139,5 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
-    return Launch(attn_bwd_wide_queries_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    kernel = attn_bwd_wide_queries_kernel
+    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)

@@ -17,6 +17,7 @@ from tilewise.hopper.compat import (
     gluon,
     pass_turn,
     take_turn,
+    wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma_wait,
 )
@@ -105,6 +106,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg:
         index = drawn(draw(counter))
         turn += 1
     finish(ch.work, turn, index, counter)
+    wait_for_previous_kernel()  # dK and dV are written: who waits for this kernel relies on it
 
 
 @gluon.jit

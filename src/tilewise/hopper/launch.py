@@ -151,9 +151,14 @@ def repeatable(
     return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange, shared_counter)
 
 
-def shared_counter(device: torch.device) -> tuple[Tensor]:
+def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
     """What the launches of a stream share."""
     return (scheduler_counter(device),)
+
+
+def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
+    """The same for two kernels that run side by side."""
+    return scheduler_counter(device), scheduler_counter(device, 1)
 
 
 def repeatable_cached(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
@@ -382,17 +387,19 @@ def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-_COUNTERS: dict[tuple[int, int], Tensor] = {}
+_COUNTERS: dict[tuple[int, int, int], Tensor] = {}
 
 
-def scheduler_counter(device: torch.device) -> Tensor:
+def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     """Two zeros for a launch's scheduler, which leaves them zero again.
 
-    Launches of one stream follow each other, so they share a pair; a captured graph owns its own.
+    Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
+    that run side by side take pairs of other numbers.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))  # the Stream object takes 3 us
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # the Stream object takes 3 us
+    key = (device.index, stream, number)
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _COUNTERS[key]
