@@ -388,3 +388,15 @@ def test_what_is_not_repeated(recorder, cached):
     assert len(cached) == wholes
     call(query)
     assert len(cached) == wholes
+
+
+def test_queries_that_are_copied_first_are_not_repeated(recorder, cached):
+    from tilewise.flash_attn import flash_attn_with_kvcache
+
+    key = zeros(3, 512, 2, 128)
+    lengths = torch.tensor([5, 300, 0], dtype=torch.int32)
+    for _ in range(3):
+        query = zeros(3, 1, 128, 8).transpose(2, 3)
+        flash_attn_with_kvcache(query, key, key.clone(), cache_seqlens=lengths, causal=True)
+        assert query.data_ptr() not in recorder.launches[-2][2]  # the decoding kernel reads a copy
+    assert len(cached) == 3

@@ -71,7 +71,7 @@ def launch_backward(
 ) -> Gradients:
     """Run the backward of the backend asked for, or of the one that is chosen.
 
-    out and lse may be None where it `recomputes`.
+    out and lse may be None where it `recomputes`; lse is that of these keys, not of more.
     """
     refuse_gradient(problem.precision)
     problem = _with_gradients(problem, bias_needs_grad, dlse is not None)

@@ -49,7 +49,7 @@ def attempt(
                 return None, None
             addresses |= t.data_ptr()
             looks += (t.shape, t.stride(), t.dtype)
-        if addresses % ALIGNMENT:
+        if addresses % ALIGNMENT or any(t.stride(-1) != 1 for t in tensors[:3]):  # some would be copied
             return None, None
         looks.append(tensors.key.data_ptr() == tensors.value.data_ptr())  # latent attention's values
         signature = tuple(looks)

@@ -65,3 +65,16 @@ def test_short_windows_stay_in_vectors():
     inputs = Inputs(*(torch.randn(1, 300, 2, 64) for _ in range(3)))
     for options in (Options(window_left=3, window_right=3), Options(window_left=9, causal=True)):
         assert configs.backward_config(describe(inputs, options), inputs).pieces == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_no_query_of_a_tile_sees_stays_out_of_its_gradients(bad):
+    """Key 37 lies behind the last that queries 0 to 31 see, in the same group of rows."""
+    q, k, v = (torch.randn(1, n, 2, 32) for n in (64, 65, 65))
+    v[0, 37, 0, 3] = bad
+    for t in (q, k, v):
+        t.requires_grad_()
+    out = tilewise.attention(q, k, v, window=(4, 1), backend="llvm")
+    dq, dk, _ = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    assert out[0, :32].isfinite().all() and dq[0, :32].isfinite().all() and dk[0, :24].isfinite().all()
+    assert not dq[0, 37, 0].isfinite().all()

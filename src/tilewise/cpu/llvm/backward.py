@@ -251,10 +251,14 @@ class BackwardKernel:
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         with when((k0 >= j0) & (k1 <= j0 + end)):
             excess = [Var(-self.row_sum(head, c)) for c in columns]
-            for r0 in loop(0, end, shape.rows):
+            whole = end & -shape.rows  # rows from `end` on may hold the NaN of a key that nobody sees
+            for r0 in loop(0, whole, shape.rows):
                 for c, x in zip(columns, excess):
                     ds = [self.ds_t.at(r0, c)[r, 0].load(lanes) for r in range(shape.rows)]
                     x.set(x + sum(ds[1:], ds[0]))
+            for r in loop(whole, end):
+                for c, x in zip(columns, excess):
+                    x.set(x + self.ds_t[r, c].load(lanes))
             for r in loop(0, end):
                 for c, x in zip(columns, excess):
                     cell, p = self.ds_t[r, c], self.p_t[r, c].load(lanes)
