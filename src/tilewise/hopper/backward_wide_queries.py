@@ -3,6 +3,9 @@
 role            warps   does
 load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
 query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
+
+It runs beside the end of the kernel of the keys, of which it needs nothing: that one has waited for the row
+statistics before it lets this one start.
 """
 
 from tilewise.hopper.arguments import Packing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,10 +86,19 @@ def forward(
     cfg = config or decode_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device)
     given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
-    new = new_tensors(problem, cfg, workers)
+    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
+
+
+def attend(
+    problem: AttentionProblem,
+    given: CachedTensors,
+    launches: Callable[[CachedTensors, Sequence[Tensor]], Sequence[Step]],
+    new: Sequence[tuple[Sequence[int], torch.dtype]],
+) -> tuple[Tensor, Tensor]:
+    """out and lse, the last of the `new_tensors`."""
     fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
-    run_steps(problem, steps(cfg, workers, given, fresh))
-    return fresh[2], fresh[3]
+    run_steps(problem, launches(given, fresh))
+    return fresh[-2], fresh[-1]
 
 
 def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:

@@ -15,6 +15,7 @@ from tilewise.hopper.decode_launch import (
     MIN_KEYS,
     START_UNITS,
     USUAL_SMS,
+    attend,
     cached_tensors,
     decode_sizes,
     key_descriptor,
@@ -24,7 +25,7 @@ from tilewise.hopper.decode_launch import (
     power_of_two,
     too_many_units,
 )
-from tilewise.launch_plan import Launch, Step, Tensors, run_steps
+from tilewise.launch_plan import Launch, Step, Tensors
 from tilewise.problem import AttentionProblem, Inputs
 from tilewise.repeated_launch import Attend, CachedTensors, repeatable_cached
 
@@ -70,10 +71,7 @@ def forward(
     cfg = config or mla_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
     given = cached_tensors(inputs._replace(value=inputs.key))
-    new = new_tensors(problem, cfg, workers)
-    fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
-    run_steps(problem, steps(cfg, workers, given, fresh))
-    return fresh[2], fresh[3]
+    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
 
 
 def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
