@@ -50,7 +50,7 @@ def test_warm_up_calls_before_it_measures():
     assert len(calls) >= 5
 
 
-def test_cuda_samples_flush_the_cache_before_each_timed_call(monkeypatch):
+def test_cuda_samples_flush_the_cache_before_each_call_and_time_all_but_the_first(monkeypatch):
     log: list[str] = []
 
     class Event:
@@ -79,6 +79,8 @@ def test_cuda_samples_flush_the_cache_before_each_timed_call(monkeypatch):
     assert samples == [0.0025, 0.0025]
     assert log == [
         "flush",
+        "call",
+        "flush",
         "event 1",
         "call",
         "event 2",
@@ -89,3 +91,6 @@ def test_cuda_samples_flush_the_cache_before_each_timed_call(monkeypatch):
         "synchronize",
     ]
     assert sizes[0] >= 256 << 20
+    log.clear()
+    CudaStopwatch().sample(lambda: log.append("call"), 1)
+    assert log.count("call") == 1
