@@ -8,6 +8,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
     for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
         for each 64 keys:
             s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
+            (no other keys to see: p_t /= its sums over keys)
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
@@ -56,6 +57,7 @@ from tilewise.cpu.llvm.vector import (
     Value,
     Var,
     fma,
+    like,
     maximum,
     minimum,
     select,
@@ -83,7 +85,7 @@ class BackwardKernel:
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
-        self.lse, self.delta, self.dlse = (scratch.rows(1, shape.block_q) for _ in range(3))
+        self.lse, self.delta, self.dlse, self.norm = (scratch.rows(1, shape.block_q) for _ in range(4))
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
@@ -206,6 +208,7 @@ class BackwardKernel:
         self.scores.load(head, q0, j0 + j, end)
         scores = self.scores.at(head, q0, j0 + j)
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
+        totals = [Var(self.sink_weight(head, x)) for x in lse]
         for r0 in loop(0, end, shape.rows):
             k = self.k.at(j + r0, 0)
             s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
@@ -214,6 +217,30 @@ class BackwardKernel:
                 for v, c in enumerate(shape.columns()):
                     p = exp(s[r][v] - lse[v], shape.exp_degree)
                     self.p_t.at(r0, c)[r, 0].store(p)
+                    totals[v].set(totals[v] + p)
+        with when(self.sees_only(head, q0, j0 + j, end)):
+            self.normalize(totals, end)
+
+    def sink_weight(self, head: Head, lse: Operand) -> Value:
+        """What a sink takes of the weights of some queries."""
+        shape = self.shape
+        return exp(head.sink() - lse, shape.exp_degree) if self.config.has_sinks else shape.constant(0.0)
+
+    def sees_only(self, head: Head, q0: Value, first: Value, count: Value) -> Value:
+        """Whether no query of the tile sees other keys than first + [0, count)."""
+        k0, k1 = head.key_range(q0, minimum(q0 + self.shape.block_q, head.seqlen_q))
+        return (k0 >= first) & (k1 <= first + count)
+
+    def normalize(self, totals: list[Var], end: Value) -> None:
+        """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
+        lanes, columns = self.shape.lanes, self.shape.columns()
+        factors = [select(total > 0.0, like(1.0, total) / total, 1.0) for total in totals]
+        for r in loop(0, end):
+            for c, factor in zip(columns, factors):
+                cell = self.p_t[r, c]
+                cell.store(cell.load(lanes) * factor)
+        for c, factor in zip(columns, factors):
+            self.norm[0, c].store(factor)
 
     def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
@@ -248,8 +275,7 @@ class BackwardKernel:
         in dp and delta, which is large beside ds where few keys have all weight: p_t times it is taken off.
         """
         shape, lanes, columns = self.shape, self.shape.lanes, self.shape.columns()
-        k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
-        with when((k0 >= j0) & (k1 <= j0 + end)):
+        with when(self.sees_only(head, q0, j0, end)):
             excess = [Var(-self.row_sum(head, c)) for c in columns]
             whole = end & -shape.rows  # rows from `end` on may hold the NaN of a key that nobody sees
             for r0 in loop(0, whole, shape.rows):
@@ -266,11 +292,9 @@ class BackwardKernel:
 
     def row_sum(self, head: Head, c: int) -> Value:
         """What rows of ds add up to, of the queries from c on."""
-        shape = self.shape
-        lse, delta, dlse = (area[0, c].load(shape.lanes) for area in (self.lse, self.delta, self.dlse))
-        if not self.config.has_sinks:
-            return dlse
-        return fma(exp(head.sink() - lse, shape.exp_degree), delta, dlse)
+        statistics = (self.lse, self.delta, self.dlse, self.norm)
+        lse, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
+        return fma(self.sink_weight(head, lse) * norm, delta, dlse) if self.config.has_sinks else dlse
 
     def add_query_gradients(self, j: Value, end: Value) -> None:
         """dq_t += k^T ds_t."""

@@ -7,6 +7,7 @@ of a block are final when they are written. A work item is one split of the keys
     for each block of keys, and each head of the item:          k, v as float32        [block_k, head_dim]
         for each few keys:  s = k q, dp = v do of all rows                              [rows, block_k]
         for each row:       p = exp(s (with options) - lse);  ds = p * (dp - delta)
+                            (all its keys here: p and ds balanced, as in `backward.py`)
         dq += ds k;  dv = p^T do;  dk = ds^T q
     dq of the head += dq, after the previous split has added its own
 
@@ -17,6 +18,7 @@ splits, which depend on the problem alone: the same bits on any number of thread
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import add
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.backward import add_to, fill_zero
@@ -25,7 +27,7 @@ from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.decode import DecodeKernel
 from tilewise.cpu.llvm.lanes import across
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
-from tilewise.cpu.llvm.numerics import exp_of_difference
+from tilewise.cpu.llvm.numerics import exp, exp_of_difference
 from tilewise.cpu.llvm.splits import ITEM_HEADS, Block
 from tilewise.cpu.llvm.tiles import (
     INF,
@@ -76,6 +78,7 @@ class DecodeBackwardKernel(DecodeKernel):
         self.v_area, self.dv = (scratch.rows(keys, shape.pad_v) for _ in range(2))
         self.out = scratch.rows(rows, shape.pad_v)
         self.p, self.dp = (scratch.rows(round_up(rows, shape.lanes), self.block_k) for _ in range(2))
+        self.cap_slope = scratch.rows(1, self.block_k if self.config.has_softcap else 0)
         grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
         plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad, shape.lanes, shape.lanes)]
         return grouped + plain
@@ -129,7 +132,7 @@ class DecodeBackwardKernel(DecodeKernel):
         total = Var(shape.constant(0.0))
         for c in loop(0, shape.pad_v, shape.lanes):
             total.set(fma(self.do[r, c].load(shape.lanes), self.out[r, c].load(shape.lanes), total))
-        delta = across(total, lambda a, b: a + b) - own.statistic("dlse", i).splat(shape.lanes)
+        delta = across(total, add) - own.statistic("dlse", i).splat(shape.lanes)
         self.delta[r, 0].store(delta)
         if self.config.has_sinks:
             own.statistic("delta", i).store(self.delta[r, 0].load())
@@ -171,17 +174,47 @@ class DecodeBackwardKernel(DecodeKernel):
         """p = exp(s - lse) and ds = p * (dp - delta) of row r, 0 where not visible."""
         shape = self.shape
         own, i = self.query_of(head, r)
-        k0, k1 = (splat(int32(k), shape.lanes) for k in own.key_range(i, i + 1))
+        k0, k1 = own.key_range(i, i + 1)
+        begin, end = (splat(int32(k - block.j0), shape.lanes) for k in (k0, k1))
         lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
+        p_sum, ds_sum = (Var(shape.constant(0.0)) for _ in range(2))
         for j in loop(0, self.whole(block.n), shape.lanes):
-            key = splat(int32(block.j0 + j), shape.lanes) + iota(shape.lanes)
-            is_visible = (key >= k0) & (key < k1)
-            distance = key - splat(int32(i + own.offset), shape.lanes)
+            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
+            is_visible = (key >= begin) & (key < end)
+            distance = key - splat(int32(i + own.offset - block.j0), shape.lanes)
             s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
             p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
-            ds = p * (self.dp[r, j].load(shape.lanes) - delta)
+            ds = select(is_visible, p * (self.dp[r, j].load(shape.lanes) - delta), 0.0)
             self.p[r, j].store(p)
-            self.dp[r, j].store(select(is_visible, ds if slope is None else ds * slope, 0.0))
+            self.dp[r, j].store(ds)
+            p_sum.set(p_sum + p)
+            ds_sum.set(ds_sum + ds)
+            if slope is not None:
+                self.cap_slope[0, j].store(select(is_visible, slope, 0.0))
+        with when((k0 >= block.j0) & (k1 <= block.j0 + block.n)):
+            self.balance(own, i, r, (k0 - block.j0, k1 - block.j0), across(p_sum, add), across(ds_sum, add))
+        if self.config.has_softcap:
+            for j in loop(0, self.whole(block.n), shape.lanes):
+                ds = self.dp[r, j].load(shape.lanes)
+                self.dp[r, j].store(ds * self.cap_slope[0, j].load(shape.lanes))
+
+    def balance(
+        self, own: Head, i: Value, r: Value, keys: tuple[Value, Value], p_sum: Value, ds_sum: Value
+    ) -> None:
+        """Row r's p by its sum, and ds without what its sum has beyond dlse, as in `backward.py`."""
+        shape = self.shape
+        lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
+        dlse = own.statistic("dlse", i).splat(shape.lanes)
+        sink = exp(own.sink() - lse, shape.exp_degree) if self.config.has_sinks else shape.constant(0.0)
+        total = p_sum + sink
+        factor = select(total > 0.0, shape.constant(1.0) / total, 1.0)
+        excess = (ds_sum - sink * delta) * factor - dlse
+        first, last = (splat(int32(k), shape.lanes) for k in keys)
+        for j in loop(keys[0] & -shape.lanes, keys[1], shape.lanes):
+            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
+            p, ds = (area[r, j].load(shape.lanes) * factor for area in (self.p, self.dp))
+            self.p[r, j].store(p)
+            self.dp[r, j].store(select((key >= first) & (key < last), fma(-p, excess, ds), 0.0))
 
     def add_query_gradients(self, n: Value) -> None:
         """dq += ds k."""
