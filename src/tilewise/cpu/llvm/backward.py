@@ -36,9 +36,9 @@ from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
     BLOCK_K,
     INF,
-    AmxBlockK,
     Arguments,
     Head,
+    KeyBlocks,
     Scratch,
     Shape,
     build_kernel,
@@ -68,7 +68,7 @@ class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "backward"
-    amx_block_k: AmxBlockK = ()
+    key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any

@@ -55,13 +55,13 @@ from tilewise.cpu.llvm.vector import (
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
-    amx_block_k = (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
+    key_blocks = (64, 64), (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
     q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.amx_block_k)
+        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.key_blocks)
 
         def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
             return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]

@@ -20,7 +20,9 @@ AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
-CUT_FEWEST = {torch.float32: (128, 128, 24), torch.float16: (32, 32, 1)}
+CUT_FEWEST = {torch.float32: (192, 128, 24), torch.float16: (32, 32, 1)}
+# Queries of float32 where all sequences together have fewer heads than so many: threads cut the same keys.
+FEW_HEADS = {4: 448, 8: 256}
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
 NARROW_WORK = 1 << 14  # multiply-adds of a product
@@ -73,6 +75,9 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
         queries, keys, window = CUT_FEWEST[problem.dtype]
+        heads = problem.batch * problem.num_heads
+        if problem.dtype == torch.float32:
+            queries = next((most for below, most in FEW_HEADS.items() if heads < below), queries)
         seen = problem.visibility()
         is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
         is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide

@@ -1,6 +1,6 @@
 """Forward attention on the CPU: O = softmax(S) V tile by tile, as machine code.
 
-A work item is one head and `tiles` tiles of queries. For each block of 64 keys, K and V are converted
+A work item is one head and `tiles` tiles of queries. For each block of 128 keys, K and V are converted
 once and all tiles of the item use them:
 
     for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
@@ -11,6 +11,8 @@ once and all tiles of the item use them:
             l     = c l + sum over keys of p_t;    (p_t = 0 where dropped)
             acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]
     for each tile:  out = acc_t^T / l;  lse = m + log l
+
+A tile that sees the keys of one block alone has no running output: out = p v / l as rows.
 
 The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
 in its item nor on which thread computes it.
@@ -23,21 +25,21 @@ from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, loop, when
+from tilewise.cpu.llvm.control import claim, either, loop, unless, when
 from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.llvm.memory import Ptr, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
 from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
-    BLOCK_K,
     INF,
-    AmxBlockK,
     Arguments,
     Head,
+    KeyBlocks,
     Scratch,
     Shape,
     build_kernel,
     fitting,
+    lane_chunks,
     load_rows,
     narrowed,
     outer_sums,
@@ -77,9 +79,10 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "forward"
-    amx_block_k: AmxBlockK = ()
+    key_blocks: KeyBlocks = ((128, 128),)  # all keys of a short call, whose output comes as rows
     most_tiles = 16  # tiles that share one converted K/V block
     unit = 1.0  # of scores and their maximum
+    has_rows = True  # out of one block of keys comes as rows, which need not be transposed
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
     p_t: Any
@@ -102,9 +105,10 @@ class ForwardKernel:
     def reserve(self, scratch: Scratch) -> None:
         """Room for one block of keys."""
         shape = self.shape
-        self.k = scratch.rows(BLOCK_K, shape.pad)
-        self.v = scratch.rows(BLOCK_K, shape.pad_v)
-        self.p_t = scratch.rows(BLOCK_K, shape.block_q)  # s_t until the exponential is taken
+        self.k = scratch.rows(shape.block_k, shape.pad)
+        self.v = scratch.rows(shape.block_k, shape.pad_v)
+        self.p_t = scratch.rows(shape.block_k, shape.block_q)  # s_t until the exponential is taken
+        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
 
     def run(self) -> None:
         args, block_q, load_k = self.args, self.shape.block_q, self.load_k
@@ -138,9 +142,16 @@ class ForwardKernel:
         for c in shape.columns():
             tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
-        for d in loop(0, shape.pad_v):
-            for c in shape.columns():
-                tile.acc_t[d, c].store(shape.constant(0.0))
+        with unless(self.sees_one_block(head, tile)):
+            for d in loop(0, shape.pad_v):
+                for c in shape.columns():
+                    tile.acc_t[d, c].store(shape.constant(0.0))
+
+    def sees_one_block(self, head: Head, tile: Tile) -> Value:
+        """Whether `attend` writes the tile's output."""
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + self.shape.block_q, head.seqlen_q))
+        first_of_last = (k1 - 1) & -self.load_k if self.has_rows else k1
+        return (k0 < k1) & (k0 >= first_of_last)
 
     def load_queries(self, head: Head, tile: Tile) -> None:
         """Transpose and scale the queries."""
@@ -170,7 +181,14 @@ class ForwardKernel:
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
-            self.add_values(tile, correction, first, n)
+            if not self.has_rows:
+                self.add_values(tile, correction, first, n)
+                return
+            with either(self.sees_one_block(head, tile)) as (alone, among):
+                with alone:
+                    self.write_rows(head, tile, first, n)
+                with among:
+                    self.add_values(tile, correction, first, n)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; the new running maximum."""
@@ -228,6 +246,36 @@ class ForwardKernel:
                     acc = tile.acc_t.at(d, c)[r, 0]
                     acc.store(fma(acc.load(shape.lanes), correction[v], pv[r][v]))
 
+    def write_rows(self, head: Head, tile: Tile, first: Value, n: Value) -> None:
+        """out = p v / l, head dimensions in lanes: the tile sees the keys [first, n) of the block alone."""
+        shape, dim = self.shape, self.shape.config.head_dim_v
+        for c in shape.columns():
+            l, inverse = self.divide(tile, c)
+            self.divisor[0, c].store(l)
+            self.inverse[0, c].store(inverse)
+        rows = minimum(head.seqlen_q - tile.q0, shape.width)
+        target = head.query_rows("out", tile.q0)
+        is_padded = dim != self.rows.stride
+        for c, count, vectors in lane_chunks(shape, shape.pad_v, 3):
+            for i in loop(0, rows, shape.rows):
+                for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                    p, v = self.p_t.at(first, i).T, self.v.at(first, column)
+                    pv = outer_sums(shape, shape.rows, vectors, n - first, p, v)
+                    for r in reversed(range(shape.rows)):  # what is past the end is written over
+                        row = self.rows[i + r, 0] if is_padded else target(minimum(i + r, rows - 1))
+                        l, inverse = (x[0, i + r].splat(shape.lanes) for x in (self.divisor, self.inverse))
+                        for x, total in enumerate(pv[r]):
+                            row[column][x * shape.lanes].store(quotient(total, l, inverse))
+        if is_padded:
+            store_rows(shape, target, self.rows, rows, dim)
+
+    def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
+        """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""
+        l: Value = tile.l[0, c].load(self.shape.lanes)
+        if self.dropout is not None:
+            l = l / self.dropout.inverse_keep
+        return l, select(l.equals(0.0), 0.0, 1.0 / l)
+
     def finish(self, head: Head, tile: Tile) -> None:
         """out = acc / l and lse; a query that saw no key has l = 0 and gets out 0, lse -inf."""
         shape = self.shape
@@ -237,16 +285,14 @@ class ForwardKernel:
             tile.m[0, c].store(select(l.equals(0.0), m, fma(m, like(self.unit, m), log(l))))
         for i in loop(0, n):
             head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
-        for c in shape.columns():
-            l = tile.l[0, c].load(shape.lanes)
-            if self.dropout is not None:
-                l = l / self.dropout.inverse_keep
-            inverse = select(l.equals(0.0), 0.0, 1.0 / l)
-            for d in loop(0, shape.pad_v):
-                acc = tile.acc_t[d, c]
-                acc.store(quotient(acc.load(shape.lanes), l, inverse))
-        transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
-        store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
+        with unless(self.sees_one_block(head, tile)):
+            for c in shape.columns():
+                l, inverse = self.divide(tile, c)
+                for d in loop(0, shape.pad_v):
+                    acc = tile.acc_t[d, c]
+                    acc.store(quotient(acc.load(shape.lanes), l, inverse))
+            transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
+            store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -54,7 +54,8 @@ class AmxForwardKernel(ForwardKernel):
     """The steps that differ."""
 
     # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
-    amx_block_k = (128, 256), (64, 128), (64, 256)
+    key_blocks = (128, 128), (128, 256), (64, 128), (64, 256)
+    has_rows = False
     most_tiles = 32  # turning V around costs as much as 60 queries
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored

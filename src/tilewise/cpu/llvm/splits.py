@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tilewise.cpu.llvm.control import claim, loop, when
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.numerics import exp, log, quotient, tanh
-from tilewise.cpu.llvm.tiles import BLOCK_K, INF, AmxBlockK, Arguments, Head, Scratch, Shape, store_rows
+from tilewise.cpu.llvm.tiles import BLOCK_K, INF, Arguments, Head, KeyBlocks, Scratch, Shape, store_rows
 from tilewise.cpu.llvm.vector import (
     Operand,
     Scalar,
@@ -49,7 +49,7 @@ class SplitKernel:
     """The steps around a kernel's own: `reserve`, `load_queries`, `visit_blocks` and `statistics`."""
 
     name = "decode"
-    amx_block_k: AmxBlockK = ()
+    key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
     m_rows: int  # vectors of m, and of l, that a key head takes
 
     def __init__(self, shape: Shape, args: Arguments) -> None:

@@ -33,17 +33,17 @@ from tilewise.cpu.llvm.vector import (
     splat,
 )
 
-BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike
+BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
-AmxBlockK = tuple[tuple[int, int], ...]  # by pieces: keys of a block with head sizes below 128, and above
+KeyBlocks = tuple[tuple[int, int], ...]  # by pieces, from 0: keys of a block, head sizes under 128 and over
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
 class Shape:
     """The sizes of one kernel, all known while it is built."""
 
-    def __init__(self, config: Config, target: Target, amx_block_k: AmxBlockK = ()) -> None:
+    def __init__(self, config: Config, target: Target, key_blocks: KeyBlocks) -> None:
         self.config, self.target = config, target
         self.kind = "f64" if config.kind == "f64" else "f32"  # compute type
         self.item = 8 if self.kind == "f64" else 4
@@ -53,7 +53,7 @@ class Shape:
         self.block_q = self.lanes * config.vectors  # queries of a tile
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
-        sizes = amx_block_k[config.pieces - 1] if amx_block_k and config.has_amx else (BLOCK_K, BLOCK_K)
+        sizes = key_blocks[min(config.pieces, len(key_blocks) - 1)]
         self.block_k = sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
         self.depth = min(4, self.lanes)
@@ -76,7 +76,7 @@ class Shape:
 
 def build_kernel(make: Any, config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """LLVM IR of the kernel that the class `make` writes, and the sizes its caller needs."""
-    shape = Shape(config, target, make.amx_block_k)
+    shape = Shape(config, target, make.key_blocks)
     with function(make.name) as emitter:
         kernel = make(shape, Arguments(emitter))
         kernel.run()
