@@ -12,7 +12,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
-            dq_t += k^T ds_t                                                 [head_dim, block_q]
+            dq_t += k^T ds_t; or, no other keys to see, dq = ds k            [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q
         dq of the tile += dq_t, after the previous block of keys has added its own
 
@@ -23,11 +23,13 @@ which other threads already hold or have finished, so the wait ends. Scratch: on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
+from tilewise.cpu.llvm.control import claim, either, loop, unless, wait_until, when
 from tilewise.cpu.llvm.dropout import Dropout
 from tilewise.cpu.llvm.lanes import fold_sums
 from tilewise.cpu.llvm.memory import Rows
@@ -48,6 +50,7 @@ from tilewise.cpu.llvm.tiles import (
     narrowed,
     outer_sums,
     round_up,
+    store_products,
     store_rows,
     transpose_rows,
 )
@@ -69,6 +72,7 @@ class BackwardKernel:
 
     name = "backward"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
+    has_rows = True  # dq of queries that see the keys of one step alone comes as rows, not transposed
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
@@ -133,36 +137,59 @@ class BackwardKernel:
                 head = Head(self.shape, args, batch, kv_head * args.group + g)
                 for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
                     self.attend(head, t, block, j0, n)
-            self.store_keys(keys, j0, n)
+            with unless(self.sees_one_tile(keys, j0)) if self.has_rows else nullcontext():
+                self.store_keys(keys, j0, n)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
         count = (n + (shape.rows - 1)) & -shape.rows
         load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
         load_rows(shape, self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
-        for area in (self.dk, self.dv):
-            fill_zero(shape, area, count)
+        with unless(self.sees_one_tile(head, j0)):
+            for area in (self.dk, self.dv):
+                fill_zero(shape, area, count)
+
+    def sees_one_tile(self, head: Head, j0: Value) -> Value:
+        """Whether one tile of queries sees all keys of the item from j0 on, and no other sees any of them."""
+        args, block_q = self.args, self.shape.block_q
+        end = minimum(j0 + args.split_keys, head.seqlen_k)
+        q0, q1 = head.query_range(j0, end)
+        t = q0 // block_q
+        k0, k1 = head.key_range(t * block_q, minimum((t + 1) * block_q, head.seqlen_q))
+        is_one = (q0 < q1) & t.equals((q1 - 1) // block_q) & args.group.equals(1)
+        return is_one & (k0 <= j0) & (k1 >= end)
 
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
         shape = self.shape
         q0, block_k = t * shape.block_q, shape.block_k
         self.load_statistics(head, q0, self.load_queries(head, q0))
-        fill_zero(shape, self.dq_t, shape.pad)
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
-        first, last = maximum(0, k0 - j0), minimum(k1 - j0, n)
-        for j in loop(first & -self.key_group, last, block_k):
+        first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
+        is_alone = self.sees_only(head, q0, j0 + first, minimum(last - first, block_k))
+        with unless(is_alone) if self.has_rows else nullcontext():
+            fill_zero(shape, self.dq_t, shape.pad)
+        for j in loop(first, last, block_k):
             for kernel in fitting(self, head, q0):
                 kernel.step(head, q0, j0, j, minimum(last - j, block_k))
         split = self.args.split_keys
-        self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
+        with unless(is_alone) if self.has_rows else nullcontext():
+            self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [0, end)."""
         self.weights(head, q0, j0, j, end)
         self.score_gradients(head, q0, j0, j, end)
-        self.add_query_gradients(j, end)
-        self.add_key_gradients(j, end)
+        with either(self.sees_only(head, q0, j0 + j, end)) as (alone, among):
+            with alone:
+                self.write_query_gradients(head, q0, j, end)
+            with among:
+                self.add_query_gradients(j, end)
+        with either(self.sees_one_tile(head, j0)) as (alone, among):
+            with alone:
+                self.write_key_gradients(head, j0, j, end)
+            with among:
+                self.add_key_gradients(j, end)
 
     def load_queries(self, head: Head, q0: Value) -> Scalar:
         """q, do as rows and transposed; rowsum(do * out). How many rows that are, repeated ones included."""
@@ -229,7 +256,7 @@ class BackwardKernel:
     def sees_only(self, head: Head, q0: Value, first: Value, count: Value) -> Value:
         """Whether no query of the tile sees other keys than first + [0, count)."""
         k0, k1 = head.key_range(q0, minimum(q0 + self.shape.block_q, head.seqlen_q))
-        return (k0 >= first) & (k1 <= first + count)
+        return (k0 < k1) & (k0 >= first) & (k1 <= first + count)
 
     def normalize(self, totals: list[Var], end: Value) -> None:
         """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
@@ -304,6 +331,24 @@ class BackwardKernel:
             part = outer_sums(shape, shape.rows, shape.vectors, end, k_t, self.ds_t)  # [rows, block_q]
             add_to(shape, self.dq_t.at(d, 0), part)
 
+    def write_query_gradients(self, head: Head, q0: Value, j: Value, end: Value) -> None:
+        """dq = scale * ds k: head dimensions in lanes."""
+        shape, scale = self.shape, self.args.vector("scale", self.shape)
+        target, rows = head.query_rows("dq", q0), minimum(head.seqlen_q - q0, shape.width)
+        ds_t, k, dim = self.ds_t, self.k.at(j, 0), self.config.head_dim
+        store_products(shape, target, rows, end, ds_t, k, self.dq, dim, scaled(scale))
+
+    def write_key_gradients(self, head: Head, j0: Value, j: Value, end: Value) -> None:
+        """dv = p_t do and dk = scale * ds_t q, where no other queries see these keys."""
+        shape, config = self.shape, self.config
+        inverse_keep = self.dropout.inverse_keep if self.dropout else shape.constant(1.0)
+        for name, weights, rows, area, dim, factor in (
+            ("dv", self.kept_t, self.do, self.dv, config.head_dim_v, inverse_keep),
+            ("dk", self.ds_t, self.q, self.dk, config.head_dim, self.dk_scale()),
+        ):
+            target, own = head.key_rows(name, j0 + j), area.at(j, 0)
+            store_products(shape, target, end, shape.width, weights.T, rows, own, dim, scaled(factor))
+
     def add_key_gradients(self, j: Value, end: Value) -> None:
         """dv += p_t do and dk += ds_t q: head dimensions in lanes, up to 4 vectors of them at a time."""
         shape = self.shape
@@ -358,6 +403,11 @@ class BackwardKernel:
                     self.dv[j, c].store(self.dv[j, c].load(shape.lanes) * self.dropout.inverse_keep)
         store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
         store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
+
+
+def scaled(factor: Operand) -> Callable[[Value, Value], Value]:
+    """What `store_products` does to each sum."""
+    return lambda i, x: x * factor
 
 
 def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:

@@ -55,6 +55,7 @@ from tilewise.cpu.llvm.vector import (
 class AmxBackwardKernel(BackwardKernel):
     """The steps that differ."""
 
+    has_rows = False
     key_blocks = (64, 64), (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
     q_factor: Operand | None = None  # of q before it is stored
 

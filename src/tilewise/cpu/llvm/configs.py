@@ -33,9 +33,9 @@ def is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
-    most = 12 if SHORT_KEYS < problem.seqlen_k < 512 else 16
-    if has_amx(problem) and problem.seqlen_k <= SHORT_KEYS:  # tile registers help the forward more
-        most = 6
+    most = 12 if problem.seqlen_k < 512 else 16
+    if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
+        most = 6 if has_amx(problem) else 8
     return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
 
 

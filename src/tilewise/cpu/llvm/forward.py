@@ -27,7 +27,7 @@ from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, unless, when
 from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
-from tilewise.cpu.llvm.memory import Ptr, prefetch_row
+from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, log, quotient
 from tilewise.cpu.llvm.scores import Scores
 from tilewise.cpu.llvm.tiles import (
@@ -39,12 +39,12 @@ from tilewise.cpu.llvm.tiles import (
     Shape,
     build_kernel,
     fitting,
-    lane_chunks,
     load_rows,
     narrowed,
     outer_sums,
     round_up,
     share_of,
+    store_products,
     store_rows,
     transpose_rows,
 )
@@ -248,26 +248,20 @@ class ForwardKernel:
 
     def write_rows(self, head: Head, tile: Tile, first: Value, n: Value) -> None:
         """out = p v / l, head dimensions in lanes: the tile sees the keys [first, n) of the block alone."""
-        shape, dim = self.shape, self.shape.config.head_dim_v
+        shape = self.shape
         for c in shape.columns():
             l, inverse = self.divide(tile, c)
             self.divisor[0, c].store(l)
             self.inverse[0, c].store(inverse)
-        rows = minimum(head.seqlen_q - tile.q0, shape.width)
-        target = head.query_rows("out", tile.q0)
-        is_padded = dim != self.rows.stride
-        for c, count, vectors in lane_chunks(shape, shape.pad_v, 3):
-            for i in loop(0, rows, shape.rows):
-                for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                    p, v = self.p_t.at(first, i).T, self.v.at(first, column)
-                    pv = outer_sums(shape, shape.rows, vectors, n - first, p, v)
-                    for r in reversed(range(shape.rows)):  # what is past the end is written over
-                        row = self.rows[i + r, 0] if is_padded else target(minimum(i + r, rows - 1))
-                        l, inverse = (x[0, i + r].splat(shape.lanes) for x in (self.divisor, self.inverse))
-                        for x, total in enumerate(pv[r]):
-                            row[column][x * shape.lanes].store(quotient(total, l, inverse))
-        if is_padded:
-            store_rows(shape, target, self.rows, rows, dim)
+
+        def divided(i: Value, x: Value) -> Value:
+            l, inverse = (area[0, i].splat(shape.lanes) for area in (self.divisor, self.inverse))
+            return quotient(x, l, inverse)
+
+        target, rows = head.query_rows("out", tile.q0), minimum(head.seqlen_q - tile.q0, shape.width)
+        p_t, v, dim = self.p_t.at(first, 0), self.v.at(first, 0), shape.config.head_dim_v
+        area = Rows(self.rows.ptr, shape.pad_v)
+        store_products(shape, target, rows, n - first, p_t, v, area, dim, divided)
 
     def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
         """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""

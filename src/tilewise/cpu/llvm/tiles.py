@@ -204,6 +204,28 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
     return _chained_sums(shape, rows, vectors, n, a, b)
 
 
+def store_products(
+    shape: Shape, target: Callable[[Value], Ptr], count: Value, n: Scalar, weights_t: Rows, values: Rows,
+    area: Rows, dim: int, finish: Callable[[Value, Value], Value],
+) -> None:  # fmt: skip
+    """target(i)[:dim] = finish(i, sum over k < n of weights_t[k, i] values[k]), i < count.
+
+    Rows as they are stored: nothing to transpose. Through `area` if that is padded.
+    """
+    is_padded = dim != area.stride
+    for c, chunks, vectors in lane_chunks(shape, area.stride, 3):
+        for i in loop(0, count, shape.rows):
+            for column in loop(c, c + chunks * vectors * shape.lanes, vectors * shape.lanes):
+                a, b = weights_t.at(0, i).T, values.at(0, column)
+                sums = outer_sums(shape, shape.rows, vectors, n, a, b)
+                for r in reversed(range(shape.rows)):  # what is past the end is written over
+                    row = area[i + r, 0] if is_padded else target(minimum(i + r, count - 1))
+                    for x, total in enumerate(sums[r]):
+                        row[column][x * shape.lanes].store(finish(i + r, Value(total.raw)))
+    if is_padded:
+        store_rows(shape, target, area, count, dim)
+
+
 def added(x: Grid, y: Grid) -> Grid:
     for x_row, y_row in zip(x, y):
         for total, term in zip(x_row, y_row):
