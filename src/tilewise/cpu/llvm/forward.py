@@ -4,9 +4,9 @@ A work item is one head and `tiles` tiles of queries. For each block of 128 keys
 once and all tiles of the item use them:
 
     for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
-    for each block of keys:                                   k, v converted     [BLOCK_K, head_dim]
+    for each block of keys:                                   k, v converted     [block_k, head_dim]
         for each tile:
-            s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [BLOCK_K, block_q]
+            s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [block_k, block_q]
             m_new = max(m, max over keys of s_t);  c = exp(m - m_new);  p_t = exp(s_t - m_new)
             l     = c l + sum over keys of p_t;    (p_t = 0 where dropped)
             acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]

@@ -22,7 +22,7 @@ from tilewise.cpu.llvm.configs import decode_config, forward_config, short_confi
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
-BLOCK_K = 64  # keys a kernel handles at once; a split of the keys is a multiple
+BLOCK_K = 64  # a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 NEAR_BYTES = 48 << 20  # of keys and values at most, that may come from a cache
 ASKED_NEAR, ASKED_FAR = 2 << 10, 16  # bytes of them, or rows, to ask for at each of 16 keys

@@ -2,7 +2,8 @@
 
 Queries stand in vector lanes. A tile of scores is kept transposed, s[key, query], so that a row of K or V
 is read as it lies in memory, one broadcast number at a time; the softmax over keys runs down the rows of s
-without a horizontal step; and a mask is a comparison of lanes. Only q enters and out leaves transposed.
+without a horizontal step; and a mask is a comparison of lanes. Only q enters and out leaves transposed, and
+out as rows where one block of keys is all.
 """
 
 from __future__ import annotations
