@@ -61,6 +61,7 @@ class Config:
     rows: int = 0
     short: str = ""  # "forward" or "backward" of `short.py`
     is_narrow: bool = False  # not the widest vectors
+    key_block: int = 0  # keys of a block, where not the kernel's usual number
     pieces: int = (
         0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
     )

@@ -23,6 +23,7 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 CUT_FEWEST = {torch.float32: (192, 128, 24), torch.float16: (32, 32, 1)}
 # Queries of float32 where all sequences together have fewer heads than so many: threads cut the same keys.
 FEW_HEADS = {4: 448, 8: 256}
+KEY_BLOCK = 128  # of the forward in vectors; a call of up to twice as many keys has one block of them
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
 NARROW_WORK = 1 << 14  # multiply-adds of a product
@@ -63,7 +64,9 @@ def is_short(problem: AttentionProblem) -> bool:
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    return _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
+    config = _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
+    is_one_block = not config.pieces and KEY_BLOCK < problem.seqlen_k <= 2 * KEY_BLOCK
+    return replace(config, key_block=2 * KEY_BLOCK) if is_one_block else config
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:

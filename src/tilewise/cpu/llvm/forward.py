@@ -25,6 +25,7 @@ from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
 from tilewise.cpu.llvm.compile import Target
+from tilewise.cpu.llvm.configs import KEY_BLOCK
 from tilewise.cpu.llvm.control import claim, either, loop, unless, when
 from tilewise.cpu.llvm.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
@@ -79,7 +80,7 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "forward"
-    key_blocks: KeyBlocks = ((128, 128),)  # all keys of a short call, whose output comes as rows
+    key_blocks: KeyBlocks = ((KEY_BLOCK, KEY_BLOCK),)  # all keys of a short call, whose output comes as rows
     most_tiles = 16  # tiles that share one converted K/V block
     unit = 1.0  # of scores and their maximum
     has_rows = True  # out of one block of keys comes as rows, which need not be transposed

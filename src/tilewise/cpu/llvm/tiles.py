@@ -36,6 +36,7 @@ from tilewise.cpu.llvm.vector import (
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
+LONG_BLOCK = 128  # and where it is not
 INF = math.inf
 KeyBlocks = tuple[tuple[int, int], ...]  # by pieces, from 0: keys of a block, head sizes under 128 and over
 Grid = list[list[Var]]  # accumulators [rows][vectors]
@@ -55,7 +56,7 @@ class Shape:
         step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         sizes = key_blocks[min(config.pieces, len(key_blocks) - 1)]
-        self.block_k = sizes[self.pad_v >= 128]
+        self.block_k = config.key_block or sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
         self.depth = min(4, self.lanes)
         if not config.short:
@@ -202,6 +203,10 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
         half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
         first = outer_sums(shape, rows, vectors, half, a, b)
         return added(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
+    if not isinstance(n, int) and shape.block_k > LONG_BLOCK and shape.config.kind == "f32":
+        first = _chained_sums(shape, rows, vectors, minimum(n, LONG_BLOCK), a, b)
+        a, b = a.at(0, LONG_BLOCK), b.at(LONG_BLOCK, 0)
+        return added(first, _chained_sums(shape, rows, vectors, n - LONG_BLOCK, a, b))
     return _chained_sums(shape, rows, vectors, n, a, b)
 
 
