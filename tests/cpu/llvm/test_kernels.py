@@ -82,6 +82,22 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     assert ("forward", pieces) in cut and (("backward", pieces) in cut or cases[0].problem.is_paged)
 
 
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
+@pytest.mark.parametrize(("heads", "fewest"), [(2, 448), (4, 256), (8, 192)])
+def test_float32_is_cut_from_so_many_queries_on(heads, fewest):
+    for seqlen, pieces in ((fewest - 1, 0), (fewest, 3)):
+        inputs = qkv(1, seqlen, seqlen, heads, heads, 64)
+        problem = describe(inputs, Options())
+        assert configs.forward_config(problem, inputs).pieces == pieces
+        assert configs.backward_config(problem, inputs).pieces == pieces
+
+
+@pytest.mark.parametrize(("seqlen_k", "key_block"), [(128, 0), (129, 256), (256, 256), (257, 0)])
+def test_all_keys_of_a_short_forward_are_one_block(seqlen_k, key_block):
+    inputs = qkv(1, 60, seqlen_k, 2, 2, 64)
+    assert configs.forward_config(describe(inputs, Options()), inputs).key_block == key_block
+
+
 def test_random_problems_have_dropout():
     for group in (DROPOUT_GROUP, *BFLOAT16_GROUPS[:1]):
         assert random_cases.draw(group * random_cases.CASES_A_KERNEL).options.dropout_p > 0
@@ -503,7 +519,7 @@ def test_threads_of_one_process_may_call_at_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_calls_with_infinite_numbers_are_what_vectors_make_of_them(dtype, monkeypatch):
     """With tile registers such a call is done again, in vectors; a finite one after it is not."""
-    finite = [torch.randn(1, 300, 2, 40).to(dtype) for _ in range(4)]
+    finite = [torch.randn(1, 300, 8, 40).to(dtype) for _ in range(4)]
     infinite = [t.clone() for t in finite]
     infinite[2][0, 33, 1, 5] = float("inf")
 
@@ -528,7 +544,7 @@ def test_calls_with_infinite_numbers_are_what_vectors_make_of_them(dtype, monkey
 @pytest.mark.parametrize(("size", "scale"), [(1e-36, None), (1.0, 10.0)])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(100, 300), (200, 200)])
 def test_tiny_numbers_and_large_scores(seqlen_q, seqlen_k, size, scale):
-    inputs = qkv(1, seqlen_q, seqlen_k, 4, 4, 64)
+    inputs = qkv(1, seqlen_q, seqlen_k, 8, 8, 64)
     inputs.value.mul_(size)
-    dout, dlse = torch.randn_like(inputs.query), torch.zeros(1, 4, seqlen_q)
+    dout, dlse = torch.randn_like(inputs.query), torch.zeros(1, 8, seqlen_q)
     assert not random_cases.check(random_cases.Case(0, inputs, Options(scale=scale), dout, dlse))

@@ -21,8 +21,8 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (192, 128, 24), torch.float16: (32, 32, 1)}
-# Queries of float32 where all sequences together have fewer heads than so many: threads cut the same keys.
-FEW_HEADS = {4: 448, 8: 256}
+# With fewer heads in all float32 wants so many times the queries, 448 and 256: threads cut the same keys.
+FEW_HEADS = {4: 7 / 3, 8: 4 / 3}
 KEY_BLOCK = 128  # of the forward in vectors; a call of up to twice as many keys has one block of them
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
@@ -80,7 +80,7 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
         queries, keys, window = CUT_FEWEST[problem.dtype]
         heads = problem.batch * problem.num_heads
         if problem.dtype == torch.float32:
-            queries = next((most for below, most in FEW_HEADS.items() if heads < below), queries)
+            queries *= next((times for fewer, times in FEW_HEADS.items() if heads < fewer), 1)
         seen = problem.visibility()
         is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
         is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide
