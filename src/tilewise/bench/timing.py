@@ -98,7 +98,7 @@ class CudaStopwatch(Stopwatch):
 
     def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        if count > 1:  # the host's caches are cold: it would be timed, up to 0.7 ms of a backward
+        if count > 1:  # the host has been at something else: a first backward took up to 0.8 ms more
             self.flush.zero_()
             call()
         for start, end in pairs:

@@ -13,7 +13,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
             dq_t += k^T ds_t; or, no other keys to see, dq = ds k            [head_dim, block_q]
-            dv   += p_t do;            dk += ds_t q
+            dv   += p_t do;            dk += ds_t q       (no other queries to see: written at once)
         dq of the tile += dq_t, after the previous block of keys has added its own
 
 Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
@@ -70,7 +70,7 @@ class BackwardKernel(WholeRows):
 
     name = "backward"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
-    has_rows = True  # dq of queries that see the keys of one step alone comes as rows, not transposed
+    has_rows = True  # gradients that one step or one tile has alone are written as rows: see whole_rows
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any

@@ -77,6 +77,7 @@ def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = T
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
+        queries: float
         queries, keys, window = CUT_FEWEST[problem.dtype]
         heads = problem.batch * problem.num_heads
         if problem.dtype == torch.float32:
