@@ -1,7 +1,7 @@
 """Forward attention on the CPU: O = softmax(S) V tile by tile, as machine code.
 
-A work item is one head and `tiles` tiles of queries. For each block of keys (128, or all of up to 256), K and V are
-converted once and all tiles of the item use them:
+A work item is one head and `tiles` tiles of queries. For each block of keys (128, or all of up to
+256), K and V are converted once and all tiles of the item use them:
 
     for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
     for each block of keys:                                   k, v converted     [block_k, head_dim]
