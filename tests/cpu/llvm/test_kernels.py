@@ -35,6 +35,7 @@ from tilewise.cpu.llvm import compile as kernels
 from tilewise.cpu.llvm.arguments import GIVEN_BACKWARD, Config, EntryConfig
 from tilewise.dropout import keep_mask
 from tilewise.problem import Inputs, Options, describe
+from tilewise.testing import check_attention
 
 HERE = Path(__file__).parent
 DEFAULT_ISA = getattr(kernels.target(), "isa", "")
@@ -66,7 +67,7 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
     monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1, 1)))
     monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
-    monkeypatch.setattr(configs, "is_decoding", lambda problem: False)
+    monkeypatch.setattr(configs, "_has_few_rows", lambda problem, most: False)
     cut, load = set(), kernels.load
     for module in (plans, backward_plan):
         monkeypatch.setattr(
@@ -83,19 +84,70 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
 
 
 @pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
-@pytest.mark.parametrize(("heads", "fewest"), [(2, 448), (4, 256), (8, 192)])
-def test_float32_is_cut_from_so_many_queries_on(heads, fewest):
-    for seqlen, pieces in ((fewest - 1, 0), (fewest, 3)):
-        inputs = qkv(1, seqlen, seqlen, heads, heads, 64)
-        problem = describe(inputs, Options())
-        assert configs.forward_config(problem, inputs).pieces == pieces
-        assert configs.backward_config(problem, inputs).pieces == pieces
+@pytest.mark.parametrize(("seqlen", "pieces"), [(208, 0), (209, 3)])
+def test_float32_is_cut_from_so_many_queries_on(seqlen, pieces):
+    inputs = qkv(1, seqlen, seqlen, 2, 2, 64)
+    problem = describe(inputs, Options())
+    assert configs.forward_config(problem, inputs).pieces == pieces
+    assert configs.backward_config(problem, inputs).pieces == pieces
 
 
 @pytest.mark.parametrize(("seqlen_k", "key_block"), [(128, 0), (129, 256), (256, 256), (257, 0)])
 def test_all_keys_of_a_short_forward_are_one_block(seqlen_k, key_block):
     inputs = qkv(1, 60, seqlen_k, 2, 2, 64)
     assert configs.forward_config(describe(inputs, Options()), inputs).key_block == key_block
+
+
+@pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("seqlen_k", "dim", "key_block"),
+    [(128, 64, 128), (129, 64, 0), (128, 128, 128), (129, 128, 256), (256, 128, 256), (257, 128, 0)],
+)
+def test_tile_registers_turn_few_weights_instead_of_values(seqlen_k, dim, key_block, dtype):
+    inputs = qkv(1, 60, seqlen_k, 2, 2, dim, dtype)
+    config = configs.forward_config(describe(inputs, Options()), inputs)
+    assert config.has_amx and config.key_block == key_block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (40, 3)}, {"sinks": torch.tensor([0.5, -1.0])}, {}], ids=str
+)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 70), (17, 128), (97, 97), (209, 133), (100, 250)])
+def test_one_block_of_keys_meets_the_error_budget(seqlen_q, seqlen_k, options, dtype):
+    """Queries left over for one, two and three vectors; some that see no key."""
+    inputs = qkv(2, seqlen_q, seqlen_k, 2, 1, 136, dtype)
+    check_attention(*inputs[:3], backend="llvm", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.4])}, {}], ids=str
+)
+@pytest.mark.parametrize(("seqlen_q", "kv_heads"), [(9, 4), (13, 4), (17, 4), (24, 4), (25, 4), (5, 1)])
+def test_a_backward_of_few_queries_takes_the_softmax_again(seqlen_q, kv_heads, options, dtype):
+    inputs = qkv(2, seqlen_q, 30, 4, kv_heads, 72, dtype)
+    assert configs.recomputes(describe(inputs, Options())) == (seqlen_q < 25)
+    check_attention(*inputs[:3], backend="llvm", **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "threads", "is_causal", "tiles"),
+    [
+        (2, 2, False, 6),  # whole heads: nothing is converted twice
+        (2, 2, True, 6),
+        (1, 2, False, 3),
+        (1, 2, True, 1),  # later queries see more keys
+        (3, 2, False, 3),
+        (1, 1, True, 6),
+        (64, 2, False, 6),
+    ],
+)
+def test_tiles_of_an_item(heads, threads, is_causal, tiles):
+    facts = {"most_tiles": 16, "tile_bytes": 1 << 10, "converting": 8, "block_q": 48}
+    assert plans._tiles_per_item(6, heads, threads, is_causal, facts) == tiles
+    assert plans._tiles_per_item(0, heads, threads, is_causal, facts) == 1
 
 
 def test_random_problems_have_dropout():

@@ -175,7 +175,7 @@ class BackwardKernel(WholeRows):
                 self.add_query_gradients(j, end)
         with either(self.sees_one_tile(head, j0)) as (alone, among):
             with alone:
-                self.write_key_gradients(head, j0, j, end)
+                self.write_key_gradients(head, q0, j0, j, end)
             with among:
                 self.add_key_gradients(j, end)
 

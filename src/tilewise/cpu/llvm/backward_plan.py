@@ -18,7 +18,7 @@ from tilewise.cpu.llvm.configs import (
     backward_config,
     decode_backward_config,
     is_decoding,
-    is_short,
+    recomputes,
     short_config,
 )
 from tilewise.cpu.llvm.plans import (
@@ -35,6 +35,7 @@ from tilewise.cpu.llvm.plans import (
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
+FEWEST_KEYS = 128  # of an item: each converts all queries anew
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 put_addresses_backward = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
@@ -56,7 +57,7 @@ class BackwardPlan(Plan):
         self.dbias_dtype = _dbias_dtype(problem, inputs)
         dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
         self.has_few_rows = is_decoding(problem)
-        if is_short(problem):
+        if recomputes(problem):
             self.kernel = load("short", short_config(problem, inputs, "backward"))
         elif self.has_few_rows:
             self.kernel = load("decode_backward", decode_backward_config(problem, inputs))
@@ -80,7 +81,7 @@ class BackwardPlan(Plan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
-        if self.has_few_rows and not is_short(problem):  # keys that no query sees are left out
+        if self.has_few_rows and not recomputes(problem):  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         self.dlse_bytes = math.prod(lse_shape(problem, inputs)) * problem.compute_dtype.itemsize
         self.strides: tuple[Any, ...] = ()  # of out and dout in the last call
@@ -90,8 +91,8 @@ class BackwardPlan(Plan):
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
         split = facts["key_block"]
-        while split > BLOCK_K and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
-            split = max(BLOCK_K, split // 2 // BLOCK_K * BLOCK_K)
+        while split > FEWEST_KEYS and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
+            split = max(FEWEST_KEYS, split // 2 // BLOCK_K * BLOCK_K)
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
         item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
         self.items, self.lengths = self.owners * splits // item_heads, (seqlen_q, seqlen_k)

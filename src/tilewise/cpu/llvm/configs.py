@@ -13,31 +13,34 @@ from tilewise.problem import AttentionProblem, Inputs
 
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
-VECTOR_SPEED = {3: 1.0, 2: 0.93, 1: 0.7}
+VECTOR_SPEED = {1: 0.7, 2: 0.93, 3: 1.0}
 # query vectors of a tile with tile registers, by pieces
 AMX_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
 AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
-CUT_FEWEST = {torch.float32: (192, 128, 24), torch.float16: (32, 32, 1)}
-# With fewer heads in all float32 wants so many times the queries, 448 and 256: threads cut the same keys.
-FEW_HEADS = {4: 7 / 3, 8: 4 / 3}
+CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
 KEY_BLOCK = 128  # of the forward in vectors; a call of up to twice as many keys has one block of them
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
+RECOMPUTED_ROWS = 24  # at most: of a backward that takes the softmax again
 NARROW_WORK = 1 << 14  # multiply-adds of a product
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
 def is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
-        return False
     most = 12 if problem.seqlen_k < 512 else 16
     if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
         most = 6 if has_amx(problem) else 8
-    return 0 < problem.seqlen_q * problem.group_size <= min(DECODE_ROWS, most * problem.group_size)
+    return _has_few_rows(problem, DECODE_ROWS) and problem.seqlen_q <= most
+
+
+def _has_few_rows(problem: AttentionProblem, most: int) -> bool:
+    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
+        return False
+    return 0 < problem.seqlen_q * problem.group_size <= most
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
@@ -57,16 +60,25 @@ def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> C
     return replace(decode_config(problem, inputs), pieces=0, short=direction, is_narrow=is_narrow)
 
 
-def is_short(problem: AttentionProblem) -> bool:
+def recomputes(problem: AttentionProblem) -> bool:
     """A few queries and keys that are all at hand at once: the backward then needs neither out nor lse."""
     is_plain = not (problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged)
-    return problem.seqlen_k <= SHORT_KEYS and is_plain and is_decoding(problem)
+    return problem.seqlen_k <= SHORT_KEYS and is_plain and _has_few_rows(problem, RECOMPUTED_ROWS)
+
+
+def is_short(problem: AttentionProblem) -> bool:
+    """Whether the forward is also one of `short.py`."""
+    return recomputes(problem) and is_decoding(problem)
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     config = _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
-    is_one_block = not config.pieces and KEY_BLOCK < problem.seqlen_k <= 2 * KEY_BLOCK
-    return replace(config, key_block=2 * KEY_BLOCK) if is_one_block else config
+    keys = KEY_BLOCK if problem.seqlen_k <= KEY_BLOCK else 2 * KEY_BLOCK
+    if config.pieces:  # with small heads it costs less to turn V around than P
+        is_one_block = problem.seqlen_k <= min(keys, 2 * problem.head_dim_v) and not problem.has_packed_keys
+    else:
+        is_one_block = KEY_BLOCK < problem.seqlen_k <= keys
+    return replace(config, key_block=keys) if is_one_block else config
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
@@ -77,11 +89,7 @@ def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = T
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
-        queries: float
         queries, keys, window = CUT_FEWEST[problem.dtype]
-        heads = problem.batch * problem.num_heads
-        if problem.dtype == torch.float32:
-            queries *= next((times for fewer, times in FEW_HEADS.items() if heads < fewer), 1)
         seen = problem.visibility()
         is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
         is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide
@@ -124,10 +132,13 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
 
 
 def _vectors(problem: AttentionProblem) -> int:
-    """Query vectors of a tile: 3, or fewer where that leaves fewer lanes empty."""
-    lanes, seqlen_q = current_target().vector_bytes // problem.compute_dtype.itemsize, problem.seqlen_q
+    """Query vectors of a tile: 3, of which the last may have fewer, or fewer where that takes less time."""
+    lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
+    all_vectors = -(-problem.seqlen_q // lanes)
 
-    def speed(vectors: int) -> float:
-        return VECTOR_SPEED[vectors] / (-(-seqlen_q // (vectors * lanes)) * vectors)
+    def time(vectors: int) -> float:
+        tiles, rest = divmod(all_vectors, vectors)
+        last = rest if vectors == 3 else vectors
+        return tiles * vectors / VECTOR_SPEED[vectors] + (last / VECTOR_SPEED[last] if rest else 0.0)
 
-    return max(VECTOR_SPEED, key=speed) if seqlen_q else 3
+    return min(VECTOR_SPEED, key=time) if all_vectors else 3

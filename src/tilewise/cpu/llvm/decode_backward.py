@@ -17,7 +17,6 @@ splits, which depend on the problem alone: the same bits on any number of thread
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import add
 
 from tilewise.cpu.llvm.arguments import Config
@@ -26,7 +25,7 @@ from tilewise.cpu.llvm.compile import Target
 from tilewise.cpu.llvm.control import claim, either, loop, wait_until, when
 from tilewise.cpu.llvm.decode import DecodeKernel
 from tilewise.cpu.llvm.lanes import across
-from tilewise.cpu.llvm.memory import Ptr, Rows, prefetch_row
+from tilewise.cpu.llvm.memory import Rows, prefetch_row
 from tilewise.cpu.llvm.numerics import exp, exp_of_difference
 from tilewise.cpu.llvm.splits import ITEM_HEADS, Block
 from tilewise.cpu.llvm.tiles import (
@@ -38,10 +37,10 @@ from tilewise.cpu.llvm.tiles import (
     load_rows,
     outer_sums,
     round_up,
+    store_products,
     store_rows,
 )
 from tilewise.cpu.llvm.vector import (
-    Operand,
     Scalar,
     Value,
     Var,
@@ -54,6 +53,7 @@ from tilewise.cpu.llvm.vector import (
     select,
     splat,
 )
+from tilewise.cpu.llvm.whole_rows import scaled
 
 SPLIT_KEYS = 512  # at most
 HEIGHT = 4  # keys whose dk or dv is summed at once
@@ -226,28 +226,15 @@ class DecodeBackwardKernel(DecodeKernel):
                     add_to(shape, self.dq.at(r, column), part)
 
     def store_key_gradients(self, head: Head, j0: Scalar, n: Value) -> None:
-        """dv = p^T do, dk = ds^T q."""
-        scale, config = self.args.vector("scale", self.shape), self.config
-        self.store_outer(head.key_rows("dv", j0), n, self.p, self.do, self.dv, config.head_dim_v)
-        self.store_outer(head.key_rows("dk", j0), n, self.dp, self.q, self.dk, config.head_dim, scale)
-
-    def store_outer(
-        self, target: Callable[[Value], Ptr], n: Value, weights: Rows, rows: Rows, area: Rows, dim: int,
-        scale: Operand | float = 1.0,
-    ) -> None:  # fmt: skip
-        """target(j)[:dim] = scale * sum of weights[r, j] rows[r], j < n; through `area` if that is padded."""
-        shape, is_whole = self.shape, dim == area.stride
-        for c, count, vectors in lane_chunks(shape, area.stride, 4 if shape.rows == 8 else 3):
-            for j in loop(0, n, HEIGHT):
-                for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                    a, b = weights.at(0, j).T, rows.at(0, column)
-                    part = outer_sums(shape, HEIGHT, vectors, self.rows, a, b)
-                    for i in reversed(range(HEIGHT)):  # what is past the end is written over
-                        row = target(minimum(j + i, n - 1)) if is_whole else area[j + i, 0]
-                        for x, total in enumerate(part[i]):
-                            row[column][x * shape.lanes].store(total * scale)
-        if not is_whole:
-            store_rows(shape, target, area, n, dim)
+        """dv = p^T do, dk = scale * ds^T q."""
+        shape, config, scale = self.shape, self.config, self.args.vector("scale", self.shape)
+        step = HEIGHT, 4 if shape.rows == 8 else 3
+        for name, weights, rows, area, dim, factor in (
+            ("dv", self.p, self.do, self.dv, config.head_dim_v, shape.constant(1.0)),
+            ("dk", self.dp, self.q, self.dk, config.head_dim, scale),
+        ):
+            target = head.key_rows(name, j0)
+            store_products(shape, target, n, self.rows, weights, rows, area, dim, scaled(factor), step)
 
     def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
         """Add dq to the head's sum when `place` splits have; the last one writes dq."""

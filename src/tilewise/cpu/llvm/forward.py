@@ -20,7 +20,7 @@ in its item nor on which thread computes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewise.cpu.llvm.arguments import Config
@@ -40,6 +40,7 @@ from tilewise.cpu.llvm.tiles import (
     Shape,
     build_kernel,
     fitting,
+    heights,
     load_rows,
     narrowed,
     outer_sums,
@@ -82,6 +83,7 @@ class ForwardKernel:
     name = "forward"
     key_blocks: KeyBlocks = ((KEY_BLOCK, KEY_BLOCK),)  # all keys of a short call, whose output comes as rows
     most_tiles = 16  # tiles that share one converted K/V block
+    converting = 8  # K and V costs as much as so many queries
     unit = 1.0  # of scores and their maximum
     has_rows = True  # out of one block of keys comes as rows, which need not be transposed
     k: Any  # Rows; with tile registers, lists of their pieces
@@ -95,13 +97,16 @@ class ForwardKernel:
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.reserve(scratch)
         self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
+        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
         self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
 
     def facts(self) -> dict[str, int]:
-        return {"tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles}
+        return {
+            "tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles, "converting": self.converting,
+        }  # fmt: skip
 
     def reserve(self, scratch: Scratch) -> None:
         """Room for one block of keys."""
@@ -109,7 +114,6 @@ class ForwardKernel:
         self.k = scratch.rows(shape.block_k, shape.pad)
         self.v = scratch.rows(shape.block_k, shape.pad_v)
         self.p_t = scratch.rows(shape.block_k, shape.block_q)  # s_t until the exponential is taken
-        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
 
     def run(self) -> None:
         args, block_q, load_k = self.args, self.shape.block_q, self.load_k
@@ -182,14 +186,7 @@ class ForwardKernel:
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
-            if not self.has_rows:
-                self.add_values(tile, correction, first, n)
-                return
-            with either(self.sees_one_block(head, tile)) as (alone, among):
-                with alone:
-                    self.write_rows(head, tile, first, n)
-                with among:
-                    self.add_values(tile, correction, first, n)
+            self.take_values(head, tile, correction, first, n)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; the new running maximum."""
@@ -197,11 +194,11 @@ class ForwardKernel:
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         m_new = [Var(tile.m[0, c].load(shape.lanes)) for c in shape.columns()]
-        for j in loop(first, n, shape.rows):
+        for j, rows in heights(shape.rows, first, n):
             self.ask_for_keys(head, tile, j0 + self.load_k + j)
-            s = outer_sums(shape, shape.rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
+            s = outer_sums(shape, rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
             scores.apply(s, j)
-            for r in range(shape.rows):
+            for r in range(rows):
                 for v, c in enumerate(shape.columns()):
                     self.p_t.at(j, c)[r, 0].store(s[r][v])
                     m_new[v].set(maximum(m_new[v], s[r][v]))
@@ -236,6 +233,13 @@ class ForwardKernel:
                         cell.store(select(kept, cell.load(shape.lanes), 0.0))
         return l
 
+    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        with either(self.sees_one_block(head, tile)) as (alone, among):
+            with alone:
+                self.write_rows(head, tile, first, n)
+            with among:
+                self.add_values(tile, correction, first, n)
+
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""
         shape = self.shape
@@ -250,19 +254,24 @@ class ForwardKernel:
     def write_rows(self, head: Head, tile: Tile, first: Value, n: Value) -> None:
         """out = p v / l, head dimensions in lanes: the tile sees the keys [first, n) of the block alone."""
         shape = self.shape
-        for c in shape.columns():
+        divided = self.divider(tile)
+        target, rows = head.query_rows("out", tile.q0), minimum(head.seqlen_q - tile.q0, shape.width)
+        p_t, v, dim = self.p_t.at(first, 0), self.v.at(first, 0), shape.config.head_dim_v
+        area = Rows(self.rows.ptr, shape.pad_v)
+        store_products(shape, target, rows, n - first, p_t, v, area, dim, divided)
+
+    def divider(self, tile: Tile) -> Callable[[Value, Value], Value]:
+        """A function that divides what belongs to one of the tile's queries."""
+        for c in self.shape.columns():
             l, inverse = self.divide(tile, c)
             self.divisor[0, c].store(l)
             self.inverse[0, c].store(inverse)
 
         def divided(i: Value, x: Value) -> Value:
-            l, inverse = (area[0, i].splat(shape.lanes) for area in (self.divisor, self.inverse))
+            l, inverse = (area[0, i].splat(x.type.count) for area in (self.divisor, self.inverse))
             return quotient(x, l, inverse)
 
-        target, rows = head.query_rows("out", tile.q0), minimum(head.seqlen_q - tile.q0, shape.width)
-        p_t, v, dim = self.p_t.at(first, 0), self.v.at(first, 0), shape.config.head_dim_v
-        area = Rows(self.rows.ptr, shape.pad_v)
-        store_products(shape, target, rows, n - first, p_t, v, area, dim, divided)
+        return divided
 
     def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
         """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from tilewise.cpu.llvm.amx import (
+    LANES,
     TILE,
     cut,
     pair_rows,
@@ -34,7 +35,16 @@ from tilewise.cpu.llvm.lanes import any_lane
 from tilewise.cpu.llvm.memory import Rows
 from tilewise.cpu.llvm.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
 from tilewise.cpu.llvm.scores import TileScores
-from tilewise.cpu.llvm.tiles import INF, Grid, Head, Scratch, Shape, build_kernel, transpose_rows
+from tilewise.cpu.llvm.tiles import (
+    INF,
+    Grid,
+    Head,
+    Scratch,
+    Shape,
+    build_kernel,
+    pieces,
+    transpose_rows,
+)
 from tilewise.cpu.llvm.vector import (
     Operand,
     Value,
@@ -56,7 +66,8 @@ class AmxForwardKernel(ForwardKernel):
     # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
     key_blocks = (128, 128), (128, 256), (64, 128), (64, 256)
     has_rows = False
-    most_tiles = 32  # turning V around costs as much as 60 queries
+    most_tiles = 32
+    converting = 60
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
 
@@ -177,6 +188,9 @@ class AmxForwardKernel(ForwardKernel):
                         pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
                         p_t.at(j // 2, 0)[i // 2, c].store(pairs)
 
+    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        self.add_values(tile, correction, first, n)
+
     def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
         with when(any_of(c < 1.0 for c in correction)):
@@ -198,6 +212,7 @@ class CutForwardKernel(AmxForwardKernel):
     """
 
     key_share = 8  # as fast as a quarter, and less memory
+    converting = 24
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
@@ -226,6 +241,53 @@ class CutForwardKernel(AmxForwardKernel):
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t.at(d, 0)[r, c]
                     acc.store(fma(acc.load(shape.lanes), correction[v], self.pv[r, c].load(shape.lanes)))
+
+
+class OneBlockForwardKernel(AmxForwardKernel):
+    """All keys are in one block: P is turned around instead of V, and out comes as rows.
+
+    v   : pairs of v                                                             [block_k / 2, head_dim_v]
+    p   : rows of p                                                              [block_q, block_k]
+    out = p v / l
+    """
+
+    has_rows = True
+
+    def reserve(self, scratch: Scratch) -> None:
+        super().reserve(scratch)
+        shape = self.shape
+        self.load_k = shape.block_k
+        self.pairs = [scratch.rows(shape.block_k // 2, shape.pad_v) for _ in self.v]
+        self.p = [scratch.rows(TILE, shape.block_k, "i16") for _ in self.v]
+        self.out = scratch.rows(TILE, shape.pad_v)
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        config = self.shape.config
+        for j in loop(0, n, TILE):
+            k = [part.at(j, 0) for part in self.all_k]
+            self.take_rows(k, head.key_rows("k", j0 + j), n - j, TILE, config.head_dim)
+            self.take_rows(self.v, head.key_rows("v", j0 + j), n - j, TILE, config.head_dim_v)
+            for pairs, v in zip(self.pairs, self.v):
+                pair_rows(pairs.at(j // 2, 0), v, TILE)
+
+    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        """out = p v / l."""
+        shape, dim = self.shape, self.shape.config.head_dim_v
+        height = (n + (TILE - 1)) // TILE * LANES
+        for p, p_t in zip(self.p, self.p_t):
+            transpose_rows(shape, words(p), p_t, height, shape.block_q)
+        for c in loop(0, shape.pad_v, 2 * LANES):
+            v = [pairs.at(0, c) for pairs in self.pairs]
+            tile_sums(self.out.at(0, c), self.p, v, (first, n), 2, False)
+        target, divided = head.query_rows("out", tile.q0), self.divider(tile)
+        for i in loop(0, minimum(head.seqlen_q - tile.q0, shape.block_q)):
+            row = target(i)
+            for column, width in pieces(0, dim, shape.lanes):
+                row[column].store(divided(i, self.out[i, column].load(width)))
+
+
+class OneBlockCutForwardKernel(OneBlockForwardKernel, CutForwardKernel):
+    """Of float32 and float16."""
 
 
 def score_unit(config: Config) -> float:
@@ -270,4 +332,9 @@ def _store(rows: Rows, grid: Grid) -> None:
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """See `build_kernel`."""
-    return build_kernel(AmxForwardKernel if config.pieces == 1 else CutForwardKernel, config, target)
+    among, alone = (
+        (AmxForwardKernel, OneBlockForwardKernel)
+        if config.pieces == 1
+        else (CutForwardKernel, OneBlockCutForwardKernel)
+    )
+    return build_kernel(alone if config.key_block else among, config, target)

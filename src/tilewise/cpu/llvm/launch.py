@@ -95,7 +95,7 @@ def backward(
     return gradients
 
 
-recomputes = configs.is_short
+recomputes = configs.recomputes
 
 
 def repeatable_backward(

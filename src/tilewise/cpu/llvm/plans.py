@@ -231,7 +231,7 @@ class ForwardPlan(OutputPlan):
             return
         facts, heads = self.kernel.facts, self.problem.batch * self.problem.num_heads
         tiles_all = -(-seqlen_q // facts["block_q"])
-        tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, facts)
+        tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, self.problem.causal, facts)
         chunks = -(-tiles_all // tiles)
         self.items, self.seqlen_q = heads * chunks, seqlen_q
         self.threads = max(1, min(self.wanted_threads, self.items))
@@ -293,14 +293,23 @@ def rows_dense(t: Tensor) -> Tensor:
 put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 
-def _tiles_per_item(tiles_all: int, heads: int, threads: int, facts: dict[str, int]) -> int:
-    """As many tiles as share a K/V block well, fit the cache, and leave work for every thread."""
+def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, facts: dict[str, int]) -> int:
+    """As many tiles as share a K/V block well and fit the cache, in items that keep all threads at work."""
     cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
-    tiles = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
-    while tiles > 1 and threads > 1 and heads * -(-tiles_all // tiles) < 4 * threads:
-        tiles -= 1
-    chunks = max(1, -(-tiles_all // tiles))
-    return max(1, -(-tiles_all // chunks))  # of equal size
+    most = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
+    fewest_chunks = max(1, -(-tiles_all // most))
+
+    def time(chunks: int) -> float:
+        """At most, in tiles, where a thread that is free takes the next item."""
+        converting = facts["converting"] / facts["block_q"]
+        tiles, items = -(-tiles_all // chunks), heads * chunks
+        largest = tiles * (2 if is_causal and chunks > 1 else 1) + converting
+        is_even = items % threads == 0 and (chunks == 1 or not is_causal)
+        waiting = 0.0 if is_even else largest * (1 - 1 / threads)
+        return (heads * tiles_all + items * converting) / threads + waiting
+
+    most_chunks = max(fewest_chunks, min(tiles_all, 4 * threads))
+    return max(1, -(-tiles_all // min(range(fewest_chunks, most_chunks + 1), key=time)))
 
 
 def _out_layout(problem: AttentionProblem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

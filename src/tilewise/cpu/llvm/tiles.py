@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewise.cpu.llvm.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
 from tilewise.cpu.llvm.compile import Target
-from tilewise.cpu.llvm.control import either, loop
+from tilewise.cpu.llvm.control import either, loop, when
 from tilewise.cpu.llvm.lanes import transpose
 from tilewise.cpu.llvm.memory import Ptr, Rows
 from tilewise.cpu.llvm.vector import (
@@ -37,6 +37,7 @@ from tilewise.cpu.llvm.vector import (
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 LONG_BLOCK = 128  # and where it is not
+FEW_ROWS = 4  # a last step of so many takes half as long
 INF = math.inf
 KeyBlocks = tuple[tuple[int, int], ...]  # by pieces, from 0: keys of a block, head sizes under 128 and over
 Grid = list[list[Var]]  # accumulators [rows][vectors]
@@ -182,7 +183,7 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
 
 
 def transpose_rows(
-    shape: Shape, dst: Rows, src: Rows, count: int, width: Scalar, factor: Operand | None = None
+    shape: Shape, dst: Rows, src: Rows, count: Scalar, width: Scalar, factor: Operand | None = None
 ) -> None:
     """dst[c, r] = src[r, c] * factor for r < count, c < width; both multiples of the lanes."""
     lanes = shape.lanes
@@ -212,19 +213,21 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
 
 def store_products(
     shape: Shape, target: Callable[[Value], Ptr], count: Value, n: Scalar, weights_t: Rows, values: Rows,
-    area: Rows, dim: int, finish: Callable[[Value, Value], Value],
+    area: Rows, dim: int, finish: Callable[[Value, Value], Value], step: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """target(i)[:dim] = finish(i, sum over k < n of weights_t[k, i] values[k]), i < count.
 
-    Rows as they are stored: nothing to transpose. Through `area` if that is padded.
+    Rows as they are stored: nothing to transpose. Through `area` if that is padded. `step`: rows and
+    vectors that are summed at once, at most.
     """
     is_padded = dim != area.stride
-    for c, chunks, vectors in lane_chunks(shape, area.stride, 3):
-        for i in loop(0, count, shape.rows):
+    most_rows, most_vectors = step or (shape.rows, 3)
+    for c, chunks, vectors in lane_chunks(shape, area.stride, most_vectors):
+        for i, rows in heights(most_rows, 0, count):
             for column in loop(c, c + chunks * vectors * shape.lanes, vectors * shape.lanes):
                 a, b = weights_t.at(0, i).T, values.at(0, column)
-                sums = outer_sums(shape, shape.rows, vectors, n, a, b)
-                for r in reversed(range(shape.rows)):  # what is past the end is written over
+                sums = outer_sums(shape, rows, vectors, n, a, b)
+                for r in reversed(range(rows)):  # what is past the end is written over
                     row = area[i + r, 0] if is_padded else target(minimum(i + r, count - 1))
                     for x, total in enumerate(sums[r]):
                         row[column][x * shape.lanes].store(finish(i + r, Value(total.raw)))
@@ -250,6 +253,18 @@ def _chained_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: 
                 for v in range(vectors):
                     acc[r][v].set(fma(a_rk, b_k[v], acc[r][v]))
     return acc
+
+
+def heights(rows: int, start: Scalar, stop: Value) -> Iterator[tuple[Value, int]]:
+    """Go from start to stop in steps of so many rows; where no more than 4 are left, of 4."""
+    if rows <= FEW_ROWS:
+        yield from ((i, rows) for i in loop(start, stop, rows))
+        return
+    whole = start + ((stop - start + (rows - FEW_ROWS - 1)) & -rows)
+    for i in loop(start, whole, rows):
+        yield i, rows
+    with when(whole < stop):
+        yield whole, FEW_ROWS
 
 
 def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
@@ -340,11 +355,12 @@ def narrowed(kernel: Any, vectors: int) -> Any:
     narrow = copy.copy(kernel)
     narrow.shape, narrow.scores = copy.copy(kernel.shape), copy.copy(kernel.scores)
     narrow.shape.vectors, narrow.scores.shape = vectors, narrow.shape
+    narrow.narrow = narrowed(kernel, vectors - 1) if vectors > 1 else None
     return narrow
 
 
 def fitting(kernel: Any, head: Head, q0: Scalar) -> Iterator[Any]:
-    """The kernel for the tile at q0: itself, or in a branch `narrow` where its last vector is empty."""
+    """The kernel for the tile at q0: itself, or in a branch the `narrow` one that leaves no vector empty."""
     if kernel.narrow is None:
         yield kernel
         return
@@ -352,7 +368,7 @@ def fitting(kernel: Any, head: Head, q0: Scalar) -> Iterator[Any]:
         with wide:
             yield kernel
         with narrow:
-            yield kernel.narrow
+            yield from fitting(kernel.narrow, head, q0)
 
 
 def share_of(part: Value, parts: Value, count: int) -> tuple[Value, Value]:

@@ -106,16 +106,17 @@ class WholeRows:
         ds_t, k, dim = self.ds_t, self.k.at(j, 0), self.config.head_dim
         store_products(shape, target, rows, end, ds_t, k, self.dq, dim, scaled(scale))
 
-    def write_key_gradients(self, head: Head, j0: Value, j: Value, end: Value) -> None:
+    def write_key_gradients(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """dv = p_t do and dk = scale * ds_t q, where no other queries see these keys."""
         shape, config = self.shape, self.config
         inverse_keep = self.dropout.inverse_keep if self.dropout else shape.constant(1.0)
+        queries = minimum(head.seqlen_q - q0, shape.width)
         for name, weights, rows, area, dim, factor in (
             ("dv", self.kept_t, self.do, self.dv, config.head_dim_v, inverse_keep),
             ("dk", self.ds_t, self.q, self.dk, config.head_dim, self.dk_scale()),
         ):
             target, own = head.key_rows(name, j0 + j), area.at(j, 0)
-            store_products(shape, target, end, shape.width, weights.T, rows, own, dim, scaled(factor))
+            store_products(shape, target, end, queries, weights.T, rows, own, dim, scaled(factor))
 
 
 def scaled(factor: Operand) -> Callable[[Value, Value], Value]:
