@@ -35,7 +35,7 @@ from tilewise.cpu.llvm.plans import (
 from tilewise.problem import AttentionProblem, Gradients, Inputs
 
 WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
-FEWEST_KEYS = 128  # of an item: each converts all queries anew
+KEYS_OF_ITEM = 128  # at least, or nearly: each item converts all queries anew
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 put_addresses_backward = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
@@ -90,9 +90,9 @@ class BackwardPlan(Plan):
     def cut(self, seqlen_q: int, seqlen_k: int) -> None:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
-        split = facts["key_block"]
-        while split > FEWEST_KEYS and self.owners * -(-seqlen_k // split) < WANTED_ITEMS:
-            split = max(FEWEST_KEYS, split // 2 // BLOCK_K * BLOCK_K)
+        wanted = min(-(-WANTED_ITEMS // max(1, self.owners)), round(seqlen_k / KEYS_OF_ITEM))
+        split = seqlen_k / max(1, wanted, -(-seqlen_k // facts["key_block"]))
+        split = max(1, math.ceil(split / BLOCK_K)) * BLOCK_K
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
         item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
         self.items, self.lengths = self.owners * splits // item_heads, (seqlen_q, seqlen_k)

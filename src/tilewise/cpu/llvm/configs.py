@@ -71,8 +71,10 @@ def is_short(problem: AttentionProblem) -> bool:
     return recomputes(problem) and is_decoding(problem)
 
 
-def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    config = _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut))
+def forward_config(
+    problem: AttentionProblem, inputs: Inputs, may_cut: bool = True, threads: int = 1
+) -> Config:
+    config = _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut), threads)
     keys = KEY_BLOCK if problem.seqlen_k <= KEY_BLOCK else 2 * KEY_BLOCK
     if config.pieces:  # with small heads it costs less to turn V around than P
         is_one_block = problem.seqlen_k <= min(keys, 2 * problem.head_dim_v) and not problem.has_packed_keys
@@ -98,11 +100,15 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
 
 
 def _tile_config(
-    problem: AttentionProblem, inputs: Inputs, amx_vectors: Mapping[int, tuple[int, ...]], pieces: int
+    problem: AttentionProblem,
+    inputs: Inputs,
+    amx_vectors: Mapping[int, tuple[int, ...]],
+    pieces: int,
+    threads: int = 1,
 ) -> Config:
     """Of a kernel whose tiles of queries are as wide as suits their number."""
     if not pieces:
-        return _config(problem, inputs, _vectors(problem))
+        return _config(problem, inputs, _vectors(problem, threads))
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
     wide_enough = (v for v in amx_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
     return _config(problem, inputs, next(wide_enough, amx_vectors[pieces][-1]), pieces)
@@ -131,14 +137,21 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
     )
 
 
-def _vectors(problem: AttentionProblem) -> int:
-    """Query vectors of a tile: 3, of which the last may have fewer, or fewer where that takes less time."""
+def _vectors(problem: AttentionProblem, threads: int) -> int:
+    """Query vectors of a tile: 3, of which the last may have fewer, or fewer where that takes less time.
+
+    Threads may share the tiles of a head. The width of a tile changes no bit of its rows.
+    """
+    heads = problem.batch * problem.num_heads
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
     all_vectors = -(-problem.seqlen_q // lanes)
 
     def time(vectors: int) -> float:
         tiles, rest = divmod(all_vectors, vectors)
         last = rest if vectors == 3 else vectors
-        return tiles * vectors / VECTOR_SPEED[vectors] + (last / VECTOR_SPEED[last] if rest else 0.0)
+        one_tile = vectors / VECTOR_SPEED[vectors]
+        one_head = tiles * one_tile + (last / VECTOR_SPEED[last] if rest else 0.0)
+        is_even = heads % threads == 0 or (rest == 0 and heads * tiles % threads == 0)
+        return heads * one_head / threads + (0.0 if is_even else one_tile * (1 - 1 / threads))
 
     return min(VECTOR_SPEED, key=time) if all_vectors else 3

@@ -222,8 +222,8 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, threads: int, may_cut: bool = True) -> None:
         super().__init__(problem, inputs)
-        self.kernel = load("forward", forward_config(problem, inputs, may_cut))
         self.wanted_threads, self.seqlen_q = self.worth(threads), -1
+        self.kernel = load("forward", forward_config(problem, inputs, may_cut, self.wanted_threads))
         self.cut(problem.seqlen_q)
 
     def cut(self, seqlen_q: int) -> None:
