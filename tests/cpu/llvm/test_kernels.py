@@ -385,6 +385,18 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("window", [(None, None), (60, 30), (150, 0)])
+@pytest.mark.parametrize(("heads", "seqlen_k"), [(1, 128), (3, 128), (1, 200), (3, 300)])
+def test_tiles_as_wide_as_suits_the_threads_give_the_same_bits(heads, seqlen_k, window):
+    inputs = qkv(1, 128, seqlen_k, heads, heads, 64, torch.float32)
+    problem = describe(inputs, Options(window_left=window[0], window_right=window[1]))
+    results = [plans.ForwardPlan(problem, inputs, threads)(inputs) for threads in (1, 2, 5)]
+    widths = {configs.forward_config(problem, inputs, threads=threads).vectors for threads in (1, 2)}
+    assert widths == {2, 3} or kernels.current_target().vector_bytes < 64
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seqlen_q", [1, 70, 140])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

@@ -61,10 +61,9 @@ class Config:
     rows: int = 0
     short: str = ""  # "forward" or "backward" of `short.py`
     is_narrow: bool = False  # not the widest vectors
-    key_block: int = 0  # keys of a block, where not the kernel's usual number
-    pieces: int = (
-        0  # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
-    )
+    key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
+    # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    pieces: int = 0
 
     @property
     def has_amx(self) -> bool:

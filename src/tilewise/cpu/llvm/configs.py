@@ -78,8 +78,8 @@ def forward_config(
     keys = KEY_BLOCK if problem.seqlen_k <= KEY_BLOCK else 2 * KEY_BLOCK
     if config.pieces:  # with small heads it costs less to turn V around than P
         is_one_block = problem.seqlen_k <= min(keys, 2 * problem.head_dim_v) and not problem.has_packed_keys
-    else:
-        is_one_block = KEY_BLOCK < problem.seqlen_k <= keys
+    else:  # summed as two chains from the first key that a tile sees: the same one for tiles of any width
+        is_one_block = KEY_BLOCK < problem.seqlen_k <= keys and problem.visibility().left is None
     return replace(config, key_block=keys) if is_one_block else config
 
 
