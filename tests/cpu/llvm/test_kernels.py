@@ -385,6 +385,14 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
             assert torch.equal(a, b)
 
 
+def test_queries_that_are_not_worth_a_fork_are_one_tile():
+    inputs = qkv(1, 17, 17, 1, 1, 64)
+    lanes = kernels.current_target().vector_bytes // 4
+    assert configs.forward_config(describe(inputs, Options()), inputs, threads=2).vectors == min(
+        3, -(-17 // lanes)
+    )
+
+
 @pytest.mark.parametrize("window", [(None, None), (60, 30), (150, 0)])
 @pytest.mark.parametrize(("heads", "seqlen_k"), [(1, 128), (3, 128), (1, 200), (3, 300)])
 def test_tiles_as_wide_as_suits_the_threads_give_the_same_bits(heads, seqlen_k, window):

@@ -26,6 +26,7 @@ DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
 RECOMPUTED_ROWS = 24  # at most: of a backward that takes the softmax again
 NARROW_WORK = 1 << 14  # multiply-adds of a product
+FORK_WORK = 1 << 18  # multiply-adds in the time of a fork and a join
 AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -145,13 +146,17 @@ def _vectors(problem: AttentionProblem, threads: int) -> int:
     heads = problem.batch * problem.num_heads
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
     all_vectors = -(-problem.seqlen_q // lanes)
+    vector_work = lanes * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
 
     def time(vectors: int) -> float:
         tiles, rest = divmod(all_vectors, vectors)
         last = rest if vectors == 3 else vectors
         one_tile = vectors / VECTOR_SPEED[vectors]
         one_head = tiles * one_tile + (last / VECTOR_SPEED[last] if rest else 0.0)
-        is_even = heads % threads == 0 or (rest == 0 and heads * tiles % threads == 0)
-        return heads * one_head / threads + (0.0 if is_even else one_tile * (1 - 1 / threads))
+        used = min(threads, heads * -(-all_vectors // vectors))
+        is_even = heads % used == 0 or (rest == 0 and heads * tiles % used == 0)
+        waiting = 0.0 if is_even else one_tile * (1 - 1 / used)
+        forking = FORK_WORK / vector_work if used > 1 else 0.0
+        return heads * one_head / used + waiting + forking
 
-    return min(VECTOR_SPEED, key=time) if all_vectors else 3
+    return min(VECTOR_SPEED, key=time) if all_vectors and heads and vector_work else 3
