@@ -84,9 +84,9 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
 
 
 @pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
-@pytest.mark.parametrize(("seqlen", "pieces"), [(208, 0), (209, 3)])
-def test_float32_is_cut_from_so_many_queries_on(seqlen, pieces):
-    inputs = qkv(1, seqlen, seqlen, 2, 2, 64)
+@pytest.mark.parametrize(("heads", "seqlen", "pieces"), [(4, 208, 0), (4, 209, 3), (3, 417, 0), (3, 418, 3)])
+def test_float32_is_cut_from_so_many_queries_on(heads, seqlen, pieces):
+    inputs = qkv(1, seqlen, seqlen, heads, heads, 64)
     problem = describe(inputs, Options())
     assert configs.forward_config(problem, inputs).pieces == pieces
     assert configs.backward_config(problem, inputs).pieces == pieces
@@ -142,6 +142,7 @@ def test_a_backward_of_few_queries_takes_the_softmax_again(seqlen_q, kv_heads, o
         (3, 2, False, 3),
         (1, 1, True, 6),
         (64, 2, False, 6),
+        (16, 16, False, 1),  # one of many is always late
     ],
 )
 def test_tiles_of_an_item(heads, threads, is_causal, tiles):

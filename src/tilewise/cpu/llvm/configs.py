@@ -21,6 +21,7 @@ CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products i
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
+FEW_HEADS, FEW_HEADS_QUERIES = 4, 2  # fewer want twice as many queries: many threads would cut the same keys
 KEY_BLOCK = 128  # of the forward in vectors; a call of up to twice as many keys has one block of them
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
 SHORT_KEYS = 32  # at most
@@ -93,6 +94,8 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
         queries, keys, window = CUT_FEWEST[problem.dtype]
+        if problem.dtype == torch.float32 and problem.batch * problem.num_heads < FEW_HEADS:
+            queries *= FEW_HEADS_QUERIES
         seen = problem.visibility()
         is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
         is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide
@@ -138,6 +141,11 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
     )
 
 
+def waiting_share(threads: int, is_even: bool) -> float:
+    """How long a thread waits for the last one, in work items: many never run at one speed."""
+    return max(0.0, 1 - (2 if is_even else 1) / threads)
+
+
 def _vectors(problem: AttentionProblem, threads: int) -> int:
     """Query vectors of a tile: 3, of which the last may have fewer, or fewer where that takes less time.
 
@@ -155,7 +163,7 @@ def _vectors(problem: AttentionProblem, threads: int) -> int:
         one_head = tiles * one_tile + (last / VECTOR_SPEED[last] if rest else 0.0)
         used = min(threads, heads * -(-all_vectors // vectors))
         is_even = heads % used == 0 or (rest == 0 and heads * tiles % used == 0)
-        waiting = 0.0 if is_even else one_tile * (1 - 1 / used)
+        waiting = one_tile * waiting_share(used, is_even)
         forking = FORK_WORK / vector_work if used > 1 else 0.0
         return heads * one_head / used + waiting + forking
 

@@ -252,6 +252,7 @@ class OneBlockForwardKernel(AmxForwardKernel):
     """
 
     has_rows = True
+    converting = 24
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)

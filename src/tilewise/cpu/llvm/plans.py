@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.cpu.llvm import parallel
 from tilewise.cpu.llvm.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.llvm.compile import Kernel, current_target, load
-from tilewise.cpu.llvm.configs import decode_config, forward_config, short_config
+from tilewise.cpu.llvm.configs import decode_config, forward_config, short_config, waiting_share
 from tilewise.problem import AttentionProblem, Inputs
 
 CPU = torch.device("cpu")
@@ -305,8 +305,7 @@ def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, f
         tiles, items = -(-tiles_all // chunks), heads * chunks
         largest = tiles * (2 if is_causal and chunks > 1 else 1) + converting
         is_even = items % threads == 0 and (chunks == 1 or not is_causal)
-        waiting = 0.0 if is_even else largest * (1 - 1 / threads)
-        return (heads * tiles_all + items * converting) / threads + waiting
+        return (heads * tiles_all + items * converting) / threads + largest * waiting_share(threads, is_even)
 
     most_chunks = max(fewest_chunks, min(tiles_all, 4 * threads))
     return max(1, -(-tiles_all // min(range(fewest_chunks, most_chunks + 1), key=time)))
