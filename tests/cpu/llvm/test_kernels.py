@@ -114,7 +114,7 @@ def test_tile_registers_turn_few_weights_instead_of_values(seqlen_k, dim, key_bl
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"window": (40, 3)}, {"sinks": torch.tensor([0.5, -1.0])}, {}], ids=str
 )
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 70), (17, 128), (97, 97), (209, 133), (100, 250)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(15, 70), (17, 128), (97, 97), (209, 133), (100, 250)])
 def test_one_block_of_keys_meets_the_error_budget(seqlen_q, seqlen_k, options, dtype):
     """Queries left over for one, two and three vectors; some that see no key."""
     inputs = qkv(2, seqlen_q, seqlen_k, 2, 1, 136, dtype)
@@ -343,6 +343,20 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     assert report.is_within, report
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "dim"), [(13, 50, 12), (17, 50, 12), (40, 130, 12), (35, 300, 20)]
+)
+def test_tiles_with_vectors_as_short_as_neon(monkeypatch, dtype, seqlen_q, seqlen_k, dim):
+    """A step of 8 rows may be more than a tile has; with dim 12 it goes through scratch."""
+    machine = kernels.current_target()
+    monkeypatch.setattr(
+        kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16, rows=8)
+    )
+    check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm", causal=True)
+    check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm")
+
+
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
 def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):
     """Whether weights count from the largest score so far, or from one a little below it."""
@@ -401,7 +415,7 @@ def test_tiles_as_wide_as_suits_the_threads_give_the_same_bits(heads, seqlen_k, 
     problem = describe(inputs, Options(window_left=window[0], window_right=window[1]))
     results = [plans.ForwardPlan(problem, inputs, threads)(inputs) for threads in (1, 2, 5)]
     widths = {configs.forward_config(problem, inputs, threads=threads).vectors for threads in (1, 2)}
-    assert widths == {2, 3} or kernels.current_target().vector_bytes < 64
+    assert len(widths) == (2 if window == (None, None) else 1)  # other keys, whose NaN a tile shares
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 

@@ -86,7 +86,8 @@ class BackwardKernel(WholeRows):
         self.key_block = min(self.max_key_block, max(BLOCK_K, keys))
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
-        self.dq, self.dq_t = scratch.rows(shape.block_q, shape.pad), scratch.rows(shape.pad, shape.block_q)
+        self.dq = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad)
+        self.dq_t = scratch.rows(shape.pad, shape.block_q)
         self.lse, self.delta, self.dlse, self.norm = (scratch.rows(1, shape.block_q) for _ in range(4))
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None

@@ -80,8 +80,8 @@ def forward_config(
     keys = KEY_BLOCK if problem.seqlen_k <= KEY_BLOCK else 2 * KEY_BLOCK
     if config.pieces:  # with small heads it costs less to turn V around than P
         is_one_block = problem.seqlen_k <= min(keys, 2 * problem.head_dim_v) and not problem.has_packed_keys
-    else:  # summed as two chains from the first key that a tile sees: the same one for tiles of any width
-        is_one_block = KEY_BLOCK < problem.seqlen_k <= keys and problem.visibility().left is None
+    else:
+        is_one_block = KEY_BLOCK < problem.seqlen_k <= keys
     return replace(config, key_block=keys) if is_one_block else config
 
 
@@ -149,8 +149,11 @@ def waiting_share(threads: int, is_even: bool) -> float:
 def _vectors(problem: AttentionProblem, threads: int) -> int:
     """Query vectors of a tile: 3, of which the last may have fewer, or fewer where that takes less time.
 
-    Threads may share the tiles of a head. The width of a tile changes no bit of its rows.
+    Threads may share the tiles of a head. The width of a tile changes no bit of its rows where all of its
+    queries see the same keys; elsewhere it does not depend on the threads.
     """
+    seen = problem.visibility()
+    threads = threads if seen.left is None and seen.right is None else 1
     heads = problem.batch * problem.num_heads
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
     all_vectors = -(-problem.seqlen_q // lanes)

@@ -96,7 +96,8 @@ class ForwardKernel:
         self.load_k = shape.block_k  # keys that are converted together
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.reserve(scratch)
-        self.rows = scratch.rows(shape.block_q, max(shape.pad, shape.pad_v))  # q coming in, out leaving
+        height = round_up(shape.block_q, shape.rows)
+        self.rows = scratch.rows(height, max(shape.pad, shape.pad_v))  # q coming in, out leaving
         self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
