@@ -119,10 +119,9 @@ def _with_dense_rows(inputs: Inputs) -> Inputs:
 
 def _plan(make: Callable[..., Any], problem: AttentionProblem, inputs: tuple[Any, ...], *choices: Any) -> Any:
     threads = torch.get_num_threads()
-    q, k, v = inputs[:3]
-    # A plan keeps its problem alive, so no other problem can have the same id while the plan is here.
-    # Lengths besides: packed problems that are equal may have other totals, which a plan holds as a stride.
-    key = (make, id(problem), threads, q.shape[0], q.stride(), k.stride(), v.stride(), choices)
+    # All that a plan may read of tensors: equal problems may differ in any of it.
+    looks = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in inputs])
+    key = (make, problem, threads, looks, choices)
     plan = local.plans.get(key)
     if plan is None:
         if len(local.plans) >= KEPT_PLANS:
