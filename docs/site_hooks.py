@@ -1,6 +1,6 @@
 """What the site shows by reference: source code, sections of the README, results, the learn page.
 
-<!-- source: tilewise.cpu.tiled.online_softmax_step -->   a function or method, as it is in the tree
+<!-- source: tilewise.tiled.backend.online_softmax_step -->   a function or method, as it is in the tree
 <!-- readme: What it does not do -->                      a section of README.md
 <!-- results -->                                          every file of benchmarks/results/, as tables
     <!-- public names -->                                     the reference of everything in tilewise.__all__
@@ -30,7 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Pages and figures that are made, not written."""
     from mkdocs.structure.files import File
 
-    from tilewise.learn import page
+    from tilewise.lab.learn import page
 
     files.append(File.generated(config, "learn-page.html", content=page.build()))
     with tempfile.TemporaryDirectory() as folder:
@@ -41,10 +41,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 def draw(folder: Path) -> list[Path]:
     """Predicted against measured, and the roofline of an H200."""
-    from tilewise.learn import measured, plot
-    from tilewise.learn.cost_commands import costs
-    from tilewise.learn.io_model import BLOCKS, Shape
-    from tilewise.learn.machines import MACHINES
+    from tilewise.lab.learn import measured, plot
+    from tilewise.lab.learn.cost_commands import costs
+    from tilewise.lab.learn.io_model import BLOCKS, Shape
+    from tilewise.lab.learn.machines import MACHINES
 
     compared, roof = folder / "predicted-against-measured.svg", folder / "roofline.svg"
     plot.measured_over_predicted(measured.load_points(_gpu_results()), compared)
@@ -107,7 +107,7 @@ def readme_section(title: str) -> str:
 
 def tables() -> str:
     """Every result file as tables, the newest first."""
-    from tilewise.bench import report, results
+    from tilewise.lab.bench import report, results
 
     def made(path: Path) -> str:
         name = path.relative_to(RESULTS).as_posix()
@@ -135,7 +135,7 @@ def public_names() -> str:
 
 
 def _gpu_results() -> list[Path]:
-    from tilewise.bench import results
+    from tilewise.lab.bench import results
 
     found = sorted(RESULTS.rglob("*.json"))
     return [path for path in found if results.load(path)["device"]["type"] == "cuda"]

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewise
-from tilewise.demo.gpt import GPT, NUM_BYTES
-from tilewise.demo.scale import CPU, Scale
-from tilewise.pages import PADDING, PagedBatch
+from tilewise.cache.pages import PADDING, PagedBatch
+from tilewise.lab.demo.gpt import GPT, NUM_BYTES
+from tilewise.lab.demo.scale import CPU, Scale
 from tilewise.rotary import apply_rotary, rotary_tables
 
 # (layer, query, key, value) of packed tokens (total, heads, head_dim) -> (total, heads, head_dim)

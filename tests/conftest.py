@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tilewise import repeated_launch
-from tilewise.launch_plan import LaunchPlan
+from tilewise.gpu.launch import repeated_launch
+from tilewise.gpu.launch.launch_plan import LaunchPlan
 
 settings.register_profile(
     "tilewise",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import dispatch, reference
-from tilewise.problem import Inputs, Options, describe
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
 from tilewise.testing import check_attention, compare
 
 HEAD_DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (80, 80), (96, 96), (112, 112), (40, 40), (160, 160))

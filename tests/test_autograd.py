@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
-from tilewise.problem import Inputs, Options
+from tilewise.core.problem import Inputs, Options
 
 CASES = [
     {},

@@ -7,9 +7,9 @@ import torch
 
 import tilewise
 from tilewise import flash_attn
-from tilewise.problem import Inputs, Options, describe
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.values import check_values
 from tilewise.rotary import apply_rotary, rotary_tables
-from tilewise.values import check_values
 
 
 def x(*shape, dtype=torch.float32):
@@ -264,7 +264,7 @@ def test_offsets_on_a_gpu_are_read_again_only_if_something_changed(monkeypatch):
     """Reading them waits for the GPU. A problem says where it is; its tensors may be anywhere."""
     from dataclasses import replace
 
-    from tilewise import values
+    from tilewise.core import values
 
     q, k, starts = torch.ones(6, 2, 8), torch.ones(9, 2, 8), torch.tensor([0, 2, 6])
     ends = torch.tensor([0, 3, 9])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import autograd, reference
-from tilewise.problem import Inputs, Options
+from tilewise import reference
+from tilewise.autograd import functions as autograd
+from tilewise.core.problem import Inputs, Options
 from tilewise.testing import compare
 
 

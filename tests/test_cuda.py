@@ -10,7 +10,7 @@ from torch import library
 
 import tilewise
 from tilewise import flash_attn_3, reference
-from tilewise.problem import Inputs, Options
+from tilewise.core.problem import Inputs, Options
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -353,8 +353,8 @@ def test_tf32_is_close_and_ieee_exact():
 
 
 def test_nothing_compiles_after_a_warmup():
-    from tilewise.triton.backward import attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
-    from tilewise.triton.forward import attn_fwd_kernel
+    from tilewise.gpu.triton.backward import attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
+    from tilewise.gpu.triton.forward import attn_fwd_kernel
 
     def variants():
         kernels = (attn_fwd_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel)

@@ -157,7 +157,7 @@ def test_nothing_kept_holds_tensors(backend):
 @pytest.fixture
 def wholes(monkeypatch):
     """The cached calls that took the whole path."""
-    from tilewise import autograd
+    from tilewise.autograd import functions as autograd
 
     calls, attention = [], autograd.attention
     monkeypatch.setattr(autograd, "attention", lambda *call: calls.append(call) or attention(*call))

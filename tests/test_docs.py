@@ -81,18 +81,20 @@ def test_references_hold():
 def test_source_is_the_trees():
     import inspect
 
-    from tilewise.cpu import tiled
+    from tilewise.tiled import backend as tiled
 
     assert inspect.getsource(tiled.online_softmax_step).strip() in hooks.source(
-        "tilewise.cpu.tiled.online_softmax_step"
+        "tilewise.tiled.backend.online_softmax_step"
     )
-    method = hooks.source("tilewise.cpu.llvm.forward.ForwardKernel.attend")
+    method = hooks.source("tilewise.cpu.kernels.forward.ForwardKernel.attend")
     assert "\ndef attend(self" in method and "@gluon.jit\ndef mma_role(" in hooks.source(
-        "tilewise.hopper.forward.mma_role"
+        "tilewise.gpu.hopper.forward.kernel.mma_role"
     )
 
 
-@pytest.mark.parametrize("name", ["tilewise.cpu.tiled.no_such_step", "tilewise.no_such_module.f", "tilewise"])
+@pytest.mark.parametrize(
+    "name", ["tilewise.tiled.backend.no_such_step", "tilewise.no_such_module.f", "tilewise"]
+)
 def test_a_reference_to_nothing_fails(name):
     with pytest.raises(LookupError):
         hooks.source(name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.dropout import keep_mask, philox4x32
+from tilewise.core.dropout import keep_mask, philox4x32
 
 # Known-answer vectors of Philox4x32-10, from the Random123 distribution (kat_vectors).
 VECTORS = [

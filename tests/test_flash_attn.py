@@ -5,7 +5,7 @@ import torch
 
 import tilewise
 from tilewise import reference
-from tilewise.dropout import keep_mask
+from tilewise.core.dropout import keep_mask
 from tilewise.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tilewise import launch_plan as plan
-from tilewise.triton.arguments import Ragged, Rows
+from tilewise.gpu.launch import launch_plan as plan
+from tilewise.gpu.triton.arguments import Ragged, Rows
 
 
 class Recorder:

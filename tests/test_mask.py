@@ -1,10 +1,9 @@
 """Tile arithmetic against the definition, pair by pair."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from tilewise.mask import TileKind, Visibility
+from tilewise.core.mask import TileKind, Visibility
 
 bounds = st.one_of(st.none(), st.integers(0, 9))
 lengths = st.integers(0, 20)

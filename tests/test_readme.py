@@ -57,6 +57,6 @@ def test_wheel(tmp_path):
     subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("tilewise-*-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "tilewise/py.typed" in names and "tilewise/cpu/tiled.py" in names
-    assert "tilewise/learn/page/page.html" in names and "tilewise/learn/page/main.js" in names
+    assert "tilewise/py.typed" in names and "tilewise/tiled/backend.py" in names
+    assert "tilewise/lab/learn/page/page.html" in names and "tilewise/lab/learn/page/main.js" in names
     assert not any(name.startswith(("tests", "benchmarks")) for name in names)

@@ -42,7 +42,7 @@ def quick():
     q, k, v = qkv()
     for _ in range(3):
         tilewise.attention(q, k, v)
-    if not pytest.importorskip("tilewise.cpu.llvm.repeated")._fill_tensor():
+    if not pytest.importorskip("tilewise.cpu.host.repeated")._fill_tensor():
         pytest.skip("no quick way here")
     assert repeat._local.quick
     return q, k, v
@@ -173,7 +173,7 @@ def test_calls_that_take_turns_keep_their_signatures():
 
 
 def test_without_the_exchange_calls_are_found_by_their_signatures(monkeypatch):
-    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
+    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
     monkeypatch.setattr(repeated, "_fill_tensor", lambda: 0)
     q, k, v = qkv()
     outs = [tilewise.attention(q, k, v) for _ in range(4)]
@@ -181,7 +181,7 @@ def test_without_the_exchange_calls_are_found_by_their_signatures(monkeypatch):
 
 
 def test_only_an_exchange_that_fills_the_struct_is_used(monkeypatch):
-    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
+    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
     fill = repeated._fill_tensor.__wrapped__()
     if fill:
         assert repeated._fills_what_is_expected(fill)
@@ -260,8 +260,8 @@ def test_repeated_gradients_of_tensors_that_were_saved_elsewhere():
 @pytest.fixture
 def quick_gradients():
     """Leaves and dout of calls whose backward goes the quick way too, and their gradients."""
-    plans = pytest.importorskip("tilewise.cpu.llvm.plans")
-    repeated = pytest.importorskip("tilewise.cpu.llvm.repeated")
+    plans = pytest.importorskip("tilewise.cpu.host.plans")
+    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
     plans.local.quick_backwards.clear()
     leaves, dout = [t.requires_grad_() for t in qkv()], torch.randn(2, 5, 4, 16)
     for _ in range(4):

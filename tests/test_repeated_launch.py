@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import launch_plan
-from tilewise.problem import Inputs, Options, describe
-from tilewise.repeated_launch import repeatable
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.launch import launch_plan
+from tilewise.gpu.launch.repeated_launch import repeatable
 
 LEAST_ADDRESS = 1 << 22  # of a process; the other integers of these launches are smaller
 
@@ -128,10 +129,8 @@ def encoded(descriptor):
 def recorder(monkeypatch):
     pytest.importorskip("triton")
     recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
-    names = ("launch", "backward_launch", "backward_wide_launch")
-    modules = [
-        importlib.import_module(f"tilewise.hopper.{name}") for name in names
-    ]  # all before any is patched
+    names = ("forward.launch", "backward.launch", "backward.wide_launch")  # all before any is patched
+    modules = [importlib.import_module(f"tilewise.gpu.hopper.{name}") for name in names]
     monkeypatch.setattr(launch_plan, "_plans", {})
     monkeypatch.setattr(launch_plan, "start", recorder.start)
     monkeypatch.setattr(launch_plan, "bind", recorder.bind)
@@ -139,7 +138,7 @@ def recorder(monkeypatch):
     for module in modules:
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
         monkeypatch.setattr(module, "scheduler_counter", lambda device, number=0: counter, raising=False)
-    call = importlib.import_module("tilewise.triton.call")
+    call = importlib.import_module("tilewise.gpu.triton.call")
     monkeypatch.setattr(call, "gpu_capability", lambda device: (9, 0))
     call.table_tile.cache_clear()
     yield recorder
@@ -155,7 +154,7 @@ def recorder(monkeypatch):
     ids=["full", "causal", "window"],
 )
 def test_a_repeated_backward_launches_what_the_first_does(backend, layout, dims, options, recorder):
-    module = importlib.import_module(f"tilewise.{backend}.launch")
+    module = dispatch.load(backend)
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     shapes = (2, 100, 4, dims[0]), (2, 130, 2, dims[0]), (2, 130, 2, dims[1]), (2, 100, 4, dims[1])
 
@@ -195,7 +194,7 @@ def test_a_repeated_backward_launches_what_the_first_does(backend, layout, dims,
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
-    module = importlib.import_module(f"tilewise.{backend}.launch")
+    module = dispatch.load(backend)
 
     def draw():
         return torch.zeros(1, 300, 2, dim, dtype=torch.bfloat16)
@@ -217,7 +216,7 @@ def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
 @pytest.mark.parametrize("seqlen", [2000, 500])
 def test_pieces_lie_in_dq_where_they_fit(seqlen, recorder, monkeypatch):
     """Five of 64 KB, from 3 SMs that share 2 of 8 tiles of keys."""
-    from tilewise.hopper import backward_launch
+    from tilewise.gpu.hopper.backward import launch as backward_launch
 
     monkeypatch.setattr(backward_launch, "num_sms", lambda index: 3)
 
@@ -242,7 +241,7 @@ def test_pieces_lie_in_dq_where_they_fit(seqlen, recorder, monkeypatch):
 @pytest.mark.parametrize("precision", ["ieee", "fp8"])
 def test_packed_calls_of_other_lengths_are_planned_anew(precision, recorder):
     """As many sequences, which fill as many slots of 128 rows: their number is the kernel's argument."""
-    from tilewise.hopper import launch
+    from tilewise.gpu.hopper.forward import launch
 
     options = Options(max_seqlen_q=400, max_seqlen_k=400, precision=precision)
     for total in (700, 705, 690, 700):
@@ -256,7 +255,7 @@ def test_packed_calls_of_other_lengths_are_planned_anew(precision, recorder):
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(100, 100), (3, 2048)], ids=["many", "few"])
 def test_repeated_forwards_of_other_layouts_can_be_profiled(seqlen_q, seqlen_k, recorder, monkeypatch):
-    from tilewise.hopper import launch
+    from tilewise.gpu.hopper.forward import launch
 
     monkeypatch.setattr(launch.decode_launch, "is_faster", lambda problem: problem.seqlen_q < 16)
     q, k, v = (torch.zeros(2, n, 4, 64, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k, seqlen_k))
@@ -273,9 +272,12 @@ def test_repeated_forwards_of_other_layouts_can_be_profiled(seqlen_q, seqlen_k, 
 @pytest.fixture
 def cached(recorder, monkeypatch):
     """Cached calls take the Hopper kernels; how many took the whole path."""
-    from tilewise import autograd, cached_step, dispatch, repeat_cached
+    from tilewise import repeat_cached
+    from tilewise.autograd import functions as autograd
+    from tilewise.cache import step as cached_step
+    from tilewise.dispatch import choice as dispatch
+    from tilewise.gpu.triton import append
     from tilewise.integrations import kv_cache_call
-    from tilewise.triton import append
 
     wholes, attention = [], autograd.attention
     monkeypatch.setattr(autograd, "attention", lambda *call: wholes.append(call) or attention(*call))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise import tune
 from tilewise.cli import _app
-from tilewise.tuning_table import KernelTile, kernel_tile
+from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
+from tilewise.lab import tune
 
 H200_SHARED = 227 << 10
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import dispatch
+from tilewise.dispatch import choice as dispatch
 
 
 def test_forward_and_backward_are_called_and_nothing_else_changes(monkeypatch):

@@ -1,7 +1,7 @@
 """The public functions: defaults and layout, then one call down.
 
 Every face ends in `tilewise.autograd.attention(inputs, options, backend)`. What shapes mean and what is
-refused is decided in `tilewise.problem` and `checks`.
+refused is decided in `tilewise.core.problem` and `checks`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, repeat, repeat_cached
-from tilewise.cache import KVCache
-from tilewise.cached_step import Rotary, cached_step
-from tilewise.checks import check_number, check_tensors, shown
-from tilewise.paged_cache import PagedKVCache
-from tilewise.pages import PagedBatch
-from tilewise.problem import Inputs, Options, describe
+from tilewise import repeat, repeat_cached
+from tilewise.autograd import functions as autograd
+from tilewise.cache.contiguous import KVCache
+from tilewise.cache.paged import PagedKVCache
+from tilewise.cache.pages import PagedBatch
+from tilewise.cache.step import Rotary, cached_step
+from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)

@@ -28,11 +28,11 @@ def _app():  # type: ignore[no-untyped-def]
     def root() -> None:
         """Exact attention, tile by tile."""
 
-    from tilewise.bench.cli import app as bench_app
-    from tilewise.demo.command import demo
-    from tilewise.learn.command import fp8, learn, pipeline, trace
-    from tilewise.learn.cost_commands import io, kv_memory_command, roofline_command
-    from tilewise.tune import tune
+    from tilewise.lab.bench.cli import app as bench_app
+    from tilewise.lab.demo.command import demo
+    from tilewise.lab.learn.command import fp8, learn, pipeline, trace
+    from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
+    from tilewise.lab.tune import tune
 
     app.command()(demo)
     app.command()(learn)

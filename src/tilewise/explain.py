@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise import dispatch
 from tilewise.api import Window, canonical_inputs, window_bounds
+from tilewise.core.problem import AttentionProblem, Inputs, Options, describe, spans
+from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
-from tilewise.problem import AttentionProblem, Inputs, Options, describe, spans
-from tilewise.values import check_values
+from tilewise.dispatch import choice as dispatch
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, attention, attention_varlen, attention_with_cache, window_bounds
-from tilewise.cache import KVCache, check_sizes
-from tilewise.checks import check_number
-from tilewise.rotary import apply_rotary, rotary_tables
+from tilewise.cache.contiguous import KVCache, check_sizes
+from tilewise.core.checks import check_number
+from tilewise.core.rotary import apply_rotary, rotary_tables
 
 
 class FlashAttention(torch.nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.dropout import keep_mask
+from tilewise.core.dropout import keep_mask
 
 __all__ = ["ReferenceGradients", "attention", "attention_backward"]
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
-from tilewise import autograd, dispatch, ops
-from tilewise.eager import PLAIN_TYPES, is_plain_eager
-from tilewise.launch_plan import ALIGNMENT
-from tilewise.problem import Inputs, Options, describe
+from tilewise.autograd import functions as autograd, operators as ops
+from tilewise.core.eager import PLAIN_TYPES, is_plain_eager
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.launch.launch_plan import ALIGNMENT
 
 KEPT = 1024
 Run = Callable[[Tensor, Tensor, Tensor], Any]

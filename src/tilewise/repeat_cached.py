@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
-from tilewise.eager import PLAIN_TYPES, is_plain_eager
-from tilewise.launch_plan import ALIGNMENT
-from tilewise.problem import Inputs, Options, describe
-from tilewise.repeated_launch import Attend, CachedTensors
+from tilewise.core.eager import PLAIN_TYPES, is_plain_eager
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.launch.launch_plan import ALIGNMENT
+from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors
 
 KEPT = 4096
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
-from tilewise.checks import check_tensors
+from tilewise.core.checks import check_tensors
 
 
 def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, **options: Any) -> None:

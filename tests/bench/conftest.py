@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tilewise.bench.cases import Case
+from tilewise.lab.bench.cases import Case
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from tilewise.bench.cases import SUITES, Case, decode, dense, document_lengths, find_suite, packed
-from tilewise.bench.errors import BenchError
+from tilewise.lab.bench.cases import SUITES, Case, decode, dense, document_lengths, find_suite, packed
+from tilewise.lab.bench.errors import BenchError
 
 
 def all_cases(name: str, quick: bool) -> list[Case]:

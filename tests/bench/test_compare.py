@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.bench.cases import dense
-from tilewise.bench.compare import compare, summarize
-from tilewise.bench.errors import BenchError
+from tilewise.lab.bench.cases import dense
+from tilewise.lab.bench.compare import compare, summarize
+from tilewise.lab.bench.errors import BenchError
 
 CASE = dense("forward", "float32", 64, 1, 1, 1000)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.bench import gate
-from tilewise.bench.cases import Case, decode, dense, packed
-from tilewise.bench.inputs import Data
+from tilewise.lab.bench import gate
+from tilewise.lab.bench.cases import Case, decode, dense, packed
+from tilewise.lab.bench.inputs import Data
 
 CASES = [
     dense("forward", "float32", 32, 4, 2, 300, causal=True, num_kv_heads=2),

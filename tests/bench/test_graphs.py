@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.bench import run as runner
-from tilewise.bench.cases import SUITES, Suite, decode
-from tilewise.bench.errors import BenchError
-from tilewise.bench.graphs import MIN_CALLS, GraphStopwatch
-from tilewise.bench.run import Settings
 from tilewise.cli import _app
+from tilewise.lab.bench import run as runner
+from tilewise.lab.bench.cases import SUITES, Suite, decode
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.graphs import MIN_CALLS, GraphStopwatch
+from tilewise.lab.bench.run import Settings
 
 
 @pytest.fixture

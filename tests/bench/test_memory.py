@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tilewise.bench import memory
-from tilewise.bench.cases import decode, dense
-from tilewise.bench.errors import Refusal
-from tilewise.bench.inputs import Data
+from tilewise.lab.bench import memory
+from tilewise.lab.bench.cases import decode, dense
+from tilewise.lab.bench.errors import Refusal
+from tilewise.lab.bench.inputs import Data
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.bench import gate
-from tilewise.bench.cases import Case, decode, dense, packed
-from tilewise.bench.errors import BenchError, Refusal
-from tilewise.bench.external import FlashAttention2, FlashAttention3, FlashAttention4
-from tilewise.bench.inputs import Data
-from tilewise.bench.peers import all_peers, find_peers
+from tilewise.lab.bench import gate
+from tilewise.lab.bench.cases import Case, decode, dense, packed
+from tilewise.lab.bench.errors import BenchError, Refusal
+from tilewise.lab.bench.external import FlashAttention2, FlashAttention3, FlashAttention4
+from tilewise.lab.bench.inputs import Data
+from tilewise.lab.bench.peers import all_peers, find_peers
 
 PEERS = ["tilewise", "tilewise:tiled", "sdpa-flash", "sdpa-math", "standard"]
 CASES = [
@@ -95,7 +95,7 @@ def test_refusals_have_reasons(name, case, reason, monkeypatch):
 
 
 def test_standard_attention_refuses_what_does_not_fit(monkeypatch):
-    from tilewise.bench import torch_peers
+    from tilewise.lab.bench import torch_peers
 
     case = dense("forward", "float32", 16, 1, 1, 64)
     monkeypatch.setattr(torch_peers, "_free_bytes", lambda: 64 * 64 * 4 * 3.0)

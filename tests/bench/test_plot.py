@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.bench.cases import decode, dense
-from tilewise.bench.errors import BenchError
-from tilewise.bench.plot import plots
+from tilewise.lab.bench.cases import decode, dense
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.plot import plots
 
 pytest.importorskip("matplotlib")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import readme, results
-from tilewise.bench.cases import decode, dense
-from tilewise.bench.errors import BenchError
-from tilewise.bench.readme import README_BEGIN, README_END, readme_sources, update_readme
-from tilewise.bench.report import best_peer, recorded_mean, tables
+from tilewise.lab.bench import readme, results
+from tilewise.lab.bench.cases import decode, dense
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.readme import README_BEGIN, README_END, readme_sources, update_readme
+from tilewise.lab.bench.report import best_peer, recorded_mean, tables
 
 ROOT = Path(__file__).parents[2]
 SHORT = dense("forward", "float32", 64, 1, 1, 1000)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tilewise.bench import results
-from tilewise.bench.cases import dense
-from tilewise.bench.errors import BenchError
+from tilewise.lab.bench import results
+from tilewise.lab.bench.cases import dense
+from tilewise.lab.bench.errors import BenchError
 
 CASE = dense("forward", "float32", 16, 1, 1, 32)
 

@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from tilewise.bench import run as runner
-from tilewise.bench.cases import SUITES, Suite, dense
-from tilewise.bench.errors import BenchError, Refusal
-from tilewise.bench.peer import Peer, Prepared
-from tilewise.bench.run import Settings
-from tilewise.bench.timing import CpuStopwatch
+from tilewise.lab.bench import run as runner
+from tilewise.lab.bench.cases import SUITES, Suite, dense
+from tilewise.lab.bench.errors import BenchError, Refusal
+from tilewise.lab.bench.peer import Peer, Prepared
+from tilewise.lab.bench.run import Settings
+from tilewise.lab.bench.timing import CpuStopwatch
 
 CASE = dense("forward", "float32", 16, 1, 1, 32)
 

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from tilewise.bench.timing import CpuStopwatch, CudaStopwatch
+from tilewise.lab.bench.timing import CpuStopwatch, CudaStopwatch
 
 
 def test_cpu_samples_are_seconds_of_one_call(monkeypatch):

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import tilewise
 from tilewise import cli
-from tilewise.demo import findings, generate, lengths, memory, report, run, text, train
-from tilewise.demo.methods import METHODS, SDPA, STANDARD, TILEWISE, standard
-from tilewise.demo.scale import CPU, CUDA, QUICK
+from tilewise.lab.demo import findings, generate, lengths, memory, report, run, text, train
+from tilewise.lab.demo.methods import METHODS, SDPA, STANDARD, TILEWISE, standard
+from tilewise.lab.demo.scale import CPU, CUDA, QUICK
 
 DEVICE = torch.device("cpu")
 

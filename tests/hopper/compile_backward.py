@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.hopper import backward_launch, backward_wide_launch, launch
-from tilewise.problem import Options, describe
+from tilewise.core.problem import Options, describe
+from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch as backward_wide_launch
+from tilewise.gpu.hopper.forward import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows

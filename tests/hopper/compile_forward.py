@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.hopper import launch
-from tilewise.problem import Options, describe
+from tilewise.core.problem import Options, describe
+from tilewise.gpu.hopper.forward import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows

@@ -15,10 +15,16 @@ import torch
 
 emulator.install()
 
-from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import backward_launch, backward_slim, backward_wide_launch, launch  # noqa: E402
-from tilewise.hopper.launch import LOG2_E  # noqa: E402
-from tilewise.problem import Inputs, Options, describe  # noqa: E402
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.backward import (
+    launch as backward_launch,
+    slim as backward_slim,
+    wide_launch as backward_wide_launch,
+)
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper.forward.launch import LOG2_E
+from tilewise.gpu.launch import launch_plan
 
 PROGRAMS = 3  # as many as there are SMs
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
@@ -209,7 +215,7 @@ def sequences(cu_seqlens: torch.Tensor | None, seqlen: int, block: int) -> list[
 
 def main() -> None:
     kernels = types.SimpleNamespace(attn_bwd_prepare_kernel=prepare, attn_bwd_finish_kernel=finish)
-    sys.modules["tilewise.hopper.backward_rows"] = kernels  # type: ignore[assignment]
+    sys.modules["tilewise.gpu.hopper.backward.rows"] = kernels  # type: ignore[assignment]
     launch_plan.start = start
     for module in (backward_launch, backward_wide_launch, launch):
         module.num_sms = lambda index: PROGRAMS

@@ -14,9 +14,15 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import decode_launch, decode_mla_launch, decode_plan, launch  # noqa: E402
-from tilewise.problem import Inputs, Options, describe  # noqa: E402
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.decode import (
+    launch as decode_launch,
+    mla_launch as decode_mla_launch,
+    plan as decode_plan,
+)
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.launch import launch_plan
 
 NAN = float("nan")
 LENGTHS = [300, 0, 1, 517, 64]

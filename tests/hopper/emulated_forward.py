@@ -15,9 +15,10 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from tilewise import launch_plan, reference  # noqa: E402
-from tilewise.hopper import launch  # noqa: E402
-from tilewise.problem import Inputs, Options, describe  # noqa: E402
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.launch import launch_plan
 
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
 CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {

@@ -16,13 +16,14 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from fp8_slots import exact_of_rounded, in_slots  # noqa: E402
+from fp8_slots import exact_of_rounded, in_slots
 
-from tilewise import launch_plan  # noqa: E402
-from tilewise.cpu import tiled  # noqa: E402
-from tilewise.hopper import fp8_launch, launch  # noqa: E402
-from tilewise.problem import Inputs, Options, describe  # noqa: E402
-from tilewise.testing import compare  # noqa: E402
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper.fp8 import launch as fp8_launch
+from tilewise.gpu.launch import launch_plan
+from tilewise.testing import compare
+from tilewise.tiled import backend as tiled
 
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
 CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {

@@ -13,9 +13,10 @@ import emulator
 import torch
 from emulated_decode import NAN, in_pages  # which installs the emulator
 
-from tilewise import launch_plan, reference
-from tilewise.hopper import launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.launch import launch_plan
 
 LENGTHS = [300, 0, 1, 517, 130]
 # name: queries (of all sequences, or a list: packed), heads, key heads, head sizes, page size, options

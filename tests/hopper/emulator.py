@@ -1,6 +1,6 @@
 """Run the source of the Hopper kernels on the CPU: roles are threads, shared memory starts as NaN.
 
-`install` puts a module of stand-ins in the place of `tilewise.hopper.compat`, so it needs no triton and
+`install` puts a module of stand-ins in the place of `gpu.hopper.common.compat`, so it needs no triton and
 belongs in a process of its own. What a stand-in models:
 
     mbarriers       counts, bytes and phases; a wait that nobody ends raises after TIMEOUT
@@ -358,7 +358,7 @@ def run_grid(kernel: Any, num_programs: int, *args: Any) -> None:
 
 
 def start(launched: Any, num_programs: int) -> None:
-    """Run what `tilewise.launch_plan.start` would launch on a GPU."""
+    """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
         tiled, other, order, first_tile, batch, seqlen_q, rows, has_offsets = launched.arguments
         order.copy_(torch.argsort(other.diff() if has_offsets else other, descending=True, stable=True))
@@ -449,7 +449,7 @@ def _layout(*_: Any, **__: Any) -> None:
 
 
 def install() -> None:
-    """Stand in for `tilewise.hopper.compat` in this process."""
+    """Stand in for `tilewise.gpu.hopper.common.compat` in this process."""
     _layout.get_default_for = _layout  # type: ignore[attr-defined]
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
@@ -470,7 +470,7 @@ def install() -> None:
         DistributedLinearLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=_layout,
         SharedLinearLayout=_layout,
     )  # fmt: skip
-    compat = types.ModuleType("tilewise.hopper.compat")
+    compat = types.ModuleType("tilewise.gpu.hopper.common.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=dataclass,
         HOLDS_NEXT_S=True, TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
@@ -490,4 +490,4 @@ def install() -> None:
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),
     )  # fmt: skip
-    sys.modules["tilewise.hopper.compat"] = compat
+    sys.modules["tilewise.gpu.hopper.common.compat"] = compat

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise import fp8, reference
-from tilewise.hopper.fp8_launch import Rounded
-from tilewise.problem import AttentionProblem, Inputs, spans
+from tilewise.core.problem import AttentionProblem, Inputs, spans
+from tilewise.gpu.hopper.fp8.launch import Rounded
 
 
 def stored_keys() -> Tensor:

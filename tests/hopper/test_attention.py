@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import reference
-from tilewise.hopper.launch import MANY_ROWS
+from tilewise.gpu.hopper.forward.launch import MANY_ROWS
 from tilewise.testing import check_attention, compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

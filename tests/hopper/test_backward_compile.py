@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.hopper.backward_launch import backward_config, divide, section
-from tilewise.problem import Inputs, Options, describe
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.backward.launch import backward_config, divide, section
 
 pytest.importorskip("triton")
 

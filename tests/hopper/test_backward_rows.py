@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("block_m", "block_d", "dim"), [(64, 128, 128), (128, 64, 40), (64, 128, 96)])
 def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bool):
-    from tilewise.hopper import backward_rows
+    from tilewise.gpu.hopper.backward import rows as backward_rows
 
     starts = [0, 70, 70, 200, 205] if is_packed else [0, 205]
     lead, heads, batch, total = (() if is_packed else (2,)), 2, len(starts) - 1 if is_packed else 2, 205
@@ -73,7 +73,7 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
 
     Or the first seven, of all heads, in that many parts each.
     """
-    from tilewise.hopper import backward_rows
+    from tilewise.gpu.hopper.backward import rows as backward_rows
 
     batch, kv_heads, group_size, tiles_q, key_tiles, border, seqlen_k = 2, 2, 2, 3, 3, 7, 300
     slots = batch * kv_heads
@@ -110,7 +110,7 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
 
 def test_dq_that_holds_pieces_is_written_after_they_are_merged():
     """Five pieces in 320 rows of dq: the first sequence, and the first tiles of the second one."""
-    from tilewise.hopper import backward_rows
+    from tilewise.gpu.hopper.backward import rows as backward_rows
 
     batch, heads, seqlen_q, seqlen_k, dim, tiles_q = 3, 4, 200, 100, 64, 2
     num_tiles = batch * heads * tiles_q

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise import KVCache, attention_with_cache, reference
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.flash_attn import flash_attn_with_kvcache
-from tilewise.hopper import decode_launch
-from tilewise.hopper.arguments import DecodeConfig
-from tilewise.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.common.arguments import DecodeConfig
+from tilewise.gpu.hopper.decode import launch as decode_launch
 from tilewise.testing import compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.hopper import decode_launch, decode_mla_launch
-from tilewise.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
 
 
 def cached(

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import KVCache, PagedKVCache, attention_with_cache, dispatch, reference
-from tilewise.hopper import decode_mla_launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.hopper.decode import mla_launch as decode_mla_launch
 from tilewise.testing import compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

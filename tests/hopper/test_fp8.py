@@ -17,9 +17,9 @@ from torch import Tensor
 
 import tilewise
 from tilewise import fp8
-from tilewise.cpu import tiled
-from tilewise.problem import Inputs, Options, describe
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.testing import compare
+from tilewise.tiled import backend as tiled
 
 sys.path.insert(0, str(Path(__file__).parent))
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -34,7 +34,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def hold(inputs: Inputs, **options: Any) -> None:
     from fp8_slots import exact_of_rounded, lse_of_torch_products
 
-    from tilewise.hopper import launch
+    from tilewise.gpu.hopper.forward import launch
 
     problem = describe(inputs, Options(**options, precision="fp8"))
     assert launch.supports(problem) is None
@@ -101,7 +101,7 @@ def test_blocks_work_through_many_tiles():
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_rounded_as_defined(dim: int):
-    from tilewise.hopper import fp8_launch
+    from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
     x = draw(2, 384, 3, dim)
     problem = describe(Inputs(x, x, x), Options(precision="fp8"))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import KVCache, PagedKVCache, attention_with_cache, dispatch, reference
+from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
 from tilewise.flash_attn import flash_attn_with_kvcache
-from tilewise.hopper import launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.forward import launch
 from tilewise.testing import compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.hopper import launch
+    from tilewise.gpu.hopper.forward import launch
 
     monkeypatch.setattr(launch, "num_sms", lambda index: 2)  # so that a program has several slots
 
@@ -25,7 +25,7 @@ STARTS = [0, 100, 100, 250, 500]
 
 
 def problem_of(t: torch.Tensor, cu_seqlens: torch.Tensor | None):
-    from tilewise.problem import Inputs, Options, describe
+    from tilewise.core.problem import Inputs, Options, describe
 
     inputs = Inputs(t, t, t, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     return describe(inputs, Options(precision="fp8"))
@@ -50,7 +50,7 @@ def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
 def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
     from fp8_slots import in_slots
 
-    from tilewise.hopper import fp8_launch
+    from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
     t, cu_seqlens = draw(dim, is_packed)
     found = fp8_launch.round_tensor(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
@@ -60,7 +60,7 @@ def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
 
 
 def test_what_is_not_finite_has_a_factor_of_nan():
-    from tilewise.hopper import fp8_launch
+    from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
     t = torch.ones(1, 512, 1, 64).half()
     t[0, 5], t[0, 130, 0, 3], t[0, 256:384] = float("nan"), float("inf"), 0

@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from tilewise import launch_plan
-from tilewise.launch_plan import Launch
-from tilewise.triton.arguments import Ragged, Rows
+from tilewise.gpu.launch import launch_plan
+from tilewise.gpu.launch.launch_plan import Launch
+from tilewise.gpu.triton.arguments import Ragged, Rows
 
 BYTES = {"i1": 1, "i32": 4, "i64": 8, "fp32": 4}
 

@@ -6,7 +6,7 @@ import base64
 import importlib.util
 import shutil
 
-from tilewise.learn import page
+from tilewise.lab.learn import page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import browser
 
-from tilewise.learn import page
+from tilewise.lab.learn import page
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
-from tilewise.learn import io_model
-from tilewise.learn.io_model import Shape
-from tilewise.learn.machines import human_bytes
-from tilewise.learn.pipeline import Pipeline
+from tilewise.lab.learn import io_model
+from tilewise.lab.learn.io_model import Shape
+from tilewise.lab.learn.machines import human_bytes
+from tilewise.lab.learn.pipeline import Pipeline
 
 H200 = Path(__file__).parents[2] / "benchmarks/results/h200-peers-quick-2026-11-21.json"
 

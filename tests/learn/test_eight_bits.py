@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import fp8
 from tilewise.cli import _app
-from tilewise.learn import eight_bits
+from tilewise.lab.learn import eight_bits
 
 NODE = shutil.which("node")
 
@@ -24,7 +24,7 @@ def javascript(code: str, *arguments):
     """What `code` returns in Node, with the page's fp8.js at hand."""
     if NODE is None:
         pytest.skip("no node here")
-    source = (resources.files("tilewise.learn") / "page" / "fp8.js").read_text()
+    source = (resources.files("tilewise.lab.learn") / "page" / "fp8.js").read_text()
     call = f"((...given) => {{ {code} }})(...{json.dumps(arguments)})"
     script = f"{source}\nconsole.log(JSON.stringify({call}));"
     run = subprocess.run(

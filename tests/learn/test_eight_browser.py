@@ -7,7 +7,7 @@ import torch
 from browser import as_text
 
 from tilewise import fp8
-from tilewise.learn import eight_bits, page
+from tilewise.lab.learn import eight_bits, page
 
 
 def as_numbers(cells: list[str]) -> list[float]:

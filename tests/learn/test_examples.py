@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from tilewise.lab.learn.examples import EXAMPLES, naive_softmax, weight_update
 from tilewise.learn import trace
-from tilewise.learn.examples import EXAMPLES, naive_softmax, weight_update
 
 ALL_WAYS = [(order, normalize) for order in trace.ORDERS for normalize in trace.NORMALIZE]
 

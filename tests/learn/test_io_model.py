@@ -11,10 +11,11 @@ import simulator
 import torch
 
 from tilewise import reference
-from tilewise.learn import io_model, trace
-from tilewise.learn.io_model import Shape
-from tilewise.learn.records import BlockSizes
-from tilewise.mask import Visibility
+from tilewise.core.mask import Visibility
+from tilewise.lab.learn import io_model
+from tilewise.lab.learn.io_model import Shape
+from tilewise.lab.learn.records import BlockSizes
+from tilewise.learn import trace
 
 COUNTS = ("once_bytes", "fast_read", "fast_written", "matmul_flops", "vector_flops", "special_ops")
 

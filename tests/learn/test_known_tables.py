@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from tilewise.learn import io_model, kv_memory, roofline
-from tilewise.learn.io_model import Shape
-from tilewise.learn.machines import MACHINES, MIB
+from tilewise.lab.learn import io_model, kv_memory, roofline
+from tilewise.lab.learn.io_model import Shape
+from tilewise.lab.learn.machines import MACHINES, MIB
 
 KIB, GIB = 1024, 1024**3
 A100, H100 = MACHINES["A100"], MACHINES["H100"]

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.learn import kv_memory
-from tilewise.learn.kv_memory import MODELS, Model, Paging
+from tilewise.lab.learn import kv_memory
+from tilewise.lab.learn.kv_memory import MODELS, Model, Paging
 
 
 def test_cache_adds_up_layer_by_layer():

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
-from tilewise.learn import io_model, kv_memory, page
-from tilewise.learn.io_model import Shape
-from tilewise.learn.machines import MACHINES
+from tilewise.lab.learn import io_model, kv_memory, page
+from tilewise.lab.learn.io_model import Shape
+from tilewise.lab.learn.machines import MACHINES
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_needs_nothing_else(html):
 
 
 def test_every_module_is_in_the_page_after_those_it_imports():
-    folder = resources.files("tilewise.learn") / "page"
+    folder = resources.files("tilewise.lab.learn") / "page"
     present = {item.name.removesuffix(".js") for item in folder.iterdir() if item.name.endswith(".js")}
     assert present == set(page.SCRIPTS)
     for n, name in enumerate(page.SCRIPTS):

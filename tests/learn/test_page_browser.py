@@ -11,10 +11,11 @@ import pytest
 import torch
 from browser import as_text, wait
 
-from tilewise.learn import kv_memory, page, trace
-from tilewise.learn.examples import EXAMPLES, naive_softmax
-from tilewise.learn.machines import MACHINES
-from tilewise.learn.pipeline import Pipeline
+from tilewise.lab.learn import kv_memory, page
+from tilewise.lab.learn.examples import EXAMPLES, naive_softmax
+from tilewise.lab.learn.machines import MACHINES
+from tilewise.lab.learn.pipeline import Pipeline
+from tilewise.learn import trace
 
 if browser.unavailable():
     pytest.skip(browser.unavailable(), allow_module_level=True)
@@ -404,7 +405,7 @@ def test_cache_sizes(shown):
 
 
 def decimal_bytes(count: int) -> str:
-    from tilewise.learn.machines import human_bytes
+    from tilewise.lab.learn.machines import human_bytes
 
     return human_bytes(count)
 

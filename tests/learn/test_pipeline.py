@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from tilewise.learn.machines import MACHINES
-from tilewise.learn.pipeline import Pipeline, Span, Timeline
+from tilewise.lab.learn.machines import MACHINES
+from tilewise.lab.learn.pipeline import Pipeline, Span, Timeline
 
 VARIANTS = [
     Pipeline(head_dim, block_n, warpgroups, stages, overlap, ping_pong, key_tiles)
@@ -103,8 +103,8 @@ def test_durations_come_from_the_machine():
 def test_the_kernels_configuration(head_dim):
     import torch
 
-    from tilewise.hopper.launch import forward_config
-    from tilewise.problem import Inputs, Options, describe
+    from tilewise.core.problem import Inputs, Options, describe
+    from tilewise.gpu.hopper.forward.launch import forward_config
 
     x = torch.empty(2, 8192, 16, head_dim, dtype=torch.bfloat16, device="meta")
     config = forward_config(describe(Inputs(x, x, x), Options()))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import cases, results
-from tilewise.bench.errors import BenchError
-from tilewise.learn import io_model, machines, measured, plot, roofline
-from tilewise.learn.io_model import Shape
-from tilewise.learn.machines import MACHINES
+from tilewise.lab.bench import cases, results
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.learn import io_model, machines, measured, plot, roofline
+from tilewise.lab.learn.io_model import Shape
+from tilewise.lab.learn.machines import MACHINES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

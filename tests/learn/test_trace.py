@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.cpu import tiled, tiles
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.learn import trace
-from tilewise.plan import TileConfig
-from tilewise.problem import Inputs, Options, describe
+from tilewise.tiled import backend as tiled, tiles
+from tilewise.tiled.config import TileConfig
 
 ALL_WAYS = list(itertools.product(trace.ORDERS, trace.NORMALIZE))
 # seqlen_q, seqlen_k, block_q, block_k, causal: blocks that divide and that do not, ragged, one, larger

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
-from tilewise.learn.examples import EXAMPLES
+from tilewise.lab.learn.examples import EXAMPLES
 
 
 def run(*arguments: str) -> str:

@@ -22,9 +22,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise import launch_plan
-from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import backward, call, forward, launch, launch_decode
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.launch import launch_plan
+from tilewise.gpu.triton import backward, call, forward, launch, launch_decode
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tilewise.problem import Inputs, Options, describe
-from tilewise.triton import launch
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.triton import launch
 
 PAGE = mmap.PAGESIZE
 HEADS, DIM = 2, 16

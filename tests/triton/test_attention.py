@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import dispatch, reference
-from tilewise.dropout import keep_mask
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
-from tilewise.values import check_values
+from tilewise import reference
+from tilewise.core.dropout import keep_mask
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
+from tilewise.core.values import check_values
+from tilewise.dispatch import choice as dispatch
 
 pytest.importorskip("triton")
 
@@ -23,9 +24,9 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from tilewise.triton import launch  # noqa: E402
-from tilewise.triton.call import Call, Results, launchable  # noqa: E402
-from tilewise.tuning_table import KernelTile  # noqa: E402
+from tilewise.gpu.triton import launch  # noqa: E402
+from tilewise.gpu.triton.call import Call, Results, launchable  # noqa: E402
+from tilewise.gpu.triton.tuning_table import KernelTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 LONG, LONGER = (21, 37) if IS_INTERPRETED else (301, 458)
@@ -440,8 +441,8 @@ def test_float64_and_page_gradients_are_refused_by_name():
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="compilation")
 def test_a_new_length_runs_what_is_already_compiled():
-    from tilewise.triton.backward import attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
-    from tilewise.triton.forward import attn_fwd_kernel
+    from tilewise.gpu.triton.backward import attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
+    from tilewise.gpu.triton.forward import attn_fwd_kernel
 
     def variants() -> list[int]:
         kernels = (attn_fwd_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel)

@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
+from tilewise.core.problem import Inputs
 from tilewise.integrations import chunks
-from tilewise.problem import Inputs
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -63,7 +63,7 @@ def test_packed(batch, chunk):
 
     Several numbers of pieces one after another: nothing of an earlier launch may stay but its kernel.
     """
-    from tilewise.triton.chunks import packed_starts
+    from tilewise.gpu.triton.chunks import packed_starts
 
     for spare in (5, 0, 2 * batch, 1):
         counts = torch.randint(0, 14, (2, batch)) * torch.randint(0, 2, (2, batch))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import PagedKVCache, reference
-from tilewise.problem import Inputs, Options, describe
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
 
@@ -23,9 +23,9 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from tilewise.triton import launch, launch_decode  # noqa: E402
-from tilewise.triton.append import Tokens, append  # noqa: E402
-from tilewise.tuning_table import DecodeTile  # noqa: E402
+from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
+from tilewise.gpu.triton.append import Tokens, append  # noqa: E402
+from tilewise.gpu.triton.tuning_table import DecodeTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 # The interpreter's products are wrong in bfloat16.

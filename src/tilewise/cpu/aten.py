@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -60,7 +60,7 @@ def _has_fast_dot_products() -> bool:
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out and lse, as `tilewise.cpu.tiled.forward`."""
+    """out and lse, as `tilewise.tiled.backend.forward`."""
     q, k, v = (t.transpose(1, 2) for t in inputs[:3])
     attn_mask = _additive_mask(inputs)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

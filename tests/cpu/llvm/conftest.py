@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.cpu.llvm import compile as kernels
+from tilewise.cpu.host import compile as kernels
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests share random_cases.py
 

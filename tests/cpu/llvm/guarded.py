@@ -14,7 +14,7 @@ import random_cases
 import torch
 from torch import Tensor
 
-from tilewise.cpu.llvm import backward_plan, plans
+from tilewise.cpu.host import backward_plan, plans
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)

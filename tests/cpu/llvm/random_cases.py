@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tilewise import reference
-from tilewise.cpu import tiled
-from tilewise.cpu.llvm import launch
-from tilewise.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
+from tilewise.cpu.host import launch
 from tilewise.testing import FEW, ErrorReport, compare
+from tilewise.tiled import backend as tiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD_DIMS = (1, 3, 8, 16, 20, 33, 40, 64, 64, 72, 80, 96, 128, 192)
@@ -264,7 +264,7 @@ def check(case: Case) -> list[str]:
 
     The budget is that of `tilewise.testing`: the formula in PyTorch and the input's precision. Where the
     exact gradient nearly cancels, recomputing P from a rounded lse costs more, in any implementation; a
-    gradient may then be as far off as that of the same algorithm in PyTorch (`tilewise.cpu.tiled`).
+    gradient may then be as far off as that of the same algorithm in PyTorch (`tilewise.tiled.backend`).
     """
     problem, inputs = case.problem, case.inputs
     reason = launch.supports(problem)

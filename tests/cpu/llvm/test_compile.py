@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm.arguments import Config
+from tilewise.cpu.host import compile as kernels
+from tilewise.cpu.host.arguments import Config
 
 CALL = """
 import sys, torch
-from tilewise.cpu.llvm import launch
-from tilewise.problem import Inputs, Options, describe
+from tilewise.cpu.host import launch
+from tilewise.core.problem import Inputs, Options, describe
 torch.manual_seed(0)
 inputs = Inputs(*(torch.randn(1, 40, 2, 16) for _ in range(3)))
 out, lse = launch.forward(describe(inputs, Options()), inputs)
@@ -38,7 +38,7 @@ def test_eight_processes_start_at_once_and_later_ones_do_not_build(tmp_path):
     for process in [start(CALL, tmp_path) for _ in range(8)]:
         finish(process)
     assert [path.suffix for path in tmp_path.iterdir()] == [".kernel"]  # one file, nothing half-written
-    finish(start(CALL + "assert 'tilewise.cpu.llvm.vector' not in sys.modules", tmp_path))
+    finish(start(CALL + "assert 'tilewise.cpu.dsl.vector' not in sys.modules", tmp_path))
 
 
 def test_importing_the_package_does_not_import_llvmlite(tmp_path):

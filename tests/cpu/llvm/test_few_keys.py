@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm import configs
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.cpu.host import compile as kernels, configs
 from tilewise.flash_attn_3 import flash_attn_func
-from tilewise.problem import Inputs, Options, describe
 from tilewise.testing import check_attention
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -15,26 +15,23 @@ import random_cases
 import torch
 
 import tilewise
-from tilewise import dispatch, reference
-from tilewise.cpu.llvm import (
+from tilewise import reference
+from tilewise.core.dropout import keep_mask
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.cpu.host import backward_plan, compile as kernels, configs, launch, plans
+from tilewise.cpu.host.arguments import GIVEN_BACKWARD, Config, EntryConfig
+from tilewise.cpu.kernels import (
     backward,
     backward_amx,
-    backward_plan,
-    configs,
     decode,
     decode_amx,
     decode_backward,
     entry,
     forward,
     forward_amx,
-    launch,
-    plans,
     short,
 )
-from tilewise.cpu.llvm import compile as kernels
-from tilewise.cpu.llvm.arguments import GIVEN_BACKWARD, Config, EntryConfig
-from tilewise.dropout import keep_mask
-from tilewise.problem import Inputs, Options, describe
+from tilewise.dispatch import choice as dispatch
 from tilewise.testing import check_attention
 
 HERE = Path(__file__).parent

@@ -1,0 +1,235 @@
+"""Storage for the keys and values of sequences that grow token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, shown
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless all are integers of at least 0, head sizes from 1 to MAX_HEAD_DIM."""
+    for name, size in sizes.items():
+        is_integer = isinstance(size, int) and not isinstance(size, bool)
+        if name.startswith("head_dim"):
+            if not is_integer or not 1 <= size <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}={shown(size)} must be an integer from 1 to {MAX_HEAD_DIM}")
+        elif not is_integer or size < 0:
+            raise ValueError(f"{name}={shown(size)} must be an integer of at least 0")
+
+
+def mark_static(*tensors: Tensor | None) -> None:
+    """Tell `torch.compile` that these stay where they are, so that mode="reduce-overhead" may write to them.
+
+    As `torch._dynamo.mark_static_address` does without a guard; its import takes a second.
+    """
+    for t in tensors:
+        if t is not None:
+            t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
+class KVCache:
+    """A contiguous cache: (batch, max_seqlen, num_kv_heads, head_dim) for keys, likewise for values.
+
+    Args:
+        batch: sequences held.
+        max_seqlen: capacity of each, in tokens.
+        num_kv_heads: key heads.
+        head_dim: head size of the keys, 1 to 576.
+        head_dim_v: head size of the values; None is head_dim.
+        dtype: float64, float32, bfloat16 or float16.
+        device: where it lives; None is torch's default device.
+        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
+            and are stored and read once.
+
+    Attributes:
+        key, value: the storage; rows from `lengths` on hold no tokens.
+        lengths: (batch,) int32, tokens held by each sequence, on the cache's device.
+
+    Raises:
+        ValueError, TypeError: a size or dtype does not fit.
+
+    Example:
+        >>> cache = KVCache(2, 16, 4, 8, dtype=torch.float32)
+        >>> cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+        >>> cache.lengths.tolist(), cache.memory_bytes()
+        ([3, 3], 8192)
+    """
+
+    _held: list[int] | None  # the lengths, as far as the host knows
+    _known: Tensor | None  # what they were read from, at its version `_version`
+
+    def __init__(
+        self,
+        batch: int,
+        max_seqlen: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        value_in_key: bool = False,
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        check_sizes(
+            batch=batch,
+            max_seqlen=max_seqlen,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype={shown(dtype)} must be float64, float32, bfloat16 or float16")
+        self.value_in_key = value_in_key
+        if value_in_key:
+            check_value_in_key(head_dim, head_dim_v)
+        rows = (batch, max_seqlen, num_kv_heads)
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.key = torch.zeros(*rows, head_dim, dtype=dtype, device=device)
+            self.value = (
+                self.key[..., :head_dim_v]
+                if value_in_key
+                else torch.zeros(*rows, head_dim_v, dtype=dtype, device=device)
+            )
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts
+        mark_static(self.key, self.value, self.lengths, self.arrivals)
+        self._know([0] * batch)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: its tensors count their versions anew, and pickled ones share no memory."""
+        self.__dict__.update(state)
+        self._known = None
+        if self.value_in_key:
+            self.value = self.key[..., : self.value.shape[-1]]
+        mark_static(self.key, self.value, self.lengths, self.arrivals)
+
+    def append(self, k: Tensor, v: Tensor | None = None) -> None:
+        """Write new tokens behind those each sequence holds.
+
+        While a CUDA graph is captured, and in compiled code, room cannot be checked: a full sequence then has
+        its last rows overwritten, and `lengths` counts on.
+
+        Args:
+            k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
+            v: (batch, new_tokens, num_kv_heads, head_dim_v); None with `value_in_key`.
+
+        Raises:
+            ValueError, TypeError: k or v does not fit, requires grad (a cache keeps no history; call it
+                under torch.no_grad()), or a sequence would outgrow max_seqlen. Nothing is written then.
+        """
+        self.check_new(k, v)
+        self.write(k, v)
+
+    @torch.no_grad()
+    def write(self, k: Tensor, v: Tensor | None) -> None:
+        """`append` without its checks."""
+        new_tokens, held = k.shape[1], self.held()
+        if held is not None and len(set(held)) == 1:
+            where: Any = (slice(None), slice(held[0], held[0] + new_tokens))
+        else:
+            row = torch.arange(len(k), device=k.device)[:, None]
+            first = (
+                self.lengths if held is not None else self.lengths.clamp(max=self.key.shape[1] - new_tokens)
+            )
+            where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
+        self.key[where] = k
+        if v is not None:
+            self.value[where] = v
+        self.advance(new_tokens)
+
+    def advance(self, new_tokens: int) -> None:
+        """Count tokens that were written."""
+        held = self.held()
+        self.lengths += new_tokens
+        self.mirror(held, new_tokens)
+
+    def mirror(self, held: list[int] | None, new_tokens: int) -> None:
+        """Follow `lengths`, which were counted from `held` on."""
+        if held is not None and self._held is not None:
+            self._know([n + new_tokens for n in held])
+
+    def _know(self, held: list[int]) -> None:
+        self._held = held
+        is_inference = self.lengths.is_inference()  # such tensors do not tell when they change
+        self._known = None if is_inference else self.lengths
+        self._version = 0 if is_inference else self.lengths._version
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the host knows the lengths: nothing but this class has changed or replaced them."""
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return False
+        return (
+            self._held is not None and self._known is self.lengths and self._version == self.lengths._version
+        )
+
+    def held(self) -> list[int] | None:
+        """The lengths, without waiting for the device if nothing but this class changed them.
+
+        None while a CUDA graph is captured: its replays will not be seen, so lengths are read from then on.
+        None in compiled code, after which they are read once.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._held = None
+            return None
+        return self._held if self.is_mirrored else self.lengths.tolist()
+
+    def reset(self) -> None:
+        """Forget every token; the memory stays."""
+        self.lengths.zero_()
+        if self._held is not None:
+            self._know([0] * len(self._held))
+
+    def memory_bytes(self) -> int:
+        """Bytes of key and value storage, used or not."""
+        return self.key.nbytes + (0 if self.value_in_key else self.value.nbytes)
+
+    def check_new(self, k: Tensor, v: Tensor | None) -> None:
+        """Raise ValueError or TypeError unless k and v are new tokens for which there is room."""
+        check_new_tokens(self, k, v)
+        for name, t, storage in (("key", k, self.key), ("value", v, self.value)):
+            if t is None:
+                continue
+            right = (storage.shape[0], "new_tokens", *storage.shape[2:])
+            if t.ndim != 4 or (t.shape[0], *t.shape[2:]) != (storage.shape[0], *storage.shape[2:]):
+                raise ValueError(f"{name}.shape={tuple(t.shape)} must be {right} for this cache")
+        if v is not None and k.shape[1] != v.shape[1]:
+            raise ValueError(f"value.shape[1]={v.shape[1]} (new tokens) must equal key.shape[1]={k.shape[1]}")
+        longest = max(self.held() or [0])
+        if longest + k.shape[1] > self.key.shape[1]:
+            raise ValueError(
+                f"key.shape[1]={k.shape[1]} new tokens do not fit: a sequence holds {longest} of "
+                f"max_seqlen={self.key.shape[1]}"
+            )
+
+
+def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless k and v are tensors that a cache can take."""
+    if cache.value_in_key and v is not None:
+        raise ValueError("value must be None: this cache's values lie in its keys")
+    for name, t, storage in (("key", k, cache.key), ("value", v, cache.value)):
+        if name == "value" and cache.value_in_key:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor when the other one is given")
+        if t.dtype != storage.dtype and not (storage.dtype == torch.float8_e4m3fn and t.dtype in DTYPES):
+            raise TypeError(f"{name}.dtype={t.dtype} must equal the cache's dtype={storage.dtype}")
+        if t.device != storage.device:
+            raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
+
+
+def check_value_in_key(head_dim: int, head_dim_v: int) -> None:
+    """Raise ValueError unless values can be the first coordinates of keys."""
+    if head_dim_v > head_dim:
+        raise ValueError(
+            f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True"
+        )

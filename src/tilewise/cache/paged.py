@@ -1,0 +1,390 @@
+"""A cache whose sequences grow page by page, share pages, and come and go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.contiguous import check_new_tokens, check_sizes, check_value_in_key, mark_static
+from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
+from tilewise.core.checks import DTYPES, shown
+
+PAGE_SIZES = (16, 64, 128, 256)
+QUANTIZED = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+class PagedKVCache:
+    """Keys and values in pages: (num_pages, page_size, num_kv_heads, head_dim), likewise for values.
+
+    Sequences are numbers that `allocate` and `fork` return. The host knows every length, so a wrong call is
+    refused before anything is written, without waiting for a GPU.
+
+    The layers of a model have one cache each and may share the bookkeeping (`shares`): `reserve` once for all
+    layers, then `write`, or `attention_with_cache(..., batch=...)`, in each.
+
+    Args:
+        num_pages: pages held; a sequence of n tokens uses ceil(n / page_size) of them.
+        page_size: tokens in a page: 16, 64, 128 or 256.
+        num_kv_heads: key heads.
+        head_dim: head size of the keys, 1 to 576.
+        head_dim_v: head size of the values; None is head_dim.
+        max_seqlen: refuse longer sequences; page tables then have one width. None: as long as pages last.
+        dtype: float64, float32, bfloat16, float16, or float8_e4m3fn: 8 bits with a scale (a power of two) for
+            each page and head, quantized when appended. A number x is then off by at most
+            |x| / 16 + a / 114688, a being the largest magnitude that its page has held for its head.
+        device: where it lives; None is torch's default device.
+        value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
+            and are stored and read once.
+        shares: another layer's cache, whose sequences and pages are used. Sizes of pages must be equal.
+
+    Attributes:
+        key, value: the storage.
+        key_scale, value_scale: (num_pages, num_kv_heads) float32 for float8_e4m3fn, else None.
+
+    Raises:
+        ValueError, TypeError: a size or dtype does not fit.
+
+    Example:
+        >>> cache = PagedKVCache(8, 16, 2, 4, dtype=torch.float32)
+        >>> first = cache.allocate()
+        >>> cache.append(torch.ones(1, 20, 2, 4), torch.ones(1, 20, 2, 4), [first])
+        >>> second = cache.fork(first)  # shares both pages until one of them writes
+        >>> cache.length(second), cache.free_pages
+        (20, 6)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        max_seqlen: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        value_in_key: bool = False,
+        shares: PagedKVCache | None = None,
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        check_sizes(
+            num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )  # fmt: skip
+        if max_seqlen is not None:
+            check_sizes(max_seqlen=max_seqlen)
+        if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={shown(page_size)} must be 16, 64, 128 or 256")
+        if dtype not in (*DTYPES, QUANTIZED):
+            raise TypeError(
+                f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
+            )
+        shape = (num_pages, page_size, num_kv_heads)
+        self.value_in_key = value_in_key
+        if value_in_key:
+            check_value_in_key(head_dim, head_dim_v)
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
+            if value_in_key:
+                self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
+            else:
+                self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
+                self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
+        mark_static(self.key, self.value, self.key_scale, self.value_scale)
+        self._table = PageTable(num_pages, page_size, max_seqlen)
+        self._layers = [self]
+        if shares is not None:
+            if not isinstance(shares, PagedKVCache):
+                raise TypeError(f"shares={type(shares).__name__} must be a tilewise.PagedKVCache")
+            table = shares._table
+            if (table.num_pages, table.page_size) != (num_pages, page_size):
+                raise ValueError(
+                    f"shares has num_pages={table.num_pages}, page_size={table.page_size}, must have "
+                    f"{num_pages}, {page_size}"
+                )
+            self._table, self._layers = table, shares._layers
+            self._layers.append(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: pickled tensors share no memory."""
+        self.__dict__.update(state)
+        if self.value_in_key:
+            self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
+        mark_static(self.key, self.value, self.key_scale, self.value_scale)
+
+    # ---- sequences
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that live, oldest first."""
+        return list(self._table.pages)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._table.free_pages)
+
+    @property
+    def page_size(self) -> int:
+        return self._table.page_size
+
+    def length(self, sequence: int) -> int:
+        """Tokens that a sequence holds."""
+        self._table.check(sequence)
+        return self._table.lengths[sequence]
+
+    def allocate(self) -> int:
+        """A new, empty sequence."""
+        return self._table.allocate()
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens and pages; a page is copied when one of them writes to it.
+
+        Raises:
+            ValueError: the sequence does not live.
+        """
+        return self._table.fork(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget all but the first `length` tokens, as when drafted tokens are refused.
+
+        Raises:
+            ValueError: the sequence does not live or is shorter.
+        """
+        self._table.truncate(sequence, length)
+
+    def free(self, sequence: int) -> None:
+        """Give a sequence's pages back, but for those that others share.
+
+        Raises:
+            ValueError: the sequence does not live: it was freed before, or never existed.
+        """
+        self._table.free(sequence)
+
+    def reset(self) -> None:
+        """Free every sequence; the memory stays."""
+        self._table.clear()
+
+    # ---- tokens
+
+    def reserve(
+        self,
+        sequences: Sequence[int] | None = None,
+        new_tokens: int | Sequence[int] = 1,
+        *,
+        into: PagedBatch | None = None,
+    ) -> PagedBatch:
+        """Make room for new tokens of some sequences, in all layers; the tokens count from now on.
+
+        Args:
+            sequences: each at most once; -1 is padding: a row of the batch without a sequence. None: all.
+            new_tokens: for each of them, or one number for all.
+            into: an earlier batch of the same sizes, whose memory a captured CUDA graph reads: it is
+                overwritten and serves again.
+
+        Raises:
+            ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed.
+            TypeError: something is no integer. Nothing has changed.
+        """
+        sequences = self.sequences if sequences is None else integers("sequences", sequences)
+        if not isinstance(into, PagedBatch | None):
+            raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
+        counts = (
+            [int(new_tokens)] * len(sequences)
+            if isinstance(new_tokens, int | Integral)
+            else integers("new_tokens", new_tokens)
+        )
+        if len(counts) != len(sequences):
+            raise ValueError(
+                f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"
+            )
+        copies = self._table.reserve(sequences, counts)
+        try:
+            batch = self._table.batch(sequences, counts, copies, self.key.device, into)
+        except Exception:
+            self._table.undo(sequences, counts, copies)
+            raise
+        self._copy(copies)
+        return batch
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        pages = torch.tensor(copies, device=self.key.device).unbind(1)
+        for layer in self._layers:
+            for t in layer._tensors():
+                t[pages[1]] = t[pages[0]]
+
+    def check_batch(self, batch: PagedBatch) -> None:
+        """Raise ValueError unless the batch is this cache's and its sequences are as long as it says."""
+        self._table.check_batch(batch)
+
+    def undo(self, batch: PagedBatch) -> None:
+        """Take back a `reserve` whose tokens were not written."""
+        self._table.undo(batch.sequences, batch.new_tokens, batch.copies)
+
+    def append(
+        self,
+        key: Tensor | Sequence[Tensor],
+        value: Tensor | Sequence[Tensor] | None = None,
+        sequences: Sequence[int] | None = None,
+    ) -> None:
+        """`reserve` and `write` in one step, for a cache of one layer.
+
+        Args:
+            key: (batch, new_tokens, num_kv_heads, head_dim), or a list with (new_tokens, num_kv_heads,
+                head_dim) for each sequence.
+            value: likewise with head_dim_v; None with `value_in_key`.
+            sequences: one for each batch entry; None: all that live.
+
+        Raises:
+            ValueError, TypeError: as `reserve` and `write`. Nothing has changed then.
+        """
+        counts = _token_counts("key", key)
+        if value is not None and counts != (held := _token_counts("value", value)):
+            raise ValueError(f"value has {held} new tokens, must have as many as key: {counts}")
+        packed = [t if t is None or isinstance(t, Tensor) else torch.cat(list(t)) for t in (key, value)]
+        assert packed[0] is not None
+        self.check_new(packed[0], packed[1])
+        batch = self.reserve(sequences, counts)
+        self.write(packed[0], packed[1], batch)
+
+    @torch.no_grad()
+    def write(self, key: Tensor, value: Tensor | None, batch: PagedBatch) -> None:
+        """Store the new tokens of a batch that `reserve` returned.
+
+        Args:
+            key: (batch, new_tokens, num_kv_heads, head_dim), or packed (total, num_kv_heads, head_dim). In
+                the cache's dtype; any floating-point dtype if that is float8_e4m3fn.
+            value: likewise with head_dim_v; None with `value_in_key`.
+
+        Raises:
+            ValueError, TypeError: key or value does not fit, or a sequence of the batch was freed since, or
+                truncated. Nothing is written then.
+        """
+        self.check_batch(batch)
+        self.check_new(key, value, batch)
+        real = _real_rows(batch).to(key.device) if batch.has_padding else None
+        slots = (batch.slots if real is None else batch.slots[real]).long()
+        for storage, scale, new in ((self.key, self.key_scale, key), (self.value, self.value_scale, value)):
+            if new is None:
+                continue
+            new = new.flatten(0, -3) if real is None else new.flatten(0, -3)[real]
+            if scale is None:
+                storage.view(-1, *storage.shape[2:])[slots] = new
+            else:
+                _write_quantized(storage, scale, new, slots, batch)
+
+    def check_new(self, key: Tensor, value: Tensor | None, batch: PagedBatch | None = None) -> None:
+        """Raise ValueError or TypeError unless key and value are new tokens of the batch for this cache."""
+        check_new_tokens(self, key, value)
+        for name, t, storage in (("key", key, self.key), ("value", value, self.value)):
+            if t is None:
+                continue
+            if t.ndim not in (3, 4) or t.shape[-2:] != storage.shape[2:]:
+                right = ("total_new", *storage.shape[2:])
+                raise ValueError(
+                    f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...)"
+                )
+            if batch is not None:
+                if t.ndim == 4 and batch.new_tokens:
+                    fits = len(t) == len(batch.sequences) and all(n == t.shape[1] for n in batch.new_tokens)
+                else:
+                    fits = math.prod(t.shape[:-2]) == batch.total
+                if not fits:
+                    raise ValueError(
+                        f"{name}.shape={tuple(t.shape)} must hold new_tokens={list(batch.new_tokens)}"
+                    )
+        if value is not None and key.shape[:-2] != value.shape[:-2]:
+            raise ValueError(
+                f"value.shape={tuple(value.shape)} must have as many tokens as key {tuple(key.shape)}"
+            )
+
+    def gather(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """A copy of a sequence's keys and values: (length, num_kv_heads, head_dim) and with head_dim_v.
+
+        In the cache's dtype; float32 where that is float8_e4m3fn.
+
+        Raises:
+            ValueError: the sequence does not live.
+        """
+        self._table.check(sequence)
+        pages = torch.tensor(self._table.pages[sequence], dtype=torch.int64, device=self.key.device)
+        rows = []
+        for storage, scale in ((self.key, self.key_scale), (self.value, self.value_scale)):
+            t = storage[pages] if scale is None else dequantized(storage[pages], scale[pages])
+            rows.append(t.flatten(0, 1)[: self._table.lengths[sequence]].clone())
+        return rows[0], rows[1]
+
+    # ---- memory
+
+    def memory_bytes(self) -> int:
+        """Bytes of storage in this layer, used or not, scales included."""
+        return sum(t.nbytes for t in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """The memory of this layer."""
+        own = (self.key, self.key_scale, *(() if self.value_in_key else (self.value, self.value_scale)))
+        return [t for t in own if t is not None]
+
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use; a shared page counts once."""
+        return self.memory_bytes() // max(1, len(self.key)) * (len(self.key) - self.free_pages)
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in this layer, without scales: heads * (head_dim + head_dim_v) * item size."""
+        columns = self.key.shape[3] + (0 if self.value_in_key else self.value.shape[3])
+        return self.key.shape[2] * columns * self.key.element_size()
+
+
+def _token_counts(name: str, new: Tensor | Sequence[Tensor]) -> list[int]:
+    """New tokens of each sequence."""
+    right = f"{name} must be (batch, new_tokens, heads, dim), or a list of (new_tokens, heads, dim)"
+    if isinstance(new, Tensor) and new.ndim == 0:
+        raise ValueError(f"{right}, not a number")
+    if not isinstance(new, Tensor | list | tuple) or not all(isinstance(t, Tensor) for t in new):
+        raise TypeError(f"{right}, not {type(new).__name__}")
+    if not len(new):
+        raise ValueError(f"{right}, not of no sequences")
+    if any(t.ndim != 3 for t in new):
+        raise ValueError(f"{right}, not of shapes {[tuple(t.shape) for t in new]}")
+    return [len(t) for t in new]
+
+
+def dequantized(pages: Tensor, scale: Tensor) -> Tensor:
+    """(..., page_size, heads, dim) in float32 from 8 bits and scales (..., heads)."""
+    return pages.to(scale.dtype) * scale[..., None, :, None]
+
+
+def _real_rows(batch: PagedBatch) -> Tensor:
+    """Which new tokens belong to a sequence, as indices."""
+    is_real = torch.tensor([s != PADDING for s in batch.sequences], device="cpu")
+    counts = torch.tensor(batch.new_tokens, device="cpu")
+    return torch.repeat_interleave(is_real, counts).nonzero().flatten()
+
+
+def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:
+    """Quantize each written page anew with the smallest power of two that holds all its tokens.
+
+    Tokens held before keep their bits unless the scale grows. Infinity, which e4m3 does not have, is NaN.
+    """
+    pages, page_size = batch.written.long(), storage.shape[1]
+    content = dequantized(storage[pages], scale[pages])  # (written pages, page_size, heads, dim)
+    row = torch.arange(page_size, device=storage.device)
+    content = torch.where((row < batch.kept[:, None])[..., None, None], content, 0.0)
+    place = torch.empty(len(storage), dtype=torch.int64, device=storage.device)
+    place[pages] = torch.arange(len(pages), device=storage.device)
+    content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
+    content.masked_fill_(content.isinf(), torch.nan)
+    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)
+    power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
+    storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)
+    scale[pages] = power

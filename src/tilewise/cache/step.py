@@ -1,0 +1,237 @@
+"""One step of a cache's sequences: what `attention_with_cache` has to do for each kind of cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.contiguous import KVCache
+from tilewise.cache.paged import PagedKVCache
+from tilewise.cache.pages import PADDING, PagedBatch, integers
+from tilewise.core.problem import Inputs
+from tilewise.core.rotary import apply_rotary
+from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.repeated_launch import CachedTensors
+
+
+def cached_step(
+    cache: KVCache | PagedKVCache,
+    batch: PagedBatch | Sequence[int] | None,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+) -> Step[Any]:
+    """Check the new tokens and make room for them.
+
+    Raises:
+        ValueError, TypeError: they do not fit. The cache is unchanged.
+    """
+    if isinstance(cache, KVCache):
+        if batch is not None:
+            raise ValueError("batch must be None for a KVCache: its sequences are the rows of query")
+        if key is not None:
+            cache.check_new(key, value)
+        return ContiguousStep(cache, 0 if key is None else key.shape[1])
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache or tilewise.PagedKVCache")
+    if key is not None:
+        cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
+    if isinstance(batch, PagedBatch):
+        cache.check_batch(batch)
+        if query.ndim == 3 and len(query) != batch.total:
+            raise ValueError(
+                f"query.shape={tuple(query.shape)} must hold the batch's new_tokens={list(batch.new_tokens)}"
+            )
+        return PagedStep(cache, batch, is_reserved=True)
+    if query.ndim != 4 or (key is not None and key.ndim != 4):
+        raise ValueError(
+            f"batch must be what cache.reserve() returned for packed tokens: query.shape={tuple(query.shape)}"
+        )
+    sequences = cache.sequences if batch is None else integers("batch", batch)
+    if len(sequences) != len(query) or (key is not None and len(key) != len(query)):
+        raise ValueError(
+            f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's"
+        )
+    return PagedStep(cache, cache.reserve(sequences, 0 if key is None else key.shape[1]), is_reserved=False)
+
+
+class Rotary(NamedTuple):
+    """Tables (positions, rotary_dim / 2), and which coordinates are pairs."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+C = TypeVar("C", KVCache, PagedKVCache)
+
+
+class Step(ABC, Generic[C]):
+    """Room is made; tokens are not written yet."""
+
+    cache: C
+
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest sequence, new ones included; 0 where that is not known to the host."""
+
+    @abstractmethod
+    def are_lengths_known(self) -> bool:
+        """Whether the cache itself has set all lengths and pages, so that they need no check."""
+
+    @abstractmethod
+    def positions(self, x: Tensor) -> Tensor:
+        """The place in its sequence of every token of x, which are each sequence's last: x.shape[:-2]."""
+
+    @abstractmethod
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """The call's tensors with the cache's lengths and pages."""
+
+    @abstractmethod
+    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors | None:
+        """The same for a call that may be repeated; None if there are more."""
+
+    @abstractmethod
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        """Store the new tokens."""
+
+    @abstractmethod
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        """Turn query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Leave the cache as it was before the step."""
+
+    def check_rotary(self, rotary: Rotary) -> None:
+        """Raise ValueError or TypeError unless the tables fit."""
+        cos, sin, _ = rotary
+        storage, most = self.cache.key, self.cache.key.shape[-1] // 2
+        for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+            if not isinstance(t, Tensor):
+                raise TypeError(
+                    f"{name}={type(t).__name__} must be a torch.Tensor: the tables are given together"
+                )
+            if not t.dtype.is_floating_point:
+                raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+            if t.device != storage.device:
+                raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
+        positions = max(1, self.longest())
+        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < positions or not 1 <= cos.shape[1] <= most:
+            raise ValueError(
+                f"rotary_cos.shape={tuple(cos.shape)} and rotary_sin.shape={tuple(sin.shape)} must both be "
+                f"(positions, rotary_dim / 2) with at least {positions} positions and 1 to {most} pairs"
+            )
+
+    def store(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        """Turn query and key by their positions and store key and value; query as it is to be used."""
+        if key is not None and self._is_fusible(query, key, rotary):
+            return self.fused_write(query, key, value, rotary)
+        if rotary is not None:
+            query = self._turned(query, rotary)
+            key = None if key is None else self._turned(key, rotary)
+        if key is not None:
+            self.write(key, value)
+        return query
+
+    def _turned(self, x: Tensor, rotary: Rotary) -> Tensor:
+        at = self.positions(x).clamp(0, len(rotary.cos) - 1)  # padding has none
+        return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
+
+    def _is_fusible(self, query: Tensor, key: Tensor, rotary: Rotary | None) -> bool:
+        is_plain = (
+            key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
+        )
+        same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
+        return is_plain and same_tokens and key.is_cuda and not torch.compiler.is_compiling() and has_triton()
+
+
+class ContiguousStep(Step[KVCache]):
+    def __init__(self, cache: KVCache, new_tokens: int) -> None:
+        self.cache, self.new_tokens = cache, new_tokens
+
+    def longest(self) -> int:
+        return max(self.cache.held() or [0]) + self.new_tokens
+
+    def are_lengths_known(self) -> bool:
+        return self.cache.is_mirrored
+
+    def positions(self, x: Tensor) -> Tensor:
+        first = self.cache.lengths[:, None] + (self.new_tokens - x.shape[1])
+        return first + torch.arange(x.shape[1], device=x.device)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(seqlens_k=self.cache.lengths)
+
+    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors:
+        cache = self.cache
+        return CachedTensors(query, cache.key, cache.value, cache.lengths, None, slopes, sinks)
+
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        self.cache.write(key, value)
+
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        from tilewise.gpu.triton.append import Tokens, append
+
+        held, lengths = self.cache.held(), self.cache.lengths
+        storage = self.cache.key, None if value is None else self.cache.value
+        tokens = Tokens(None, None, lengths, new_lengths=lengths, arrivals=self.cache.arrivals)
+        query = append(query, key, value, *storage, tokens, rotary)
+        self.cache.mirror(held, self.new_tokens)
+        return query
+
+    def undo(self) -> None:
+        pass  # nothing was reserved
+
+
+class PagedStep(Step[PagedKVCache]):
+    def __init__(self, cache: PagedKVCache, batch: PagedBatch, is_reserved: bool) -> None:
+        self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
+
+    def longest(self) -> int:
+        if torch.compiler.is_compiling():  # the graph serves all lengths
+            return 0
+        return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
+
+    def are_lengths_known(self) -> bool:
+        return True
+
+    def positions(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            return self.batch.positions
+        first = self.batch.lengths[:, None] - x.shape[1]
+        return first + torch.arange(x.shape[1], device=x.device)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(
+            cu_seqlens_q=self.batch.cu_seqlens if inputs.query.ndim == 3 else None,
+            seqlens_k=self.batch.lengths,
+            page_table=self.batch.page_table,
+            key_scale=self.cache.key_scale,
+            value_scale=self.cache.value_scale,
+        )
+
+    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors | None:
+        cache, batch = self.cache, self.batch
+        if query.ndim == 3 or cache.key_scale is not None:
+            return None
+        return CachedTensors(query, cache.key, cache.value, batch.lengths, batch.page_table, slopes, sinks)
+
+    def write(self, key: Tensor, value: Tensor | None) -> None:
+        self.cache.write(key, value, self.batch)
+
+    def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
+        from tilewise.gpu.triton.append import Tokens, append
+
+        storage = self.cache.key, None if value is None else self.cache.value
+        return append(
+            query, key, value, *storage, Tokens(self.batch.slots, self.batch.positions, None), rotary
+        )
+
+    def undo(self) -> None:
+        if not self.is_reserved:
+            self.cache.undo(self.batch)

@@ -1,0 +1,293 @@
+"""One attention problem: its tensors, its options, and what they mean together.
+
+Every face of the library ends here. `Inputs` holds the tensors in the canonical layout, `Options` the
+scalars, and `describe` checks both and returns an `AttentionProblem`: a frozen, hashable description
+that says everything a backend needs to know to accept or refuse, and nothing about values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.checks import (
+    check_dtypes_and_devices,
+    check_fp8,
+    check_scalars,
+    check_score_tensors,
+    check_shapes,
+    check_types,
+)
+from tilewise.core.mask import Visibility
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call.
+
+    Dense and cached: query (batch, seqlen_q, num_heads, head_dim), key (batch, seqlen_k, num_kv_heads,
+    head_dim), value (..., head_dim_v). Packed: (total, heads, dim) with `cu_seqlens_*` (batch + 1,).
+    Paged: key and value are (num_pages, page_size, num_kv_heads, dim) with `page_table` (batch, pages).
+    Cached keys may have packed queries: `cu_seqlens_q` without `cu_seqlens_k`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_k: Tensor | None = None  # (batch,) keys in use, counted from position 0
+    leftpad_k: Tensor | None = None  # (batch,) leading keys to ignore
+    page_table: Tensor | None = None
+    mask: Tensor | None = None  # bool, 4-D, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
+    bias: Tensor | None = None  # float, 4-D, broadcastable likewise
+    alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
+    sinks: Tensor | None = None  # (num_heads,) logits
+    dropout_seed: Tensor | None = None  # () int64
+    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): what float8 keys in pages stand for
+    value_scale: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The scalars of one call. `None` bounds are unbounded; `max_seqlen_*` serve packed problems."""
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    deterministic: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    precision: str = "ieee"  # of products: see `tilewise.attention`
+
+
+class Gradients(NamedTuple):
+    """Gradients of `Inputs`; `bias` and `sinks` are None where the problem has none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Shapes, dtypes and semantics of one attention call, without its values."""
+
+    batch: int
+    seqlen_q: int  # packed: the longest sequence if it was given, else the total
+    seqlen_k: int  # cached and paged: the capacity
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device_type: str
+    scale: float
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    precision: str = "ieee"
+    mask_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    is_packed: bool = False
+    is_cached: bool = False  # each sequence has its own range of keys: seqlens_k, leftpad_k or both
+    has_leftpad: bool = False
+    page_size: int | None = None
+    is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
+    is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
+    needs_grad: bool = False  # of anything
+    bias_needs_grad: bool = False
+    lse_needs_grad: bool = False  # known in the backward only
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # every call asks for it
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_packed_keys(self) -> bool:
+        """Keys are packed as queries are, not held by a cache."""
+        return self.is_packed and not self.is_cached
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size is not None
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_left is not None or self.window_right is not None
+
+    def visibility(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Visibility:
+        """The visible keys of one sequence; lengths default to the problem's own."""
+        right = self.window_right
+        if self.causal:
+            right = 0 if right is None else min(0, right)
+        return Visibility(
+            self.seqlen_q if seqlen_q is None else seqlen_q,
+            self.seqlen_k if seqlen_k is None else seqlen_k,
+            self.window_left,
+            right,
+        )
+
+
+def describe(inputs: Inputs, options: Options) -> AttentionProblem:
+    """Validate a call and describe it.
+
+    Checks everything that shapes, dtypes, devices and scalars can tell; `values.check_values` checks what
+    only values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
+
+    Raises:
+        ValueError: an argument has a wrong shape or value; the message names it and says what is right.
+        TypeError: an argument has a wrong dtype.
+        NotImplementedError: a gradient that does not exist is asked for.
+    """
+    try:
+        return _describe(_signatures(inputs), options, _is_value_in_key(inputs.key, inputs.value))
+    except TypeError:
+        check_types(options)  # names what cannot be hashed
+        raise
+
+
+def validate(inputs: Inputs, options: Options) -> None:
+    """The checks of `describe` for tensors that are being traced, whose sizes may be symbols."""
+    _describe.__wrapped__(_signatures(inputs), options)
+
+
+def _signatures(inputs: Inputs) -> tuple[Any, ...]:
+    grad_enabled = torch.is_grad_enabled()
+    return tuple(
+        None if t is None else (t.shape, t.dtype, t.device, grad_enabled and t.requires_grad) for t in inputs
+    )
+
+
+class _Signature(NamedTuple):
+    """What a tensor shows without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
+    """Whether the values are a view of the keys' first columns."""
+    return (
+        key.shape[-1:] > value.shape[-1:]
+        and key.stride() == value.stride()
+        and key.storage_offset() == value.storage_offset()
+        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(raw: tuple[Any, ...], options: Options, is_value_in_key: bool = False) -> AttentionProblem:
+    signatures: Any = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
+    query, key, value = signatures.query, signatures.key, signatures.value
+    check_dtypes_and_devices(signatures)
+    is_packed = signatures.cu_seqlens_q is not None
+    is_paged = signatures.page_table is not None
+    batch = check_shapes(signatures, is_packed, is_paged)
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    page_size = key.shape[1] if is_paged else None
+    if is_packed:
+        seqlen_q = query.shape[0] if options.max_seqlen_q is None else options.max_seqlen_q
+    else:
+        seqlen_q = query.shape[1]
+    if signatures.cu_seqlens_k is not None:
+        seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
+    else:
+        pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
+        seqlen_k = pages * key.shape[1]
+    check_scalars(options, signatures.dropout_seed is not None)
+    if options.precision == "fp8":
+        check_fp8(signatures)
+    check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
+    return AttentionProblem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=query.dtype,
+        device_type=query.device.type,
+        scale=head_dim**-0.5 if options.scale is None else float(options.scale),
+        causal=options.causal,
+        window_left=options.window_left,
+        window_right=options.window_right,
+        softcap=float(options.softcap),
+        dropout_p=float(options.dropout_p),
+        deterministic=options.deterministic,
+        precision=options.precision,
+        mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
+        bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
+        has_alibi=signatures.alibi_slopes is not None,
+        has_sinks=signatures.sinks is not None,
+        is_packed=is_packed,
+        is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
+        has_leftpad=signatures.leftpad_k is not None,
+        page_size=page_size,
+        is_quantized=signatures.key_scale is not None,
+        is_value_in_key=is_value_in_key,
+        needs_grad=any(s is not None and s.needs_grad for s in signatures),
+        bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
+    )
+
+
+class Span(NamedTuple):
+    """One sequence of a ragged problem: its rows in query and in key."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+def spans(problem: AttentionProblem, inputs: Inputs) -> list[Span]:
+    """The rows of each sequence, read from the length tensors (which must be valid: `check_values`).
+
+    Packed: rows of the packed tensors. Otherwise rows of that batch entry, `k0` being its left padding.
+    """
+    if problem.is_packed:
+        q = inputs.cu_seqlens_q.tolist()  # type: ignore[union-attr]
+        rows_q = list(itertools.pairwise(q))
+    else:
+        rows_q = [(0, problem.seqlen_q)] * problem.batch
+    if problem.has_packed_keys:
+        k = inputs.cu_seqlens_k.tolist()  # type: ignore[union-attr]
+        return [Span(*row, *keys) for row, keys in zip(rows_q, itertools.pairwise(k))]
+    ends = [problem.seqlen_k] * problem.batch if inputs.seqlens_k is None else inputs.seqlens_k.tolist()
+    starts = [0] * problem.batch if inputs.leftpad_k is None else inputs.leftpad_k.tolist()
+    return [Span(*row, k0, k1) for row, k0, k1 in zip(rows_q, starts, ends)]

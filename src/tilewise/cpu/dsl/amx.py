@@ -1,0 +1,246 @@
+"""Matrix products in Intel's tile registers (AMX): float32 sums of products of bfloat16.
+
+A tile register is 16 rows of 64 bytes. One instruction adds a[16, 32] b[32, 16] to c[16, 16]:
+
+    c[i, n] += sum over p < 16 of  a[i, 2p] b[2p, n] + a[i, 2p + 1] b[2p + 1, n]
+
+A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the
+matrix interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Transposing words turns one kind
+into the other: rows of x become the pairs of x^T, and the pairs of x become the rows of x^T. For that,
+words move as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.ir as ir
+
+from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.lanes import any_lane
+from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.vector import (
+    F32,
+    I8,
+    I16,
+    I32,
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    as_int,
+    bitcast,
+    builder,
+    emitter,
+    maximum,
+    minimum,
+)
+from tilewise.cpu.kernels.tiles import Scratch, Shape, load_rows, pieces
+
+TILE = 32  # keys or queries that a product takes at once: two tile registers each way
+ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
+LANES = 16
+C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
+# Which pieces of a and b are multiplied, so that each product loads one of them anew. What is left out is of
+# either sign and small beside a rounding of the number itself: of three pieces the middle one times the last,
+# 2^-25 of a product where float32 rounds at 2^-24; of two the last by itself, 2^-16 where float16 has 2^-11.
+TERMS = {
+    1: ((0, 0),),
+    2: ((1, 0), (0, 0), (0, 1)),
+    3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
+}
+# Where cutting works: pieces of smaller numbers, and their products, come near 2^-126, below which the tile
+# unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in pieces.
+SMALLEST, LARGEST = 2.0**-80, 2.0**59
+VOID = ir.VoidType()
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which only the conversion's signature needs."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+@contextmanager
+def tile_registers(
+    scratch: Scratch, widths: Sequence[int] = (ROW,) * 8, heights: Sequence[int] = (ROWS,) * 8
+) -> Iterator[None]:
+    """Give this thread eight tile registers, of full size or as said; at the end, whatever it had before.
+
+    PyTorch keeps its own configuration between calls in places, and counts on finding it.
+    """
+    mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))
+    palette = [1] + [0] * 15
+    row_bytes = [byte for width in widths for byte in (width, 0)] + [0] * 16
+    mine.store(Value(ir.Constant(ir.VectorType(I8, 64), [*palette, *row_bytes, *heights, *[0] * 8])))
+    emitter().intrinsic("llvm.x86.sttilecfg", VOID, before.address)
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
+    yield
+    emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
+
+
+def tile_sums(
+    out: Rows, a: Sequence[Rows], b: Sequence[Rows], k: tuple[Scalar, Scalar], columns: int, adds: bool
+) -> None:
+    """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :], 32 of them a step; 1 or 2 columns.
+
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs, both in as many pieces as their
+    numbers were cut into. 2 x 2 tiles of sums stay in registers while four loads, from the first-level cache,
+    feed four multiplications of 16 cycles each; with more pieces, 14 loads feed 24.
+    """
+    sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
+    for register, r, c in sums:
+        if adds:
+            load_tile(register, out, r, c)
+        else:
+            clear_tile(register)
+    for step in _steps(*k):
+        held: tuple[Rows | None, Rows | None] = None, None
+        for left, right in ((a[i], b[j]) for i, j in TERMS[len(a)]):
+            for r in range(2):
+                if held[0] is not left:
+                    load_tile(A + r, left, ROWS * r, step)
+                for c in range(columns):
+                    if r == 0 and held[1] is not right:
+                        load_tile(B + c, right, step // 2, LANES * c)
+                    multiply_tiles(C + 2 * r + c, A + r, B + c)
+            held = left, right
+    for register, r, c in sums:
+        store_tile(register, out, r, c)
+
+
+def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
+    """Where the 32 products of each step begin; written out one by one where they are few and known."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 8 * TILE:
+        yield from range(start, stop, TILE)
+    else:
+        yield from loop(start, stop, TILE)
+
+
+def clear_tile(register: int) -> None:
+    emitter().intrinsic("llvm.x86.tilezero", VOID, _number(register))
+
+
+def load_tile(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
+    emitter().intrinsic("llvm.x86.tileloadd64", VOID, _number(register), rows[r, c].address, _stride(rows))
+
+
+def store_tile(register: int, rows: Rows, r: Scalar, c: Scalar) -> None:
+    emitter().intrinsic("llvm.x86.tilestored64", VOID, _number(register), rows[r, c].address, _stride(rows))
+
+
+def multiply_tiles(c: int, a: int, b: int) -> None:
+    """c += a b; b in pairs."""
+    emitter().intrinsic("llvm.x86.tdpbf16ps", VOID, *(_number(register) for register in (c, a, b)))
+
+
+def _stride(rows: Rows) -> ir.Value:
+    return as_int(rows.stride * rows.ptr.item).raw
+
+
+def _number(register: int) -> ir.Constant:
+    return ir.Constant(I8, register)
+
+
+def words(rows: Rows) -> Rows:
+    """Rows of 16-bit numbers as rows of words of two."""
+    return Rows(rows.ptr.as_kind("f32"), rows.stride // 2)
+
+
+def copy_rows(dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
+    """dst[r, :dim] = source(r) as stored, zeros up to dst's width; rows from n on repeat the last."""
+    for r in loop(0, count):
+        row = source(minimum(r, n - 1)).as_kind("i16")
+        for c, width in pieces(0, dim, 2 * LANES):
+            dst[r, c].store(row[c].load(width))
+        for c, width in pieces(dim, dst.stride, 2 * LANES):
+            dst[r, c].store(Value(ir.Constant(ir.VectorType(I16, width), [0] * width)))
+
+
+def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
+    """dst[p, c] = (src[2p, c], src[2p + 1, c]) for 2p < count: the pairs of src, from its rows."""
+    wide = ir.VectorType(I32, LANES)
+    for r in loop(0, count, 2):
+        for c in range(0, dst.stride, LANES):
+            low, high = (Value(builder().zext(src[r + i, c].load(LANES).raw, wide)) for i in range(2))
+            pair = builder().bitcast((low | (high << 16)).raw, ir.VectorType(F32, LANES))
+            dst[r // 2, c].store(Value(pair))
+
+
+def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
+    """float32 vectors as sums of `count` pieces that bfloat16 holds; the last is yet to be rounded to it.
+
+    8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
+    towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
+    either sign. An infinity leaves a NaN.
+    """
+    rest = list(numbers)
+    for n in range(count - 1):
+        bits = [bitcast(x, I32) + (0x8000 if n else 0) for x in rest]
+        piece = [bitcast(x & -0x10000, F32) for x in bits]
+        yield list(piece)
+        rest = [x - head for x, head in zip(rest, piece)]
+    yield rest
+
+
+def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., None]:
+    """A function that brings rows in as many pieces as the products want, with the arguments of `take`."""
+    if shape.config.pieces == 1:
+        return lambda parts, source, n, count, dim, factor=None: copy_rows(parts[0], source, n, count, dim)
+    wide = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
+
+    def take(
+        parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
+        factor: Operand | None = None,
+    ) -> None:  # fmt: skip
+        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`, through 32 rows of float32.
+
+        `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
+        """
+        rows = Rows(wide, parts[0].stride)
+        for r0 in loop(0, count, TILE):
+            largest = Var(shape.constant(0.0))
+            height = minimum(TILE, count - r0)
+            load_rows(shape, rows, lambda r, first=r0: source(first + r), n - r0, height, dim)  # type: ignore[misc]
+            for r in loop(0, height):
+                for c in range(0, rows.stride, 2 * LANES):
+                    both = [rows[r, c + i].load(LANES) for i in (0, LANES)]
+                    both = both if factor is None else [x * factor for x in both]
+                    for x in both:
+                        largest.set(maximum(absolute(x), largest))
+                    for part, piece in zip(parts, cut(both, len(parts))):
+                        part[r0 + r, c].store(rounded(*piece))
+            is_small = any_lane(largest > 0.0) ^ any_lane(largest >= SMALLEST)
+            with when(is_small | any_lane(largest >= LARGEST)):
+                not_cut.store(as_int(1))
+
+    return take
+
+
+def rounded(low: Operand, high: Operand) -> Value:
+    """Two float32 vectors as 32 bfloat16 numbers, low's first, rounded to nearest even."""
+    result = ir.VectorType(_BFloat(), 2 * LANES)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    both = emitter().intrinsic(name, result, high.raw, low.raw)
+    return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
+
+
+def rounded_words(x: Operand) -> Value:
+    """A float32 vector rounded to bfloat16, a number in the low half of each word."""
+    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFloat(), LANES), x.raw)
+    bits = builder().bitcast(half, ir.VectorType(I16, LANES))
+    return Value(builder().zext(bits, ir.VectorType(I32, LANES)))
+
+
+def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
+    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
+    if is_exact:
+        return bitcast((bitcast(low, I32) >> 16) | bitcast(high, I32), F32)
+    both = rounded(low, high)
+    order = [x for lane in range(LANES) for x in (lane, lane + LANES)]
+    mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
+    return Value(builder().bitcast(mixed, ir.VectorType(F32, LANES)))

@@ -1,0 +1,188 @@
+"""exp, tanh and log in vectors, from multiply-adds: no library calls, the same bits on every machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.ir as ir
+
+from tilewise.cpu.dsl.vector import (
+    F32,
+    F64,
+    I32,
+    I64,
+    Operand,
+    Value,
+    absolute,
+    bitcast,
+    builder,
+    copysign,
+    element_of,
+    emitter,
+    fma,
+    like,
+    maximum,
+    select,
+)
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """What the exponential and the logarithm need to know about a floating-point type."""
+
+    bits: Any
+    mantissa: int
+    bias: int
+    log_terms: int
+
+
+LOG2_E = 1 / math.log(2)
+LN_2 = math.log(2)
+FLOOR = 9  # of `vreduceps` and `vrndscaleps`: towards -inf, silently
+SMALL = 0.625  # tanh of less is a polynomial
+FLOAT32_DEGREE = 6  # of exp in full float32
+FORMATS = {F32: FloatFormat(I32, 23, 127, 6), F64: FloatFormat(I64, 52, 1023, 12)}
+
+
+def _exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
+    """(2^n, 2^f - 1) with x / ln 2 = n + f and |f| <= 1/2; n stops where 2^n is exactly 0.
+
+    Adding 1.5 * 2^mantissa + bias rounds x / ln 2 to an integer and leaves n + bias in the low bits, where
+    a shift turns it into the floating-point number 2^n. The polynomial is off by 5e-9 (degree 6), 7e-6
+    (degree 4), 4e-17 (degree 11). NaN stays NaN.
+    """
+    f = FORMATS[element_of(x.type)]
+    magic, log2_e = like(1.5 * 2.0**f.mantissa + f.bias, x), like(1 / math.log(2), x)
+    x = maximum(like(-f.bias * math.log(2), x), x)
+    shifted = fma(x, log2_e, magic)
+    fraction = fma(x, log2_e, magic - shifted)
+    power = bitcast(bitcast(shifted, f.bits) << f.mantissa, element_of(x.type))
+    series = _horner(_polynomial(_power_rest, -0.5, 0.5, degree - 1), fraction)
+    return power, series * fraction
+
+
+def _power_rest(f: float) -> float:
+    """(2^f - 1) / f."""
+    return math.expm1(f * math.log(2)) / f if f else math.log(2)
+
+
+def exp(x: Operand, degree: int) -> Value:
+    """e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
+    power, fraction = _exp_parts(x, degree)
+    return power * (fraction + 1.0)
+
+
+def exp_of_difference(x: Operand, y: Operand, degree: int) -> Value:
+    """e^(x - y) as if x - y were not rounded, which would count more than all else where y is a large lse."""
+    high = x - y
+    part = x - high
+    low = (x - (high + part)) + (part - y)  # what rounding left out; NaN where x or y is infinite
+    power = exp(high, degree)
+    return fma(power, select(low.equals(low), low, 0.0), power)
+
+
+def exp2_avx512(x: Operand, degree: int) -> Value:
+    """2^x in `degree` + 2 instructions of AVX-512: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN."""
+    return _scaled_power(_avx512("reduce", x, x, FLOOR), x, degree)  # f = x - floor(x)
+
+
+def exp_avx512(x: Operand, degree: int) -> Value:
+    """e^x likewise, in `degree` + 5: 2^(x / ln 2) would be as wrong as x / ln 2 is rounded."""
+    x = maximum(like(-1e4, x), x)  # -inf would be NaN; e^-104 would be 0, but slowly
+    y = x * LOG2_E
+    f = fma(x, like(LOG2_E, x), -_avx512("rndscale", y, y, FLOOR))
+    return _scaled_power(f, y, degree)
+
+
+def _scaled_power(f: Operand, x: Operand, degree: int) -> Value:
+    """2^f 2^floor(x). The polynomial meets 2^f at Chebyshev points that include both ends of [0, 1], so that
+    x to the left and right of an integer agree."""
+    series = _horner(_polynomial(lambda t: 2.0**t, 0.0, 1.0, degree), f)
+    return _avx512("scalef", series, x)
+
+
+def _avx512(name: str, x: Operand, y: Operand, *how: int) -> Value:
+    """An instruction for two vectors, or for one (given twice) in a way said by `how`."""
+    mask, current_rounding = ir.Constant(ir.IntType(x.type.count), -1), ir.Constant(I32, 4)
+    second = [ir.Constant(I32, n) for n in how] or [y.raw]
+    arguments = (x.raw, *second, like(0.0, x).raw, mask, current_rounding)
+    return Value(emitter().intrinsic(f"llvm.x86.avx512.mask.{name}.ps.512", x.type, *arguments))
+
+
+def _polynomial(f: Callable[[float], float], start: float, end: float, degree: int) -> list[float]:
+    """Coefficients, constant first, of the polynomial that equals f at degree + 1 points of [start, end]."""
+    steps = (0.5 - 0.5 * math.cos(math.pi * k / degree) for k in range(degree + 1))
+    points = [start + (end - start) * step for step in steps]
+    slopes = [f(x) for x in points]  # Newton's divided differences, in place
+    for order in range(1, degree + 1):
+        for k in range(degree, order - 1, -1):
+            slopes[k] = (slopes[k] - slopes[k - 1]) / (points[k] - points[k - order])
+    terms = [0.0] * (degree + 1)
+    for slope, point in zip(reversed(slopes), reversed(points)):
+        terms = [slope - point * terms[0]] + [a - point * b for a, b in itertools.pairwise(terms)]
+    return terms
+
+
+def _horner(terms: Sequence[float], x: Operand) -> Value:
+    """The polynomial with these coefficients, constant first."""
+    series = Value(like(terms[-1], x).raw)
+    for term in reversed(terms[:-1]):
+        series = fma(series, x, like(term, x))
+    return series
+
+
+def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
+    """tanh(x) and its derivative 1 - tanh(x)^2, neither of which cancels: with e = exp(2|x|) - 1,
+
+    tanh|x| = e / (e + 2) and 1 - tanh^2 = h (2 - h), h = 2 / (e + 2). One degree more than exp, because
+    e = 2^n (2^f - 1) + (2^n - 1) keeps fewer digits of 2^f - 1 than of 2^f. In full float32 |x| to the left
+    of `SMALL` takes an odd polynomial, to the right it is 1 - 2 / (e + 2), rounded little more than once.
+    """
+    limit = 20.0  # tanh is 1 to the last bit from there on
+    size = absolute(x)
+    power, fraction = _exp_parts(select(size > limit, limit, size) * 2.0, degree + 1)
+    e = fma(power, fraction, power - 1.0)
+    half = 2.0 / (e + 2.0)
+    slope = half * (2.0 - half)
+    if degree != FLOAT32_DEGREE:
+        return copysign(e / (e + 2.0), x), slope
+    square = x * x
+    near = fma(x * square, _horner(_polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
+    is_near, near_slope = size < SMALL, fma(-1.0 * near, near, like(1.0, x))
+    return select(is_near, near, copysign(1.0 - half, x)), select(is_near, near_slope, slope)
+
+
+def _tanh_rest(t: float) -> float:
+    """(tanh(x) / x - 1) / x^2 as a function of x^2."""
+    x = math.sqrt(t)
+    return (math.tanh(x) / x - 1.0) / t if x else -1 / 3
+
+
+def log(x: Operand) -> Value:
+    """ln(x) for normal x > 0: ln 2 times the exponent, plus 2 atanh((m - 1) / (m + 1)). NaN stays NaN."""
+    f = FORMATS[element_of(x.type)]
+    bits = bitcast(x, f.bits)
+    low = (1 << f.mantissa) - 1
+    mantissa = bitcast((bits & low) | (f.bias << f.mantissa), element_of(x.type))  # in [1, 2)
+    is_high = mantissa > math.sqrt(2)
+    mantissa = select(is_high, mantissa * 0.5, mantissa)
+    exponent = (bits >> f.mantissa) - f.bias
+    exponent = Value(builder().sitofp(exponent.raw, x.type))
+    exponent = select(is_high, exponent + 1.0, exponent)
+    t = (mantissa - 1.0) / (mantissa + 1.0)  # |t| < 0.172
+    square = t * t
+    series = like(2 / (2 * f.log_terms - 1), x)
+    for k in range(f.log_terms - 2, -1, -1):
+        series = fma(series, square, like(2 / (2 * k + 1), x))
+    return select(x.equals(x), fma(exponent, like(math.log(2), x), series * t), x)
+
+
+def quotient(x: Operand, y: Operand, inverse: Operand) -> Value:
+    """x / y to the last bit or nearly, from inverse = 1 / y: a correction costs less than a division."""
+    q = x * inverse
+    rest = fma(-1.0 * q, y, x)
+    return fma(select(rest.equals(rest), rest, 0.0), inverse, q)  # an infinite x leaves no rest

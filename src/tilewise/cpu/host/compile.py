@@ -1,0 +1,252 @@
+"""From LLVM IR to a function in memory: target features, code generation, the cache on disk.
+
+A cache file holds the object code of one kernel together with the key it was built for: this package's
+kernel sources, llvmlite's version, the CPU with its features, and the kernel's parameters. A file is used
+only if it belongs to this user, its checksum is right and its key is the wanted one; anything else is
+compiled again. Files appear by an atomic rename, so many processes may start at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# Of kernels that run a microsecond: with wider vectors all that follows is slower.
+NARROW_VECTOR_BYTES = 32
+MAGIC = b"tilewise-kernel-1\n"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine code to generate.
+
+    `rows` x 3 vectors is the accumulator block of the micro-kernel: 24 of 32 registers, or 12 of 16.
+    Blocks are cut to fit `l2_bytes`, a core's L2 cache.
+    """
+
+    isa: str
+    vector_bytes: int
+    rows: int
+    cpu: str
+    features: str
+    l2_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled function `void f(char* arguments)` and what its builder says about it."""
+
+    address: int
+    call: Any
+    facts: dict[str, int]
+
+
+def unavailable() -> str | None:
+    """Why no kernel can be compiled here, or None."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "the package llvmlite is not installed"
+    found = target(os.environ.get("TILEWISE_CPU_ISA", ""))
+    return found if isinstance(found, str) else None
+
+
+@functools.lru_cache
+def target(wanted: str = "") -> Target | str:
+    """This machine's widest supported instruction set, or `wanted` if the machine has it; else the reason."""
+    import llvmlite.binding as llvm
+
+    _initialize()
+    name, has = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    candidates = []
+    if platform.machine() in ("x86_64", "AMD64"):
+        wide = all(has.get(f) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+        tiles = all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16"))
+        if wide and tiles and has.get("avx2") and may_use_amx():
+            candidates.append(Target("amx", 64, 8, name, f"{has.flatten()},-prefer-256-bit"))
+        if wide and has.get("avx2"):
+            candidates.append(Target("avx512", 64, 8, name, f"{has.flatten()},-prefer-256-bit"))
+        if all(has.get(f) for f in ("avx2", "fma", "f16c")):
+            narrow = ",".join(f for f in has.flatten().split(",") if "avx512" not in f and "avx10" not in f)
+            candidates.append(Target("avx2", 32, 4, "x86-64-v3", f"{narrow},-avx512f"))
+    elif platform.machine() in ("aarch64", "arm64"):
+        candidates.append(Target("neon", 16, 8, name, has.flatten()))
+    for candidate in candidates:
+        if wanted in ("", candidate.isa):
+            return replace(candidate, l2_bytes=_l2_bytes())
+    if wanted and candidates:
+        return f"TILEWISE_CPU_ISA={wanted} is not one of {[c.isa for c in candidates]} that this machine has"
+    return f"{platform.machine()} lacks AVX2 with FMA and F16C, or NEON"
+
+
+def _l2_bytes(size_file: Path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) -> int:
+    """Of this machine, or 1 MB where it does not say; between 512 KB and 2 MB, as large ones are shared."""
+    try:
+        found = int(size_file.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 1 << 20
+    return min(max(found, 512 << 10), 2 << 20)
+
+
+def may_use_amx() -> bool:
+    """Ask Linux for the tile registers, which it gives to a process that says it wants them."""
+    if sys.platform != "linux":
+        return False
+    arch_prctl, ask_for_state, tile_data = 158, 0x1023, 18  # x86-64
+    return ctypes.CDLL(None).syscall(arch_prctl, ask_for_state, tile_data) == 0
+
+
+def current_target() -> Target:
+    found = target(os.environ.get("TILEWISE_CPU_ISA", ""))
+    if isinstance(found, str):
+        raise NotImplementedError(f"no LLVM kernel here: {found}; backend 'tiled' serves")
+    return found
+
+
+@functools.cache
+def _initialize() -> None:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple, Kernel] = {}
+_engines: list[Any] = []  # own the machine code
+
+
+def _reset_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it when this process was forked
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_lock)
+
+
+def load(name: str, config: Any) -> Kernel:
+    """The kernel that module `name` builds for `config` (a frozen dataclass): from memory, disk, or LLVM."""
+    machine = current_target()
+    if getattr(config, "is_narrow", False):
+        machine = replace(machine, vector_bytes=min(machine.vector_bytes, NARROW_VECTOR_BYTES))
+    key = (name, config, machine)
+    if key not in _loaded:
+        with _lock:
+            if key not in _loaded:
+                _loaded[key] = _load(name, config, machine)
+    return _loaded[key]
+
+
+def _load(name: str, config: Any, machine: Target) -> Kernel:
+    text = json.dumps(
+        [_sources_hash(), _llvmlite_version(), sys.platform, name, astuple(machine), astuple(config)]
+    )
+    path = cache_dir() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.kernel"
+    stored = _read(path, text)
+    if stored is None:
+        products = "_amx" if getattr(config, "has_amx", False) else ""
+        builder = importlib.import_module(f"tilewise.cpu.kernels.{name}{products}")
+        ir_text, facts = builder.build(config, machine)
+        stored = facts, generate(ir_text, machine)
+        _write(path, text, *stored)
+    facts, code = stored
+    address = _link(name, code, machine)
+    return Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), facts)
+
+
+def generate(ir_text: str, machine: Target, triple: str | None = None) -> bytes:
+    """Object code. The only pass run on the IR is SROA: the kernels are written as they should come out."""
+    import llvmlite.binding as llvm
+
+    if triple is not None:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+    module = llvm.parse_assembly(ir_text)
+    module.verify()
+    machine_code = _target_machine(machine, triple)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=1)
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.run(module, llvm.create_pass_builder(machine_code, tuning))
+    return machine_code.emit_object(module)
+
+
+def _target_machine(machine: Target, triple: str | None = None) -> Any:
+    import llvmlite.binding as llvm
+
+    found = llvm.Target.from_triple(triple) if triple else llvm.Target.from_default_triple()
+    return found.create_target_machine(cpu=machine.cpu, features=machine.features, opt=2, jit=triple is None)
+
+
+def _link(name: str, code: bytes, machine: Target) -> int:
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(machine))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return engine.get_function_address(name)
+
+
+@functools.cache
+def _sources_hash() -> str:
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+@functools.cache
+def _llvmlite_version() -> str:
+    return importlib.metadata.version("llvmlite")
+
+
+def cache_dir() -> Path:
+    """`$TILEWISE_CACHE_DIR`, or `tilewise` in the user's cache directory."""
+    if os.environ.get("TILEWISE_CACHE_DIR"):
+        return Path(os.environ["TILEWISE_CACHE_DIR"])
+    if os.name == "nt":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "tilewise"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/tilewise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+
+
+def _read(path: Path, key: str) -> tuple[dict[str, int], bytes] | None:
+    """Facts and code of a cache file that is whole, this user's, and made for this key; else None."""
+    try:
+        with open(path, "rb") as file:
+            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            content = file.read()
+    except OSError:
+        return None
+    head = len(MAGIC) + 32
+    if not content.startswith(MAGIC) or hashlib.sha256(content[head:]).digest() != content[len(MAGIC) : head]:
+        return None
+    size = int.from_bytes(content[head : head + 8], "little")
+    header = json.loads(content[head + 8 : head + 8 + size])
+    return (header["facts"], content[head + 8 + size :]) if header["key"] == key else None
+
+
+def _write(path: Path, key: str, facts: dict[str, int], code: bytes) -> None:
+    header = json.dumps({"key": key, "facts": facts}).encode()
+    body = len(header).to_bytes(8, "little") + header + code
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(MAGIC + hashlib.sha256(body).digest() + body)
+        os.replace(temporary, path)
+    except OSError:
+        pass  # no cache directory to write to: every process compiles for itself

@@ -1,0 +1,274 @@
+"""Attention of a few queries to many keys, at the speed of memory.
+
+With few queries, query lanes would stay empty: here the head dimension stands in lanes, and the queries of
+all heads that share a key head (the rows) read each key once. A work item is one split of the keys, for one
+key head or for several whose keys lie side by side (`splits.py`):
+
+    for each block of keys, and each head of the item:                          k, v where they lie
+        for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
+        for each row:
+            s     with softcap, ALiBi, visibility
+            m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
+            l     = c l + sum(p)
+        for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
+
+A vector of products s holds `depth` columns of each of `group` rows, so that one load of 4 numbers of k
+serves 4 rows and a sum over 4 lanes is all that remains:
+
+    q:  row 0: c c+1 c+2 c+3 | row 1: c c+1 c+2 c+3 | row 2 ...        k:  c c+1 c+2 c+3 | c c+1 c+2 c+3 | ...
+
+While a block is used, the same rows of the next head, or of the next block, are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilewise.cpu.dsl.control import loop
+from tilewise.cpu.dsl.lanes import across, fold_sums, lanes_of, repeated
+from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch, prefetch_row
+from tilewise.cpu.dsl.numerics import exp
+from tilewise.cpu.dsl.vector import (
+    BYTES,
+    Operand,
+    Value,
+    Var,
+    as_int,
+    fma,
+    int32,
+    iota,
+    maximum,
+    minimum,
+    select,
+    splat,
+)
+from tilewise.cpu.host.arguments import Config
+from tilewise.cpu.host.compile import Target
+from tilewise.cpu.kernels.splits import Block, SplitKernel
+from tilewise.cpu.kernels.tiles import (
+    BLOCK_K,
+    INF,
+    Grid,
+    Head,
+    Scratch,
+    added,
+    build_kernel,
+    lane_chunks,
+    load_rows,
+    round_up,
+)
+
+LONG_DOT = 40  # products that one lane sums at most of a float32 score
+BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
+
+
+class DecodeKernel(SplitKernel):
+    """The kernel's steps, in the order in which they run."""
+
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
+        shape, lanes = self.shape, self.shape.lanes
+        self.size_tiles()
+        is_whole = self.config.head_dim == shape.pad
+        self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
+        self.copies_v = self.config.head_dim_v != shape.pad_v
+        self.k = scratch.rows(self.tile_k, shape.pad)
+        self.v = scratch.rows(self.block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
+        self.raw_q = scratch.rows(self.rows, shape.pad)
+        self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
+        self.m_rows = self.rows  # all lanes of m are alike
+        m = l = (self.rows, lanes)
+        return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
+
+    def size_tiles(self) -> None:
+        """How many rows, keys and columns are handled at once."""
+        shape, lanes = self.shape, self.shape.lanes
+        # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
+        sums = 2 * shape.target.rows
+        self.depth = shape.depth
+        self.group = lanes // self.depth
+        self.row_groups = -(-self.rows // self.group)
+        self.groups = min(self.row_groups, sums // self.depth)
+        self.tile_k = self.depth * max(1, min(8, sums // self.groups) // self.depth)
+        step = max(lanes, self.tile_k)  # a block is whole tiles of keys and whole vectors of scores
+        row_bytes = max(shape.pad, shape.pad_v) * BYTES[self.config.kind]
+        self.block_k = block_k = max(step, min(BLOCK_K, BLOCK_BYTES // row_bytes // step * step))
+        assert block_k % self.tile_k == block_k % lanes == 0
+        # Values: sums of `tile` rows x `vectors` vectors.
+        self.tile = min(4, self.rows)
+        self.vectors = min(8, sums // self.tile)
+
+    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        for j0 in loop(begin, end, self.block_k):
+            for h, head in self.each_head(batch, kv_head):
+                block = Block(j0, minimum(end - j0, self.block_k), end, h)
+                self.score(head, block)
+                for r in loop(0, head.seqlen_q * self.args.group):
+                    self.weigh_row(self.query_head(head, r), r, block)
+                self.add_values(head, block)
+
+    def load_queries(self, head: Head, rows: Value) -> None:
+        """q scaled, in the order of the products of a vector."""
+        load_rows(self.shape, self.raw_q, self.query_rows(head, "q"), rows, self.rows, self.config.head_dim)
+        self.group_rows(self.q, self.raw_q, self.args.vector("q_factor", self.shape))
+
+    def group_rows(self, grouped: Rows, rows: Rows, factor: Operand | None = None) -> None:
+        """Rows (times a factor) in the order of the products of a vector; the last one fills up its group."""
+        for i in range(self.row_groups * self.group):
+            corner = grouped.at(i // self.group, i % self.group * self.depth)
+            for c in loop(0, rows.stride, self.depth):
+                x = rows[min(i, self.rows - 1), c].load(self.depth)
+                x = x if factor is None else x * lanes_of(factor, 0, self.depth)
+                corner[0, c * self.group].store(x)
+
+    def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
+        """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
+
+        That one belongs to the item's next head, or to its first head and the next block.
+        """
+        args, row = self.args, head.key_rows(name, block.j0)
+        step = getattr(args, f"{name}_h")
+        is_last = (block.head + 1).equals(args.item_heads)
+        to_head = select(is_last, step * (1 - args.item_heads), step)
+        if self.config.page_size:
+            from_start = head.key_rows(name, 0)
+            j1 = block.j0 + select(is_last, as_int(self.block_k), 0)
+            return row, lambda j: from_start(minimum(j1 + j, block.end - 1))[to_head]
+        ahead = maximum(minimum(block.end - block.j0 - self.block_k, self.block_k), 0)
+        delta = to_head + select(is_last, ahead, 0) * getattr(args, f"{name}_n")
+        return row, lambda j: row(j)[delta]
+
+    def score(self, head: Head, block: Block) -> None:
+        """s = k q for one block of keys: each tile of keys serves all rows before the next one is read."""
+        n, config, shape = block.n, self.config, self.shape
+        row, later = self.sources(head, "k", block)
+        for j in loop(0, n, self.tile_k):
+            keys = [minimum(j + key, n - 1) for key in range(self.tile_k)]
+            ahead = [later(key) for key in keys]
+            if self.copies_k:
+                rest = head.key_rows("k", block.j0 + j)
+                load_rows(shape, self.k, rest, n - j, self.tile_k, config.head_dim)
+                for later_row in ahead:
+                    prefetch_row(later_row, config.head_dim)
+            k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
+            self.multiply(self.q, k, self.p.at(0, j), [] if self.copies_k else ahead)
+
+    def multiply(self, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
+        """s = k q of all rows and `tile_k` keys; `ahead` are rows to ask for meanwhile."""
+        for first in range(0, self.row_groups, self.groups):
+            groups = range(first, min(first + self.groups, self.row_groups))
+            self.multiply_groups(groups, q, k, s, [] if first else ahead)
+
+    def multiply_groups(self, groups: range, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
+        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
+        step = line if pad % line == 0 else self.shape.lanes
+        dots = self.dots(groups, q, k, range(0, pad, step), ahead)
+        for g, sums in zip(groups, dots):
+            for key in range(0, self.tile_k, depth):
+                folded = fold_sums(sums[key : key + depth])
+                for i in range(min(self.group, self.rows - g * self.group)):
+                    s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
+
+    def dots(self, groups: range, q: Rows, k: list[Ptr], columns: range, ahead: list[Ptr]) -> Grid:
+        """Sums of `depth` products side by side, over some columns; long ones are sums of two halves."""
+        if self.config.kind == "f32" and columns.stop - columns.start > self.depth * LONG_DOT:
+            cut = columns[len(columns) // 2]
+            first = self.dots(groups, q, k, range(columns.start, cut, columns.step), ahead)
+            return added(first, self.dots(groups, q, k, range(cut, columns.stop, columns.step), ahead))
+        shape, lanes, group = self.shape, self.shape.lanes, self.group
+        dots = [[Var(shape.constant(0.0)) for _ in k] for _ in groups]
+        for c in loop(columns.start, columns.stop, columns.step):
+            for row in ahead:
+                prefetch(row[c])
+            for d in range(0, columns.step, self.depth):
+                q_d = [q[g, c * group + d * group].load(lanes) for g in groups]
+                for key, row in enumerate(k):
+                    k_d = repeated(row[c][d].load(self.depth), group)
+                    for factor, sums in zip(q_d, dots):
+                        sums[key].set(fma(k_d, factor, sums[key]))
+        return dots
+
+    def weigh_row(self, head: Head, r: Value, block: Block) -> None:
+        """p = exp(s - m), with the options and -inf where not visible; l, m and the correction of row r."""
+        shape = self.shape
+        m_old = self.m[r, 0].load(shape.lanes)
+        m_new = across(self.finish_scores(head, r, block, m_old), maximum)
+        m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
+        correction = exp(m_old - m_finite, shape.exp_degree)
+        l = Var(self.l[r, 0].load(shape.lanes) * correction)
+        self.sum_weights(r, block, m_finite, l)
+        self.m[r, 0].store(m_new)
+        self.l[r, 0].store(l)
+        self.correction[r, 0].store(correction)
+
+    def finish_scores(self, head: Head, r: Value, block: Block, m: Value) -> Operand:
+        """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
+        lanes, i = self.shape.lanes, r % head.seqlen_q
+        k0, k1 = (splat(int32(k), lanes) for k in head.key_range(i, i + 1))
+        largest = Var(m)
+        for j in loop(0, self.whole(block.n), lanes):
+            key = splat(int32(block.j0 + j), lanes) + iota(lanes)
+            distance = key - splat(int32(i + head.offset), lanes)
+            s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
+            s = select((key >= k0) & (key < k1), s, -INF)
+            self.p[r, j].store(s)
+            largest.set(maximum(largest, s))
+        return largest
+
+    def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
+        """p = exp(s - m); l += p."""
+        shape = self.shape
+        for j in loop(0, block.n, shape.lanes):
+            p = exp(self.p[r, j].load(shape.lanes) - m, shape.exp_degree)
+            self.p[r, j].store(p)
+            l.set(l + p)
+
+    def add_values(self, head: Head, block: Block) -> None:
+        """acc = correction * acc + p v, a few columns of v at a time for all rows."""
+        shape, config = self.shape, self.config
+        row, later = self.sources(head, "v", block)
+        if self.copies_v:
+            load_rows(shape, self.v, row, block.n, block.n, config.head_dim_v)
+        for first, count, vectors in lane_chunks(shape, shape.pad_v, self.vectors):
+            width = vectors * shape.lanes
+            for column in loop(first, first + count * width, width):
+                for r in range(0, self.rows, self.tile):
+                    self.add_tile(r, column, vectors, block.n, row, later)
+
+    def add_tile(self, r: int, column: Value, vectors: int, n: Value, row: Callable, later: Callable) -> None:
+        """acc[r + [0, tile), column + vectors], and this tile's share of what is to be asked for."""
+        shape, lanes = self.shape, self.shape.lanes
+        columns = [x * lanes for x in range(vectors)]
+        p_rows = self.p.at(r, 0)
+        keeps = not self.copies_v and r == 0 and self.rows > self.tile
+        item = BYTES[self.config.kind]
+        lines = range(0, vectors * lanes, 64 // item)[r // self.tile :: self.rows // self.tile]
+        pv = [[Var(shape.constant(0.0)) for _ in columns] for _ in range(self.tile)]
+        for k in loop(0, n):
+            if self.copies_v:
+                source = self.v[k, column]
+            else:
+                source = row(k)[column] if r == 0 else self.v[k, 0]
+            v = [source[c].load(lanes) for c in columns]
+            for c in lines:
+                prefetch(later(k)[column][c])
+            if keeps:
+                for c, v_c in zip(columns, v):
+                    self.v[k, c].store(v_c)
+            for i, sums in enumerate(pv):
+                p = p_rows[i, k].splat(lanes)
+                for v_c, total in zip(v, sums):
+                    total.set(fma(p, v_c, total))
+        for i, sums in enumerate(pv):
+            correction = self.correction.at(r, 0)[i, 0].load(lanes)
+            for c, total in zip(columns, sums):
+                acc = self.acc.at(r, column)[i, c]
+                acc.store(fma(acc.load(lanes), correction, total))
+
+    def statistics(self, r: Value) -> tuple[Value, Value]:
+        m, l = (area[r, 0].load(self.shape.lanes) for area in (self.m, self.l))
+        return m, across(l, lambda a, b: a + b)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(DecodeKernel, config, target)

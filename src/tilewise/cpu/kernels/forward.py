@@ -1,0 +1,295 @@
+"""Forward attention on the CPU: O = softmax(S) V tile by tile, as machine code.
+
+A work item is one head and `tiles` tiles of queries. For each block of keys (128, or all of up to
+256), K and V are converted once and all tiles of the item use them:
+
+    for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
+    for each block of keys:                                   k, v converted     [block_k, head_dim]
+        for each tile:
+            s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [block_k, block_q]
+            m_new = max(m, max over keys of s_t);  c = exp(m - m_new);  p_t = exp(s_t - m_new)
+            l     = c l + sum over keys of p_t;    (p_t = 0 where dropped)
+            acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]
+    for each tile:  out = acc_t^T / l;  lse = m + log l
+
+A tile that sees the keys of one block alone has no running output: out = p v / l as rows.
+
+The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
+in its item nor on which thread computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilewise.cpu.dsl.control import claim, either, loop, unless, when
+from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
+from tilewise.cpu.dsl.numerics import exp, log, quotient
+from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, like, maximum, minimum, select
+from tilewise.cpu.host.arguments import Config
+from tilewise.cpu.host.compile import Target
+from tilewise.cpu.host.configs import KEY_BLOCK
+from tilewise.cpu.kernels.dropout import GROUP, Dropout, TileDropout
+from tilewise.cpu.kernels.scores import Scores
+from tilewise.cpu.kernels.tiles import (
+    INF,
+    Arguments,
+    Head,
+    KeyBlocks,
+    Scratch,
+    Shape,
+    build_kernel,
+    fitting,
+    heights,
+    load_rows,
+    narrowed,
+    outer_sums,
+    round_up,
+    share_of,
+    store_products,
+    store_rows,
+    transpose_rows,
+)
+
+
+class Tile:
+    """One tile of queries; its state stays in scratch between blocks of keys."""
+
+    def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
+        self.q0 = q0  # its first query
+        self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
+        self.scratch = Scratch(shape, base)
+        height = shape.config.pieces * shape.pad // 2 if shape.config.has_amx else shape.pad
+        self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
+        self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
+        self.m = self.scratch.rows(1, shape.block_q)  # running maximum
+        self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
+
+
+class ForwardKernel:
+    """The kernel's steps, in the order in which they run."""
+
+    name = "forward"
+    key_blocks: KeyBlocks = ((KEY_BLOCK, KEY_BLOCK),)  # all keys of a short call, whose output comes as rows
+    most_tiles = 16  # tiles that share one converted K/V block
+    converting = 8  # K and V costs as much as so many queries
+    unit = 1.0  # of scores and their maximum
+    has_rows = True  # out of one block of keys comes as rows, which need not be transposed
+    k: Any  # Rows; with tile registers, lists of their pieces
+    v: Any
+    p_t: Any
+
+    def __init__(self, shape: Shape, args: Arguments) -> None:
+        self.shape, self.args = shape, args
+        self.key_group = shape.rows  # keys whose scores are computed together
+        self.load_k = shape.block_k  # keys that are converted together
+        self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.reserve(scratch)
+        height = round_up(shape.block_q, shape.rows)
+        self.rows = scratch.rows(height, max(shape.pad, shape.pad_v))  # q coming in, out leaving
+        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.scores = Scores(shape, scratch)
+        self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
+        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
+        self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
+
+    def facts(self) -> dict[str, int]:
+        return {
+            "tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles, "converting": self.converting,
+        }  # fmt: skip
+
+    def reserve(self, scratch: Scratch) -> None:
+        """Room for one block of keys."""
+        shape = self.shape
+        self.k = scratch.rows(shape.block_k, shape.pad)
+        self.v = scratch.rows(shape.block_k, shape.pad_v)
+        self.p_t = scratch.rows(shape.block_k, shape.block_q)  # s_t until the exponential is taken
+
+    def run(self) -> None:
+        args, block_q, load_k = self.args, self.shape.block_q, self.load_k
+        for item in claim(args.counter, args.items):
+            batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
+            head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
+            q0 = chunk * args.tiles * block_q
+            q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)
+            tiles = (maximum(0, q1 - q0) + (block_q - 1)) // block_q
+            for t in loop(0, tiles):
+                self.start(head, self.tile(q0, t))
+            k0, k1 = head.key_range(q0, q1)
+            for j0 in loop(k0 & -load_k, k1, load_k):
+                self.load_keys(head, j0, minimum(k1 - j0, load_k))
+                for t in loop(0, tiles):
+                    tile = self.tile(q0, t)
+                    tile.share = share_of(t, tiles, self.shape.rows)
+                    for kernel in fitting(self, head, tile.q0):
+                        kernel.attend(head, tile, j0)
+            for t in loop(0, tiles):
+                self.finish(head, self.tile(q0, t))
+
+    def tile(self, q0: Value, t: Value) -> Tile:
+        base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
+        return Tile(self.shape, base, q0 + t * self.shape.block_q)
+
+    def start(self, head: Head, tile: Tile) -> None:
+        """q_t; m, l, acc = -inf, 0, 0, or the state after the sink."""
+        shape = self.shape
+        self.load_queries(head, tile)
+        for c in shape.columns():
+            tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
+            tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
+        with unless(self.sees_one_block(head, tile)):
+            for d in loop(0, shape.pad_v):
+                for c in shape.columns():
+                    tile.acc_t[d, c].store(shape.constant(0.0))
+
+    def sees_one_block(self, head: Head, tile: Tile) -> Value:
+        """Whether `attend` writes the tile's output."""
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + self.shape.block_q, head.seqlen_q))
+        first_of_last = (k1 - 1) & -self.load_k if self.has_rows else k1
+        return (k0 < k1) & (k0 >= first_of_last)
+
+    def load_queries(self, head: Head, tile: Tile) -> None:
+        """Transpose and scale the queries."""
+        shape, n = self.shape, head.seqlen_q - tile.q0
+        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim)
+        factor = self.args.vector("q_factor", shape)
+        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
+
+    def load_keys(self, head: Head, j0: Value, n: Value) -> None:
+        shape, config = self.shape, self.shape.config
+        count = (n + (shape.rows - 1)) & -shape.rows
+        load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
+
+    def attend(self, head: Head, tile: Tile, j0: Value) -> None:
+        """Fold the keys of one block that the tile can see into its running softmax."""
+        shape = self.shape
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
+        first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
+        with when(first < n):
+            m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
+            m_new = self.score_keys(head, tile, j0, first, n)
+            m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
+            correction = [exp((old - new) * self.unit, shape.exp_degree) for old, new in zip(m, m_finite)]
+            dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
+            l = self.weigh(m_finite, dropout, first, n)
+            for v, c in enumerate(shape.columns()):
+                tile.m[0, c].store(m_new[v])
+                tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
+            self.take_values(head, tile, correction, first, n)
+
+    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
+        """s_t = k q_t with every option, into p_t; the new running maximum."""
+        shape, head_dim = self.shape, self.shape.config.head_dim
+        self.scores.load(head, tile.q0, j0, n)
+        scores = self.scores.at(head, tile.q0, j0)
+        m_new = [Var(tile.m[0, c].load(shape.lanes)) for c in shape.columns()]
+        for j, rows in heights(shape.rows, first, n):
+            self.ask_for_keys(head, tile, j0 + self.load_k + j)
+            s = outer_sums(shape, rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
+            scores.apply(s, j)
+            for r in range(rows):
+                for v, c in enumerate(shape.columns()):
+                    self.p_t.at(j, c)[r, 0].store(s[r][v])
+                    m_new[v].set(maximum(m_new[v], s[r][v]))
+        return m_new
+
+    def ask_for_keys(self, head: Head, tile: Tile, j: Value) -> None:
+        """Ask for the tile's share of the keys j + [0, rows): they come while products are computed."""
+        config = self.shape.config
+        for r in loop(*tile.share):
+            for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
+                prefetch_row(head.key_rows(name, 0)(minimum(j + r, head.seqlen_k - 1)), dim)
+
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
+        """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more.
+
+        The sums are of all weights; then those that are dropped become 0.
+        """
+        shape = self.shape
+        l = [Var(shape.constant(0.0)) for _ in m]
+        for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
+            for v, c in enumerate(shape.columns()):
+                cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
+                p = [exp(cell.load(shape.lanes) - m[v], shape.exp_degree) for cell in cells]
+                for cell, p_r in zip(cells, p):
+                    cell.store(p_r)
+                l[v].set(l[v] + ((p[0] + p[1]) + (p[2] + p[3])))
+        if dropout is not None:
+            for j in loop(first, n, GROUP):
+                for r, masks in enumerate(dropout.kept(j, GROUP)):
+                    for kept, c in zip(masks, shape.columns()):
+                        cell = self.p_t.at(j, c)[r, 0]
+                        cell.store(select(kept, cell.load(shape.lanes), 0.0))
+        return l
+
+    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        with either(self.sees_one_block(head, tile)) as (alone, among):
+            with alone:
+                self.write_rows(head, tile, first, n)
+            with among:
+                self.add_values(tile, correction, first, n)
+
+    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+        """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""
+        shape = self.shape
+        for d in loop(0, round_up(shape.config.head_dim_v, shape.rows), shape.rows):
+            v_t, p_t = self.v.at(first, d).T, self.p_t.at(first, 0)
+            pv = outer_sums(shape, shape.rows, shape.vectors, n - first, v_t, p_t)  # [rows, block_q]
+            for r in range(shape.rows):
+                for v, c in enumerate(shape.columns()):
+                    acc = tile.acc_t.at(d, c)[r, 0]
+                    acc.store(fma(acc.load(shape.lanes), correction[v], pv[r][v]))
+
+    def write_rows(self, head: Head, tile: Tile, first: Value, n: Value) -> None:
+        """out = p v / l, head dimensions in lanes: the tile sees the keys [first, n) of the block alone."""
+        shape = self.shape
+        divided = self.divider(tile)
+        target, rows = head.query_rows("out", tile.q0), minimum(head.seqlen_q - tile.q0, shape.width)
+        p_t, v, dim = self.p_t.at(first, 0), self.v.at(first, 0), shape.config.head_dim_v
+        area = Rows(self.rows.ptr, shape.pad_v)
+        store_products(shape, target, rows, n - first, p_t, v, area, dim, divided)
+
+    def divider(self, tile: Tile) -> Callable[[Value, Value], Value]:
+        """A function that divides what belongs to one of the tile's queries."""
+        for c in self.shape.columns():
+            l, inverse = self.divide(tile, c)
+            self.divisor[0, c].store(l)
+            self.inverse[0, c].store(inverse)
+
+        def divided(i: Value, x: Value) -> Value:
+            l, inverse = (area[0, i].splat(x.type.count) for area in (self.divisor, self.inverse))
+            return quotient(x, l, inverse)
+
+        return divided
+
+    def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
+        """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""
+        l: Value = tile.l[0, c].load(self.shape.lanes)
+        if self.dropout is not None:
+            l = l / self.dropout.inverse_keep
+        return l, select(l.equals(0.0), 0.0, 1.0 / l)
+
+    def finish(self, head: Head, tile: Tile) -> None:
+        """out = acc / l and lse; a query that saw no key has l = 0 and gets out 0, lse -inf."""
+        shape = self.shape
+        n = minimum(head.seqlen_q - tile.q0, shape.block_q)
+        for c in shape.columns():
+            l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
+            tile.m[0, c].store(select(l.equals(0.0), m, fma(m, like(self.unit, m), log(l))))
+        for i in loop(0, n):
+            head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
+        with unless(self.sees_one_block(head, tile)):
+            for c in shape.columns():
+                l, inverse = self.divide(tile, c)
+                for d in loop(0, shape.pad_v):
+                    acc = tile.acc_t[d, c]
+                    acc.store(quotient(acc.load(shape.lanes), l, inverse))
+            transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
+            store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
+
+
+def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
+    """See `build_kernel`."""
+    return build_kernel(ForwardKernel, config, target)

@@ -1,0 +1,179 @@
+"""One tile of scores with its options: mask, bias, ALiBi, softcap, which keys a query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilewise.cpu.dsl.control import either, loop, when
+from tilewise.cpu.dsl.lanes import fold_sums, transpose
+from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.numerics import tanh
+from tilewise.cpu.dsl.vector import (
+    Scalar,
+    Value,
+    absolute,
+    as_kind,
+    fma,
+    int32,
+    iota,
+    minimum,
+    select,
+    splat,
+    to_float,
+)
+from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, pieces, transpose_rows
+
+
+class Scores:
+    """Mask and bias beside a score tile: the parts of it that come from memory."""
+
+    def __init__(self, shape: Shape, scratch: Scratch) -> None:
+        self.shape, self.config = shape, shape.config
+        config = self.config
+        self.has_options = bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
+        areas = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
+        self.areas = {
+            name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used
+        }
+        self.by_query = scratch.rows(shape.block_q, shape.block_k) if self.areas else None
+
+    def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
+        """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
+        for name, area in self.areas.items():
+            kind = "bool" if name == "mask" else self.config.bias_kind
+
+            def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
+                return head.score_row(name, kind, q0 + i, j0)
+
+            with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
+                with one_row:
+                    self._spread(area, source(0), n)
+                with own_rows:
+                    self._turn(area, source, head.seqlen_q - q0, n)
+
+    def _spread(self, area: Rows, row: Ptr, n: Value) -> None:
+        """area[j, :] = row[j]: all queries have the same row."""
+        shape = self.shape
+        for j in loop(0, n):
+            x = splat(as_kind(row[j].load(), shape.kind), shape.lanes)
+            for c in shape.columns():
+                area[j, c].store(x)
+
+    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
+        """area[j, i] = source(i)[j]."""
+        shape, rows = self.shape, self.by_query
+        assert rows is not None
+        lanes = shape.lanes
+        with either(n < shape.block_k) as (part, whole):
+            with part:
+                for i in loop(0, shape.block_q):
+                    row = source(minimum(i, n_q - 1))
+                    for j in loop(0, n):
+                        rows[i, j].store(as_kind(row[j].load(), shape.kind))
+                transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
+            with whole:
+                for i in loop(0, shape.block_q, lanes):
+                    first = [source(minimum(i + r, n_q - 1)) for r in range(lanes)]
+                    for j in loop(0, shape.block_k, lanes):
+                        square = transpose([as_kind(row[j].load(lanes), shape.kind) for row in first])
+                        for r, column in enumerate(square):
+                            area.at(j, i)[r, 0].store(column)
+
+    def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
+        """dbias[q0:, j0 + begin : j0 + end] += ds, turned back; where queries share a row, their sum."""
+        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
+        assert rows is not None
+        with either(head.args.dbias_i.equals(0)) as (one_row, own_rows):
+            with one_row:
+                for j in loop(0, shape.block_k, lanes):
+                    keys = [[ds_t.at(j, c)[r, 0].load(lanes) for c in shape.columns()] for r in range(lanes)]
+                    rows[0, j].store(fold_sums([sum(of_key[1:], of_key[0]) for of_key in keys]))
+                self._add_row(head.score_row("dbias", self.config.dbias_kind, q0, j0), rows, begin, end)
+            with own_rows:
+                transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
+                for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
+                    row = head.score_row("dbias", self.config.dbias_kind, q0 + i, j0)
+                    self._add_row(row, rows.at(i, 0), begin, end)
+
+    def _add_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value) -> None:
+        shape = self.shape
+        with either(end - begin < shape.block_k) as (part, whole):
+            with part:
+                for j in loop(begin, end):
+                    add_at(row[j], terms[0, j], None)
+            with whole:
+                for c, width in pieces(0, shape.block_k, shape.lanes):
+                    add_at(row[c], terms[0, c], width)
+
+    def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
+        return TileScores(self, head, q0, j0)
+
+
+class TileScores:
+    """Applies the options to rows of one score tile."""
+
+    def __init__(self, scores: Scores, head: Head, q0: Scalar, j0: Value) -> None:
+        self.scores, self.shape, self.config = scores, scores.shape, scores.config
+        shape, args = self.shape, head.args
+        self.head, self.j0 = head, j0
+        first = q0 + head.offset  # the position of the tile's first query among the keys
+        self.first = first
+        last_key = head.seqlen_k - 1
+        lane = [iota(shape.lanes) + c for c in shape.columns()]
+        self.lane_lo = [x + int32(first - args.left) for x in lane]
+        self.lane_hi = [
+            minimum(x + int32(first + args.right), splat(int32(last_key), shape.lanes)) for x in lane
+        ]
+        self.inner_lo = first + (shape.block_q - 1) - args.left  # keys [inner_lo, inner_hi] are seen by all
+        self.inner_hi = minimum(first + args.right, last_key)
+        self.position = [x + int32(first) for x in lane]
+        if self.config.has_softcap:
+            self.softcap = args.vector("softcap", shape)
+        if self.config.has_alibi:
+            self.slope = splat(head.negative_slope(), shape.lanes)
+
+    def apply(self, s: Grid, j: Value, slope_of_cap: Rows | None = None) -> None:
+        """Products q k of keys j0 + [j, j + rows) -> scores, in place; -inf where not visible.
+
+        With a softcap, `slope_of_cap[j, :]` (if given) gets 1 - tanh^2, the derivative of the cap.
+        """
+        shape, config, j_key = self.shape, self.config, self.j0 + j
+        for r, row in enumerate(s):
+            for v, x in enumerate(row):
+                if config.has_softcap:
+                    t, slope = tanh(x, shape.exp_degree)
+                    if slope_of_cap is not None:
+                        slope_of_cap.at(j, v * shape.lanes)[r, 0].store(slope)
+                    x.set(t * self.softcap)
+                if "bias" in self.scores.areas:
+                    x.set(x + self._option("bias", j, r, v))
+                if config.has_alibi:
+                    distance = to_float(self.position[v] - int32(j_key + r), shape.kind)
+                    x.set(fma(absolute(distance), self.slope, x))
+                if config.has_mask:
+                    x.set(select(self._option("mask", j, r, v) > 0.0, x, -INF))
+        with when(self.is_edge(j)):
+            self.hide(s, j)
+
+    def is_edge(self, j: Value) -> Value:
+        """Whether some query does not see all of the keys j0 + [j, j + rows)."""
+        j_key = self.j0 + j
+        return (j_key < self.inner_lo) | (j_key + (self.shape.rows - 1) > self.inner_hi)
+
+    def hide(self, s: Grid, j: Value) -> None:
+        """-inf where a query does not see one of the keys j0 + [j, j + rows)."""
+        for r, row in enumerate(s):
+            for v, x in enumerate(row):
+                key = splat(int32(self.j0 + j + r), self.shape.lanes)
+                is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
+                x.set(select(is_visible, x, -INF))
+
+    def _option(self, name: str, j: Value, r: int, v: int) -> Value:
+        shape = self.shape
+        return self.scores.areas[name].at(j, v * shape.lanes)[r, 0].load(shape.lanes)
+
+
+def add_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
+    """cell += term, in the type of the term."""
+    total = as_kind(cell.load(lanes), term.kind) + term.load(lanes)
+    cell.store(as_kind(total, "f64" if cell.kind == "f64" else "f32"))

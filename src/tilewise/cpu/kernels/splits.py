@@ -1,0 +1,196 @@
+"""Work items that are splits of the keys, and how their results become one: what decoding kernels share.
+
+A work item is one split of the keys, for one key head or for several whose keys lie side by side; the rows of
+a key head are the queries of all heads that share it. An item keeps acc, m and l of its heads, and
+
+    partial (m, l, acc) -> memory; the item that finishes last merges the splits, in their order
+
+Splits depend on the problem alone and are merged first to last, so the result is the same, bit for bit, on
+any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tilewise.cpu.dsl.control import claim, loop, when
+from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.numerics import exp, log, quotient, tanh
+from tilewise.cpu.dsl.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    fma,
+    maximum,
+    minimum,
+    select,
+    splat,
+    to_float,
+)
+from tilewise.cpu.kernels.tiles import BLOCK_K, INF, Arguments, Head, KeyBlocks, Scratch, Shape, store_rows
+
+ITEM_HEADS = 8  # key heads of a work item at most
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys j0 + [0, n) of one head of a work item whose keys end at `end`."""
+
+    j0: Scalar
+    n: Value
+    end: Value
+    head: Operand
+
+
+class SplitKernel:
+    """The steps around a kernel's own: `reserve`, `load_queries`, `visit_blocks` and `statistics`."""
+
+    name = "decode"
+    key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
+    m_rows: int  # vectors of m, and of l, that a key head takes
+
+    def __init__(self, shape: Shape, args: Arguments) -> None:
+        self.shape, self.args, self.config = shape, args, shape.config
+        self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.rows = self.acc_rows = self.config.rows
+        lanes = shape.lanes
+        areas = self.reserve(scratch)
+        self.correction = scratch.rows(self.rows, lanes)
+        self.state = [(scratch.rows(ITEM_HEADS * count, width), count) for count, width in areas]
+        self.select_head(0)
+        self.partial_width = shape.pad_v + 2 * lanes  # acc, m, l of one row
+
+    def facts(self) -> dict[str, int]:
+        return {"partial_bytes": self.partial_width * self.shape.item, "item_heads": ITEM_HEADS}
+
+    def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
+        """Room for what comes in; how many rows of what width a head's q, acc, m and l take."""
+        raise NotImplementedError
+
+    def load_queries(self, head: Head, rows: Value) -> None:
+        """q of all rows."""
+        raise NotImplementedError
+
+    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+        """acc, m and l of all heads of an item, from the keys [begin, end)."""
+        raise NotImplementedError
+
+    def statistics(self, r: Value) -> tuple[Value, Value]:
+        """m and l of row r, in all lanes."""
+        raise NotImplementedError
+
+    def select_head(self, h: Scalar) -> None:
+        """From here on it is about key head h of the item: its q, acc, m and l."""
+        self.q, self.acc, self.m, self.l = (area.at(h * count, 0) for area, count in self.state)
+
+    def run(self) -> None:
+        args = self.args
+        for item in claim(args.counter, args.items):
+            heads, first, split = args.item_heads, item // args.splits, item % args.splits
+            batch, kv_head = first * heads // args.num_kv_heads, first * heads % args.num_kv_heads
+            for _, head in self.each_head(batch, kv_head):
+                self.start(head, head.seqlen_q * args.group)
+            head = Head(self.shape, args, batch, kv_head * args.group)
+            rows = head.seqlen_q * args.group
+            k0, k1 = head.key_range(0, head.seqlen_q)
+            begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
+            end = minimum(k1, (split + 1) * args.split_keys)
+            self.visit_blocks(batch, kv_head, begin, end)
+            for h, _ in self.each_head(batch, kv_head):
+                self.store_partial(item * heads + h, rows)
+            turn = args.ptr("turn", "i64")[first]
+            with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
+                turn.store_release(0)  # for the next call
+                for h, head in self.each_head(batch, kv_head):
+                    for r in loop(0, rows):
+                        self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
+
+    def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
+        """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
+        for h in loop(0, self.args.item_heads):
+            self.select_head(h)
+            yield h, Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
+
+    def query_head(self, head: Head, r: Value) -> Head:
+        """The query head of row r; its query is r % seqlen_q."""
+        return Head(self.shape, self.args, head.batch, head.head + r // head.seqlen_q)
+
+    def start(self, head: Head, rows: Value) -> None:
+        shape = self.shape
+        self.load_queries(head, rows)
+        for r in loop(0, self.acc_rows):
+            for c in loop(0, shape.pad_v, shape.lanes):
+                self.acc[r, c].store(shape.constant(0.0))
+        for r in loop(0, self.m_rows):
+            self.m[r, 0].store(shape.constant(-INF))
+            self.l[r, 0].store(shape.constant(0.0))
+
+    def query_rows(self, head: Head, name: str) -> Callable[[Value], Ptr]:
+        """Where row r of q, out, do or dq is."""
+        return lambda r: self.query_head(head, r).query_rows(name, 0)(r % head.seqlen_q)
+
+    def whole(self, n: Value) -> Value:
+        """n keys, up to a multiple of the lanes."""
+        return (n + (self.shape.lanes - 1)) & -self.shape.lanes
+
+    def slope_of(self, head: Head) -> Value | None:
+        return splat(head.negative_slope(), self.shape.lanes) if self.config.has_alibi else None
+
+    def with_options(self, s: Value, distance: Value, slope: Value | None) -> tuple[Value, Value | None]:
+        """Scores from products q k, so far apart, with ALiBi's slope; the softcap's derivative."""
+        shape, config, args = self.shape, self.config, self.args
+        derivative = None
+        if config.has_softcap:
+            s, derivative = tanh(s, shape.exp_degree)
+            s = s * args.vector("softcap", shape)
+        if config.has_alibi:
+            assert slope is not None
+            s = fma(absolute(to_float(distance, shape.kind)), slope, s)
+        return s, derivative
+
+    def partial(self, item: Value, r: Value) -> Rows:
+        base = self.args.ptr("partial", self.shape.kind)[(item * self.rows + r) * self.partial_width]
+        return Rows(base, self.partial_width)
+
+    def store_partial(self, item: Value, rows: Value) -> None:
+        shape = self.shape
+        for r in loop(0, rows):
+            partial = self.partial(item, r)
+            self.store_sums(partial, r)
+            m, l = self.statistics(r)
+            partial[0, shape.pad_v].store(m)
+            partial[0, shape.pad_v + shape.lanes].store(l)
+
+    def store_sums(self, partial: Rows, r: Value) -> None:
+        """acc of row r."""
+        for c in loop(0, self.shape.pad_v, self.shape.lanes):
+            partial[0, c].store(self.acc[r, c].load(self.shape.lanes))
+
+    def merge(self, head: Head, r: Value, first: Value) -> None:
+        """out and lse of row r from its splits (and the sink), in the order of the keys."""
+        shape, args = self.shape, self.args
+        lanes, has_sink = shape.lanes, self.config.has_sinks
+        m = Var(head.sink() if has_sink else shape.constant(-INF))
+        for split in loop(0, args.splits):
+            m.set(maximum(m, self.partial(first + split * args.item_heads, r)[0, shape.pad_v].load(lanes)))
+        m_finite = select(m.equals(-INF), 0.0, m)
+        l = Var(exp(head.sink() - m_finite, shape.exp_degree) if has_sink else shape.constant(0.0))
+        for c in loop(0, shape.pad_v, lanes):
+            self.acc[0, c].store(shape.constant(0.0))
+        for split in loop(0, args.splits):
+            partial = self.partial(first + split * args.item_heads, r)
+            weight = exp(partial[0, shape.pad_v].load(lanes) - m_finite, shape.exp_degree)
+            l.set(fma(partial[0, shape.pad_v + lanes].load(lanes), weight, l))
+            for c in loop(0, shape.pad_v, lanes):
+                self.acc[0, c].store(fma(partial[0, c].load(lanes), weight, self.acc[0, c].load(lanes)))
+        is_empty = l.equals(0.0)
+        inverse = select(is_empty, 0.0, 1.0 / l)
+        for c in loop(0, shape.pad_v, lanes):
+            self.acc[0, c].store(quotient(self.acc[0, c].load(lanes), l, inverse))
+        i = r % head.seqlen_q
+        self.correction[0, 0].store(select(is_empty, m, m + log(l)))
+        head.statistic("lse", i).store(self.correction[0, 0].load())
+        store_rows(shape, head.query_rows("out", i), self.acc, 1, self.config.head_dim_v)

@@ -1,0 +1,339 @@
+"""Drop-in for `flash_attn_interface`, the functions of FlashAttention-3: signatures, defaults and returns.
+
+    from tilewise.flash_attn_3 import flash_attn_func  # was: from flash_attn_interface import flash_attn_func
+
+Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Common arguments:
+
+- softmax_scale: None is 1 / sqrt(head_dim).
+- causal: aligned bottom-right: the last query with the last key.
+- qv: (batch, seqlen_q, heads, head_dim_v), packed like q: scores are q k + qv v, as in absorbed latent
+  attention, and softmax_scale None counts both head sizes. k and v are copied side by side each time, which
+  `tilewise.PagedKVCache(..., value_in_key=True)` does not need.
+- attention_chunk: C > 0 cuts positions into chunks of C, as Llama 4 does: query i, at position p = i +
+  seqlen_k - seqlen_q, sees of what causal and window leave it only the keys j with j // C == p // C, counted
+  from the first key behind cache_leftpad. A query before the first key (p < 0) sees nothing. No mask is made,
+  and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
+  which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
+- q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
+  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
+- window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
+- softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
+- num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.
+- deterministic: gradients equal bit for bit from run to run.
+- return_attn_probs: return (out, softmax_lse) instead of out; softmax_lse is (batch, heads, seqlen_q), packed
+  (heads, total_q), natural log.
+
+A query that sees no key has out 0, softmax_lse -inf and zero gradients. Beyond FlashAttention-3: any head
+size from 1 to 576, float32 and float64, any device.
+
+All functions raise ValueError, TypeError or NotImplementedError naming an argument that does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.api import canonical_inputs
+from tilewise.core.problem import Inputs, Options
+from tilewise.faces import chunks, flash_attn_call
+from tilewise.faces.fp8 import Descale, as_bfloat16
+from tilewise.faces.kv_cache_arguments import KVCacheCall
+from tilewise.faces.kv_cache_call import attention_with_kv_cache
+from tilewise.faces.tokens import Tokens, counts_of
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+WithLse = Tensor | tuple[Tensor, Tensor]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> WithLse:
+    """Self-attention with query, key and value in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q +
+            2 * kv heads, head_dim): all queries, then keys, then values.
+        num_heads_q: query heads, for the second form.
+
+    The other arguments, returns and errors are those of the module.
+
+    Example:
+        >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 4, 8), num_heads_q=2).shape
+        torch.Size([1, 4, 2, 8])
+    """
+    if isinstance(qkv, Tensor) and qkv.ndim == 4:
+        num_kv_heads = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
+        if num_heads_q is None or num_kv_heads < 1 or num_heads_q + 2 * num_kv_heads != qkv.shape[2]:
+            raise ValueError(
+                f"num_heads_q={num_heads_q} must leave an even number of qkv.shape[2]={qkv.shape[2]} heads, "
+                "half for keys and half for values"
+            )
+        q, k, v = qkv.split((num_heads_q, num_kv_heads, num_kv_heads), dim=2)
+    else:
+        q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=5)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+        softcap, deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> WithLse:
+    """Attention.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv heads, head_dim); the number of kv heads divides that of heads.
+        v: (batch, seqlen_k, kv heads, head_dim_v).
+
+    The other arguments, returns and errors are those of the module.
+
+    Example:
+        >>> q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 4, 1, 8)
+        >>> v = torch.arange(4.0).view(1, 4, 1, 1)
+        >>> flash_attn_func(q, k, v, causal=True).flatten()
+        tensor([1.0000, 1.5000])
+    """
+    chunk = chunks.chunk_of(attention_chunk)
+    descale = Descale(q_descale, k_descale, v_descale)
+    is_fp8 = descale.is_needed(q, k)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
+    options = flash_attn_call.options(
+        softmax_scale, causal, window_size, softcap, deterministic=deterministic
+    )
+    out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
+    out = descale.output(out) if is_fp8 else out
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> WithLse:
+    """Attention over packed sequences.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        k: (total_k, kv heads, head_dim).
+        v: (total_k, kv heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
+        max_seqlen_q, max_seqlen_k: the longest sequence.
+        seqused_q, seqused_k: (batch,) how many of each sequence's rows count; the rows behind them are not
+            seen, their out is 0 and their softmax_lse -inf. The rows that count are copied together.
+
+    The other arguments, returns and errors are those of the module.
+
+    Example:
+        >>> starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> x = torch.ones(5, 2, 8)
+        >>> used = torch.tensor([2, 1], dtype=torch.int32)
+        >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
+        [1.0, 1.0, 1.0, 0.0, 0.0]
+    """
+    chunk = chunks.chunk_of(attention_chunk)
+    descale = Descale(q_descale, k_descale, v_descale)
+    is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
+    if qv is not None:
+        q, k = flash_attn_call.with_qv(q, qv, k, v)
+    if is_fp8:
+        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
+    options = flash_attn_call.options(
+        softmax_scale, causal, window_size, softcap, deterministic=deterministic,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if seqused_q is None and seqused_k is None:
+        out, lse = chunks.attention(inputs, options, chunk)
+    else:
+        out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
+    out = descale.output(out, cu_seqlens_q) if is_fp8 else out
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Append k and v to a cache in place, then attend to what it holds. Has no gradients.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q.
+        k_cache: (batch_cache, capacity, kv heads, head_dim); with page_table, pages (pages, page_size,
+            kv heads, head_dim). Updated in place if k and v are given.
+        v_cache: likewise with head_dim_v.
+        k: (batch, seqlen_new, kv heads, head_dim), or packed with cu_seqlens_k_new: new tokens, written from
+            position cache_seqlens on.
+        v: likewise with head_dim_v.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k and q before use. k takes positions
+            start, start + 1, ...; so does q if causal, windowed or in chunks, otherwise all of q takes start.
+            Only with k and v. float8_e4m3fn tokens are turned in float32: k is then rounded to 8 bits to be
+            stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
+        cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
+        cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+        cache_leftpad: (batch,) leading cache rows to ignore.
+        page_table: (batch, pages a sequence).
+        cu_seqlens_q, cu_seqlens_k_new: (batch + 1,): each packed sequence's first row, and the total. Queries
+            of unequal lengths have the cached rows in use copied together.
+        max_seqlen_q: the longest of cu_seqlens_q, if known.
+        rotary_seqlens: (batch,) the rotary start of each sequence; None is cache_seqlens.
+        rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
+        return_softmax_lse: return (out, softmax_lse, out_accum, softmax_lse_accum), the last two empty.
+
+    The other arguments are those of the module.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) or packed like q; softmax_lse (batch, heads, seqlen_q), or
+        packed (heads, total_q).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument does not fit, new tokens overflow the cache,
+            or an index is out of range. Nothing has been written then.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 2)
+        >>> x = torch.ones(1, 3, 1, 4)
+        >>> flash_attn_with_kvcache(x, k_cache, v_cache, x, x[..., :2], cache_seqlens=2, causal=True).shape
+        torch.Size([1, 3, 1, 2])
+        >>> k_cache[0, :, 0, 0].tolist()
+        [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    """
+    chunk = chunks.chunk_of(attention_chunk)
+    call = KVCacheCall(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved,
+        qv=qv, descale=Descale(q_descale, k_descale, v_descale), attention_chunk=chunk,
+    )  # fmt: skip
+    options = flash_attn_call.options(softmax_scale, causal, window_size, softcap, max_seqlen_q=max_seqlen_q)
+    out, lse = attention_with_kv_cache(call, options)
+    return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def _attend_used(
+    inputs: Inputs, options: Options, chunk: int, seqused_q: Tensor | None, seqused_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Pack the rows that count, attend, and put the results back in their rows."""
+    query, key = inputs.query, inputs.key
+    rows_q = _used_rows("q", inputs.cu_seqlens_q, seqused_q, len(query))
+    rows_k = _used_rows("k", inputs.cu_seqlens_k, seqused_k, len(key))
+    used_q, used_k = rows_q.position, rows_k.position
+    used = inputs._replace(
+        query=query.index_select(0, used_q),
+        key=key.index_select(0, used_k),
+        value=inputs.value.index_select(0, used_k),
+        cu_seqlens_q=rows_q.cu_seqlens,
+        cu_seqlens_k=rows_k.cu_seqlens,
+    )
+    out, lse = chunks.attention(used, options, chunk)
+    all_out = out.new_zeros(len(query), *out.shape[1:]).index_copy(0, used_q, out)
+    all_lse = lse.new_full((lse.shape[0], len(query)), float("-inf")).index_copy(1, used_q, lse)
+    return all_out, all_lse
+
+
+def _used_rows(side: str, cu_seqlens: Tensor | None, seqused: Tensor | None, total: int) -> Tokens:
+    """The rows of the packed tensor that count: `counts[b]` of them from the first row of sequence b."""
+    assert cu_seqlens is not None
+    counts = counts_of(f"cu_seqlens_{side}", cu_seqlens, total)
+    first = [sum(counts[:n]) for n in range(len(counts))]
+    if seqused is None:
+        return Tokens(counts, first, cu_seqlens.device)
+    if not isinstance(seqused, Tensor) or tuple(seqused.shape) != (len(counts),):
+        raise ValueError(f"seqused_{side} must be a (batch,)=({len(counts)},) tensor")
+    if seqused.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seqused_{side}.dtype={seqused.dtype} must be int32 or int64")
+    used = seqused.tolist()
+    for n, (count, length) in enumerate(zip(used, counts)):
+        if not 0 <= count <= length:
+            raise ValueError(
+                f"seqused_{side}[{n}]={count} must be between 0 and the sequence's length {length}"
+            )
+    return Tokens(used, first, cu_seqlens.device)

@@ -1,0 +1,91 @@
+"""What the faces of flash-attn 2 and 3 share: reading their arguments."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.api import canonical_inputs, read_length
+from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.problem import Inputs, Options
+
+
+def options(
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, **others: Any
+) -> Options:
+    """flash-attn's scalars: a negative window bound is unbounded, a softcap of at most 0 is off.
+
+    Raises:
+        ValueError: window_size is not two integers.
+    """
+    fits = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
+        raise ValueError(
+            f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
+        )
+    check_number("softcap", softcap)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+    for name in others.keys() & {"max_seqlen_q", "max_seqlen_k"}:
+        others[name] = read_length(name, others[name])
+    left, right = (
+        None if bound < 0 else bound if isinstance(bound, int) else int(bound) for bound in window_size
+    )
+    return Options(
+        causal=bool(causal),
+        window_left=left,
+        window_right=right,
+        softcap=0.0 if softcap < 0 else softcap,
+        scale=softmax_scale,
+        **others,
+    )
+
+
+def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the tensors stacked in front of the last two dimensions.
+
+    Raises:
+        ValueError, TypeError: the packed tensor does not fit.
+    """
+    check_tensors(**{name: packed})
+    if packed.ndim != rank or packed.shape[-3] != parts:
+        leading = "batch, seqlen" if rank == 5 else "total"
+        raise ValueError(f"{name}.shape={tuple(packed.shape)} must be ({leading}, {parts}, heads, head_dim)")
+    return packed.unbind(-3)
+
+
+def varlen_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **others: Any
+) -> Inputs:
+    """`canonical_inputs` with the offsets of packed sequences.
+
+    Raises:
+        TypeError: the offsets are no tensors.
+    """
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    inputs = canonical_inputs(q, k, v, **others)
+    return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+
+
+def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of which q k is q k + qv v.
+
+    Raises:
+        ValueError, TypeError: qv does not fit.
+    """
+    check_tensors(q=q, k=k, v=v, qv=qv)
+    if q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for float8_e4m3fn q: pass q, k, v and qv in bfloat16")
+    kinds = {(t.dtype, t.device) for t in (q, k, v)}
+    if k.shape[:-1] != v.shape[:-1] or len(kinds) > 1:
+        raise ValueError("qv needs k and v of as many tokens and heads, of q's dtype and on its device")
+    right = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != right or qv.dtype != q.dtype or qv.device != q.device:
+        raise ValueError(
+            f"qv of shape {tuple(qv.shape)}, {qv.dtype}, on {qv.device} must be {right}, {q.dtype}, "
+            f"on {q.device}"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)

@@ -1,0 +1,217 @@
+"""`flash_attn_with_kvcache` of both flash-attn generations: append, attend.
+
+A contiguous cache is a paged one whose page is a whole sequence: token `t` of sequence `b` lies in row
+`t % page_size` of page `table[b, t // page_size]`. Appending and gathering are written once, in those terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import repeat_cached
+from tilewise.api import canonical_inputs
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.rotary import apply_rotary
+from tilewise.core.values import check_values
+from tilewise.faces import chunks
+from tilewise.faces.flash_attn_call import with_qv
+from tilewise.faces.fp8 import FP8, to_fp8
+from tilewise.faces.kv_cache_arguments import (
+    KVCacheCall,
+    Layout,
+    Rotary,
+    check_lengths,
+    check_tensors,
+    held_lengths,
+    new_layout,
+    pages_of,
+    query_layout,
+    rotary_of,
+)
+from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors
+
+
+@torch.no_grad()
+def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
+    """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
+
+    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code they are not read, so
+    that nothing waits and a graph can hold the call.
+
+    Returns:
+        out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; nothing has been written then.
+    """
+    tensors, others = _plain_tensors(call), (call.k, call.v, call.rotary_cos, call.rotary_sin)
+    signature, attend = repeat_cached.attempt(tensors, others, call.table_name, options)
+    if tensors is not None and attend is not None:
+        return _again(call, tensors, attend)
+    check_tensors(call)
+    queries = query_layout(call)
+    batch, device = queries.batch, call.q.device
+    table = pages_of(call, batch)
+    capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    new = new_layout(call, batch)
+    held = held_lengths(call, batch, capacity)
+    rotary = rotary_of(call, held)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        check_lengths(call, queries, new, held, capacity, table)
+    is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
+    is_fp8 = call.descale.is_needed(call.q, call.k_cache, call.cu_seqlens_q)
+    lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
+    inputs = _inputs(call, table, lengths)
+    if is_fp8:
+        inputs = _eight_bit(call, inputs)
+    whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
+    if not torch.compiler.is_compiling():
+        check_values(describe(whole, options), whole, options)  # the rest, also before the first write
+
+    if new is not None:
+        if is_fused:
+            query = _append_at_once(call, held, lengths, table, rotary)
+        else:
+            query = _append(call, options, queries, new, held, table, rotary)
+        if rotary is not None:
+            query = call.descale.query(query, call.cu_seqlens_q) if is_fp8 else query
+            inputs = inputs._replace(query=query)
+    if call.qv is not None:
+        query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
+        inputs = inputs._replace(query=query, key=key)
+    out, lse = chunks.attention(inputs, options, call.attention_chunk)
+    if signature is not None and not is_fp8 and (new is None or is_fused):
+        repeat_cached.keep(signature, inputs, options, None)
+    return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
+
+
+def _plain_tensors(call: KVCacheCall) -> CachedTensors | None:
+    """What a call attends with that may be repeated; None if there is more to it."""
+    lengths = call.cache_seqlens
+    further = (
+        call.cache_batch_idx, call.cache_leftpad, call.cu_seqlens_q, call.cu_seqlens_k_new,
+        call.rotary_seqlens, call.qv, *call.descale,
+    )  # fmt: skip
+    if not isinstance(lengths, Tensor) or call.attention_chunk or any(t is not None for t in further):
+        return None
+    return CachedTensors(call.q, call.k_cache, call.v_cache, lengths, call.page_table, call.alibi_slopes)
+
+
+def _again(call: KVCacheCall, tensors: CachedTensors, attend: Attend) -> tuple[Tensor, Tensor]:
+    """A call whose like was found right: nothing but lengths and pages could be wrong, which are not read."""
+    held = tensors.seqlens_k
+    assert held is not None
+    if call.page_table is None and len(call.k_cache) > len(held):
+        tensors = tensors._replace(key=call.k_cache[: len(held)], value=call.v_cache[: len(held)])
+    if call.k is not None:
+        lengths = torch.empty_like(held)
+        query = _append_at_once(call, held, lengths, call.page_table, rotary_of(call, held))
+        tensors = tensors._replace(query=query, seqlens_k=lengths)
+    return attend(tensors)
+
+
+def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
+    """8-bit caches as the pages that they are stored in, of scale 1: all factors go to q and out."""
+    table, key = inputs.page_table, inputs.key
+    if table is None:
+        table = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
+    ones = torch.ones(key.shape[0], key.shape[2], device=key.device)
+    query = call.descale.query(call.q, call.cu_seqlens_q)
+    return inputs._replace(query=query, page_table=table, key_scale=ones, value_scale=ones)
+
+
+def _shaped_as_with_qv(call: KVCacheCall, inputs: Inputs) -> Inputs:
+    """What is attended to, up to the keys' values: nothing is copied but the queries."""
+    assert call.qv is not None
+    query, _ = with_qv(call.q, call.qv, inputs.key[:0], inputs.value[:0])
+    key = inputs.key[..., :1].expand(*inputs.key.shape[:-1], inputs.key.shape[-1] + inputs.value.shape[-1])
+    return inputs._replace(query=query, key=key)
+
+
+def _append_at_once(
+    call: KVCacheCall, held: Tensor, lengths: Tensor, table: Tensor | None, rotary: Rotary | None
+) -> Tensor:
+    """`_append` in one launch, which also writes the lengths with the new tokens."""
+    from tilewise.gpu.triton.append import Tokens, append
+
+    assert call.k is not None and call.v is not None
+    tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
+    tokens = Tokens(None, None, held, table, lengths)
+    return append(call.q, call.k, call.v, call.k_cache, call.v_cache, tokens, tables)
+
+
+def _append(
+    call: KVCacheCall,
+    options: Options,
+    queries: Layout,
+    new: Layout,
+    held: Tensor,
+    table: Tensor | None,
+    rotary: Rotary | None,
+) -> Tensor:
+    """Turn q and k by their positions, and write k and v; return q turned, of 8 bits in float32."""
+    assert call.k is not None and call.v is not None
+    q, k, device = call.q, call.k, call.q.device
+    sequence, offset = new.offsets(device)
+    if rotary is not None:
+        k = _turn(call, k, rotary, sequence, offset)
+        k = to_fp8(k) if call.k.dtype == FP8 else k
+        at = queries.offsets(device)
+        q = _turn(call, q, rotary, at[0], at[1] if _is_local(call, options) else at[1] * 0)
+    position = held[sequence] + offset
+    entry, row = sequence, position
+    if table is not None:
+        entry, row = (
+            table[sequence, position // call.k_cache.shape[1]].long(),
+            position % call.k_cache.shape[1],
+        )
+    call.k_cache[entry, row.long()] = k.flatten(0, -3)
+    call.v_cache[entry, row.long()] = call.v.flatten(0, -3)
+    return q
+
+
+def _turn(call: KVCacheCall, x: Tensor, rotary: Rotary, sequence: Tensor, offset: Tensor) -> Tensor:
+    position = (rotary.starts[sequence] + offset).view(x.shape[:-2]).long()
+    x = x.float() if x.dtype == FP8 else x
+    return apply_rotary(x, rotary.cos[position], rotary.sin[position], interleaved=call.rotary_interleaved)
+
+
+def _is_local(call: KVCacheCall, options: Options) -> bool:
+    """Whether queries have positions one after the other: with any mask, as FlashAttention has it."""
+    has_window = options.window_left is not None or options.window_right is not None
+    return options.causal or has_window or call.attention_chunk > 0
+
+
+def _is_fusible(
+    call: KVCacheCall, options: Options, queries: Layout, new: Layout, rotary: Rotary | None, held: Tensor
+) -> bool:
+    """Whether one Triton kernel can turn and write everything."""
+    assert call.k is not None and call.v is not None
+    if torch.compiler.is_compiling() or not (call.q.is_cuda and has_triton() and new.total > 0):
+        return False
+    if rotary is not None and not (
+        _is_local(call, options) and queries.total == new.total and rotary.starts is held
+    ):
+        return False
+    tensors = (call.q, call.k, call.v)
+    is_even = (
+        queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype not in (torch.float64, FP8)
+    )
+    rows_dense = all(t.stride(-1) == 1 for t in tensors)
+    whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous()
+    return is_even and rows_dense and whole
+
+
+def _inputs(call: KVCacheCall, table: Tensor | None, lengths: Tensor) -> Inputs:
+    """The queries against the caches where they lie."""
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if table is None:
+        k_cache, v_cache = k_cache[: len(lengths)], v_cache[: len(lengths)]
+    return canonical_inputs(call.q, k_cache, v_cache, alibi_slopes=call.alibi_slopes)._replace(
+        cu_seqlens_q=call.cu_seqlens_q,
+        seqlens_k=lengths,
+        leftpad_k=call.cache_leftpad,
+        page_table=table,
+    )

@@ -1,0 +1,167 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, argument for argument."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import repeat
+from tilewise.api import attention, canonical_inputs
+from tilewise.core.checks import check_tensors
+from tilewise.core.problem import Options
+from tilewise.faces.autocast import autocast
+from tilewise.faces.jagged import is_jagged, jagged_attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Drop-in for `torch.nn.functional.scaled_dot_product_attention`, with torch's semantics.
+
+    Unlike `tilewise.attention`, the causal mask is aligned top-left: query `i` sees keys `0..i`; and under
+    autocast all floating-point tensors but float64 take autocast's dtype.
+
+    Args:
+        query: (..., num_heads, seqlen_q, head_dim); any number of leading dimensions, also none. Or all three
+            nested, of layout `torch.jagged`: (batch, num_heads, ragged seqlen, head_dim), without attn_mask.
+        key: (..., num_kv_heads, seqlen_k, head_dim).
+        value: (..., num_kv_heads, seqlen_k, head_dim_v).
+        attn_mask: bool (True = attend) or float added to the scores, broadcastable to
+            (..., num_heads, seqlen_q, seqlen_k); differentiable if float.
+        dropout_p: probability in [0, 1] of dropping a weight; applied whenever it is not 0, as torch does.
+        is_causal: top-left causal mask; excludes attn_mask.
+        scale: softmax scale; None is 1 / sqrt(head_dim).
+        enable_gqa: allow fewer key heads than query heads.
+
+    Returns:
+        (..., num_heads, seqlen_q, head_dim_v), nested if query is. A query that sees no key gives 0.
+
+    Raises:
+        ValueError, TypeError: as `tilewise.attention`, and is_causal together with attn_mask.
+        NotImplementedError: attn_mask of nested tensors.
+
+    Example:
+        >>> q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 5, 8)
+        >>> v = torch.arange(5.0).view(1, 1, 5, 1).expand(1, 2, 5, 1)
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0].flatten()
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+    signature = None
+    if torch._C._is_any_autocast_enabled():
+        query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+    if is_jagged(query, key, value):
+        return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is None:
+        scalars = ("sdpa", dropout_p, is_causal, scale, enable_gqa)
+        signature, repeated = repeat.attempt(query, key, value, *scalars)
+        if repeated is not None:
+            return repeated  # type: ignore[no-any-return]
+    check_tensors(query=query, key=key, value=value)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.ndim < 2:
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must have at least 2 dimensions: (..., seqlen, head_dim)"
+            )
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True must be False when attn_mask is given")
+    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    q, k, v = (_four_dimensions(t, leading) for t in (query, key, value))
+    q, k, v = _match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)
+    mask = bias = None
+    if attn_mask is not None:
+        attn_mask = _flatten_mask(attn_mask, (*leading, q.shape[1], q.shape[2], k.shape[2]))
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+    window = None
+    if is_causal:
+        # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
+        # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+        window = (None, q.shape[2] - k.shape[2])
+    if dropout_p == 1:  # torch allows it: no weight survives
+        v, dropout_p = v * 0, 0.0
+    is_square = is_causal and q.shape[2] == k.shape[2]
+    out = attention(
+        q, k, v, layout="bhsd", mask=mask, bias=bias, dropout_p=dropout_p, scale=scale,
+        causal=is_square, window=None if is_square else window,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    is_as_given = all(
+        a.shape == b.shape and a.stride() == b.stride() for a, b in ((q, query), (k, key), (v, value))
+    )
+    is_one_problem = dropout_p == 0 and is_square == is_causal  # what `options` below can say
+    if signature is not None and is_as_given and is_one_problem:
+        inputs = canonical_inputs(q, k, v, layout="bhsd")
+        options = Options(causal=is_causal, scale=scale)
+        repeat.keep(signature, (query, key, value), inputs, options, None, "bhsd", return_lse=False)
+        return out
+    if max(query.ndim, key.ndim, value.ndim) == 2:
+        return out[0, 0]
+    return out.reshape(*leading, *out.shape[1:])
+
+
+def _cast(*tensors: Any) -> list[Any]:
+    """The arguments in autocast's dtype; what is no tensor is left to the checks."""
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    cast = iter(autocast(*given) if given else ())
+    return [next(cast) if isinstance(t, Tensor) else t for t in tensors]
+
+
+def _four_dimensions(t: Tensor, leading: torch.Size) -> Tensor:
+    """(leading batch, heads, seqlen, dim): a view where the strides allow it."""
+    if t.ndim == 2:
+        t = t[None]
+    t = t.expand(*leading, *t.shape[-3:])
+    return t if t.ndim == 4 else t.reshape(leading.numel(), *t.shape[-3:])
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal heads; as in torch, a single head is broadcast."""
+    heads = {t.shape[1] for t in (q, k, v)}
+    if len(heads) == 1:
+        return q, k, v
+    if len(heads - {1}) > 1:
+        raise ValueError(
+            f"key.shape[-3]={k.shape[1]} and value.shape[-3]={v.shape[1]} (heads) must equal "
+            f"query.shape[-3]={q.shape[1]} unless enable_gqa=True"
+        )
+    (wanted,) = heads - {1}
+    q, k, v = (t.expand(-1, wanted, -1, -1) for t in (q, k, v))
+    return q, k, v
+
+
+def _match_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As many key as value heads, a divisor of the query's; torch lets the two differ."""
+    for name, t in (("key", k), ("value", v)):
+        if t.shape[1] != q.shape[1] and (t.shape[1] == 0 or q.shape[1] % t.shape[1]):
+            raise ValueError(
+                f"{name}.shape[-3]={t.shape[1]} (heads) must divide query.shape[-3]={q.shape[1]}"
+            )
+    if k.shape[1] != v.shape[1]:
+        heads = math.lcm(k.shape[1], v.shape[1])
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    return q, k, v
+
+
+def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1), of a mask broadcastable to shape."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask={type(attn_mask).__name__} must be a torch.Tensor or None")
+    if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
+        raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
+    padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(padded) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
+        raise ValueError(f"attn_mask.shape={tuple(attn_mask.shape)} must be broadcastable to {shape}")
+    attn_mask, batch = attn_mask.reshape(padded), 1
+    if any(size != 1 for size in padded[:-3]):
+        attn_mask, batch = attn_mask.expand(*shape[:-3], *padded[-3:]), math.prod(shape[:-3])
+    return attn_mask.reshape(batch, *padded[-3:])

@@ -1,0 +1,193 @@
+"""`attn_implementation="tilewise"` for Hugging Face transformers.
+
+transformers asks an attention implementation for two functions: `visibility_mask` says once a forward pass
+which keys each query may see, and `attention_forward` is called by every layer with what it said.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.api import attention, attention_varlen
+from tilewise.faces.autocast import autocast
+from tilewise.faces.transformers_mask import Pattern, PatternMask, visibility_mask
+from tilewise.faces.transformers_paged import paged_attention_forward
+
+# transformers gives names that contain these a meaning of their own.
+RESERVED = ("eager", "flash", "flex", "paged", "sdpa")
+
+
+def register(name: str = "tilewise") -> None:
+    """Make `attn_implementation=name` run tilewise attention in Hugging Face transformers.
+
+    Call it before a model is built (`from_pretrained`, `from_config`) or switched
+    (`set_attn_implementation`): transformers refuses names that it does not know. Calling it again is fine.
+    It serves every model that goes through transformers' attention interface: grouped-query and cross
+    attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
+    static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
+    Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs.
+    Attention weights are never formed, so `output_attentions` gives None. A padded query that sees no key
+    gets 0, where the eager implementation gives the mean of the values.
+
+    Args:
+        name: letters, digits, "_", "-" and "."; not containing "eager", "flash", "flex", "paged" or "sdpa".
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        TypeError, ValueError: name is no string, or not one that transformers can use.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> register()
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...                      num_attention_heads=2, attn_implementation="tilewise")
+        >>> LlamaModel(config)(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 8])
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} must be a string")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or any(word in name for word in RESERVED):
+        raise ValueError(
+            f"name={name!r} must be letters, digits, '_', '-' and '.', "
+            f"without {', '.join(map(repr, RESERVED))}: transformers interprets these"
+        )
+    extra = "pip install --upgrade 'tilewise[transformers]'"
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(f"transformers could not be imported ({error}): {extra}") from error
+    if not {"q_length", "q_offset"} <= inspect.signature(sdpa_mask).parameters.keys():
+        raise ImportError(f"transformers {__version__} is too old: {extra}")
+    AttentionInterface.register(name, attention_forward)
+    AttentionInterface.register(f"paged|{name}", paged_attention_forward)
+    AttentionMaskInterface.register(name, visibility_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: takes what transformers' own take.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim).
+        key, value: (batch, num_kv_heads, seqlen_k, dim), not repeated.
+        attention_mask: None, or (batch, 1 or num_heads, seqlen_q, seqlen_k), bool (True = attend) or added
+            to the scores. It says everything: is_causal and sliding_window count only where it is None.
+        sliding_window: keys that a query sees, itself included; as many again to its right if not causal.
+        is_causal: None asks the module, which is causal unless it says otherwise.
+        s_aux: one sink logit a head.
+        position_bias: added to the scores, (1 or batch, num_heads, seqlen_q, seqlen_k).
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
+
+    Returns:
+        (batch, seqlen_q, num_heads, head_dim_v) contiguous, and None for the attention weights.
+    """
+    if kwargs.get("output_attentions"):
+        warnings.warn("tilewise forms no attention weights: output_attentions gives None", stacklevel=2)
+    query, key, value = (t.transpose(1, 2) for t in autocast(query, key, value))
+    used_k = seqlen_k = key.shape[1]
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+        "dropout_p": dropout if module.training else 0.0,
+        "deterministic": bool(deterministic),
+    }
+    starts, longest = None, (max_length_q, max_length_k)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        starts = cu_seq_lens_q, cu_seq_lens_k
+    pattern = _pattern(attention_mask, query.shape[1], seqlen_k)
+    if pattern is not None:
+        options["window"], used_k = pattern.window, pattern.used_k
+        attention_mask = None if pattern.padding is None else pattern.padding[:, None, None]
+        if starts is None and pattern.sequence_ids is not None:
+            starts, longest = (pattern.cu_seqlens, pattern.cu_seqlens), (None, None)
+    elif attention_mask is None:
+        options |= _module_options(module, is_causal, sliding_window)
+
+    if starts is not None and attention_mask is None and position_bias is None:
+        return _attend_packed(query, key, value, starts, longest, options), None
+    mask, bias = _mask_and_bias(attention_mask, position_bias)
+    if starts is not None:
+        same = _same_sequence(*starts, query.shape[0], query.shape[1], seqlen_k)
+        mask = same if mask is None else mask & same
+    mask, bias = (t if t is None or t.shape[-1] == 1 else t[..., :used_k] for t in (mask, bias))
+    out = attention(query, key[:, :used_k], value[:, :used_k], mask=mask, bias=bias, **options)
+    return out, None  # type: ignore[return-value]
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, starts: Any, longest: Any, options: dict[str, Any]
+) -> Tensor:
+    """Packed sequences in (batch, seqlen, heads, dim) tensors; `starts` count the flattened tokens."""
+    q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+    bounds = [None if n is None else int(n) for n in longest]
+    out = attention_varlen(q, k, v, *starts, *bounds, **options)
+    return out.view(*query.shape[:2], *out.shape[1:])  # type: ignore[union-attr]
+
+
+def _pattern(attention_mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> Pattern | None:
+    """The mask's pattern, if it has one that describes these scores."""
+    if not isinstance(attention_mask, PatternMask) or attention_mask.shape[2:] != (seqlen_q, seqlen_k):
+        return None
+    return attention_mask.pattern
+
+
+def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> dict[str, Any]:
+    """What the layer itself says is visible; asked only if there is no mask."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if sliding_window is None:
+        return {"causal": causal}
+    return {"causal": causal, "window": (sliding_window - 1, 0 if causal else sliding_window - 1)}
+
+
+def _mask_and_bias(
+    attention_mask: Tensor | None, position_bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What hides scores, and what is added to them."""
+    if attention_mask is None:
+        return None, position_bias
+    if attention_mask.ndim != 4:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask.shape={shape} must be (batch, heads, seqlen_q, seqlen_k)")
+    if isinstance(attention_mask, PatternMask):
+        attention_mask = attention_mask.full()
+    if attention_mask.dtype == torch.bool:
+        return attention_mask, position_bias
+    if not attention_mask.dtype.is_floating_point:
+        dtype = attention_mask.dtype
+        raise TypeError(f"attention_mask.dtype={dtype} must be torch.bool (True = attend) or floating-point")
+    return None, attention_mask if position_bias is None else attention_mask + position_bias
+
+
+def _same_sequence(starts_q: Tensor, starts_k: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Bool (batch, 1, seqlen_q, seqlen_k): query and key lie in the same packed sequence."""
+    ids_q, ids_k = (
+        torch.searchsorted(starts, torch.arange(batch * n, device=starts.device), right=True).view(batch, n)
+        for starts, n in ((starts_q, seqlen_q), (starts_k, seqlen_k))
+    )
+    return (ids_q[:, :, None] == ids_k[:, None])[:, None]

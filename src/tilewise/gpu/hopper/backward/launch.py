@@ -1,0 +1,373 @@
+"""Host side of the Hopper backward: what it serves, and the launch of its three kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.gpu.hopper.backward.arguments import (
+    CHUNK,
+    BackwardConfig,
+    BackwardSizes,
+    Division,
+    Pieces,
+    ScoreFactors,
+    WideBackwardConfig,
+)
+from tilewise.gpu.hopper.forward.launch import (
+    LOG2_E,
+    SECTION_BYTES,
+    UNBOUNDED,
+    descriptor,
+    num_sms,
+    order_sequences,
+    scheduler_counter,
+    section_size,
+    shared_counter,
+    shared_counters,
+    tma_ready,
+)
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
+from tilewise.gpu.launch.repeated_launch import RepeatedBackward, Whole
+
+NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
+
+Config = BackwardConfig | WideBackwardConfig
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfig | None = None,
+) -> Gradients:
+    """Gradients by recomputation from lse, each contiguous and in the dtype of its input."""
+    if problem.head_dim > NARROW:
+        from tilewise.gpu.hopper.backward.wide_launch import backward as wide_backward
+
+        return wide_backward(problem, inputs, out, lse, dout, dlse)
+    cfg = config or backward_config(problem)
+    division = divide(problem, cfg, num_sms(inputs.query.device.index))
+    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
+    *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
+    scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
+    if late_tiles(problem, cfg, division):
+        scratch.append(dq.view(-1).view(torch.float32))
+    scratch.append(query.new_empty(turns, dtype=torch.int32))
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    dlse = None if dlse is None else dlse.contiguous()
+    optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
+    given = (query, key, value, out, lse.contiguous(), dout)
+    new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
+    run_steps(problem, steps(problem, cfg, division, given, new, optional))
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], cfg)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def steps(
+    problem: AttentionProblem,
+    cfg: BackwardConfig,
+    division: Division,
+    given: Sequence[Tensor],
+    new: Sequence[Tensor],
+    optional: Tensors = (None,) * 5,
+) -> list[Step]:
+    """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
+
+    `optional` are dlse, the sequences' offsets, and `order_sequences`.
+    """
+    query, key, value, out, lse, dout = given
+    dq, dk, dv, stats, dq_sum, *pieces, turns, counter = new
+    key_sums = pieces[0] if pieces else dq if division.pieces else None
+    dlse, cu_q, cu_k, *ordered = optional
+    fresh = (dk, dv, stats, dq_sum, turns, *ordered, counter, key_sums)
+    return [
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
+        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
+        Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, turns, ordered[1], dk, dv, key_sums)),
+    ]
+
+
+def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
+    """`backward` for calls that differ in values only: see `operators.repeatable_backward`."""
+    if problem.head_dim > NARROW:
+        from tilewise.gpu.hopper.backward import wide_launch as wide
+
+        wide_cfg = wide.wide_config(problem)
+        launches = functools.partial(wide.steps, problem, wide_cfg)
+        scratch: list[tuple[int, ...]] = [stats_shape(problem, wide_cfg)]
+        shared = shared_counters
+    else:
+        cfg = backward_config(problem)
+        division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
+        launches = functools.partial(steps, problem, cfg, division)
+        scratch = scratch_shapes(problem, cfg, division)
+        shared = shared_counter
+    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared)
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_config(problem: AttentionProblem) -> BackwardConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-backward.md."""
+    visibility = problem.visibility()
+    block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    return BackwardConfig(
+        BLOCK_M=128 if block_d == 64 else 64,
+        BLOCK_N=128,
+        BLOCK_D=block_d,
+        K_STAGES=2 if block_d == 64 else 1,
+        IS_PACKED=problem.is_packed,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        IS_DETERMINISTIC=problem.deterministic,
+        LATEST_FIRST=latest_first(problem, block_d),
+    )
+
+
+def latest_first(problem: AttentionProblem, block_d: int) -> bool:
+    """Whether tiles of keys visit queries from the last on: deterministic and causal, where keys take turns.
+
+    So the first tiles, which have most to do, come first, and are the first to add to each query tile. Those
+    after them start a step late; but without groups, a tile of head size 64 is only a step shorter than the
+    one before, and what is lost at the start is lost to the end.
+    """
+    visibility = problem.visibility()
+    is_causal = visibility.right is not None and visibility.left is None
+    return problem.deterministic and is_causal and (block_d == 128 or problem.group_size > 1)
+
+
+def query_slots(problem: AttentionProblem) -> int:
+    """(batch, query head) pairs, or query heads if packed."""
+    return problem.num_heads * (1 if problem.is_packed else problem.batch)
+
+
+def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
+    """Query tiles of one slot of the scratch tensors: a (batch, query head), or a query head if packed."""
+    return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
+
+
+def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
+    """(tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta. `rows` of a packed query."""
+    tiles = query_slots(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
+    return tiles, 2 * cfg.BLOCK_M
+
+
+def scratch_shapes(
+    problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
+) -> list[tuple[int, ...]]:
+    """Memory of one call. Float32: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers.
+
+    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there;
+    how many parts of shared tiles are merged.
+    """
+    stats = stats_shape(problem, cfg, rows)
+    dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
+    turns = (stats[0] + query_slots(problem) + 1,)
+    has_own = division.pieces and not late_tiles(problem, cfg, division)
+    return [stats, dq, *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []), turns]
+
+
+def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> int:
+    """How many query tiles of each head, from the first sequence's first one on, have pieces in their dq.
+
+    Pieces take the memory of dq, which nobody needs before they are merged, if they fit; 0 if not.
+    """
+    row_bytes = problem.dtype.itemsize * problem.num_heads * problem.head_dim
+    rows = -(-division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
+    if rows > problem.batch * problem.seqlen_q:
+        return 0
+    sequences, rows = divmod(rows, max(1, problem.seqlen_q))
+    return sequences * query_tiles_of(problem, problem.seqlen_q, cfg) + -(-rows // cfg.BLOCK_M)
+
+
+@functools.lru_cache(maxsize=4096)
+def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
+    """Which tiles of keys blocks share, if that saves time: those of a last, incomplete round.
+
+    Causal, the longest ones where tiles are few. With a window none is long. Deterministic, keys take turns;
+    packed, the host does not know the lengths.
+    """
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N) * problem.num_kv_heads * problem.batch
+    query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    steps, shared = query_tiles * problem.group_size, tiles % sms
+    if cfg.HAS_RIGHT:
+        return divide_causal(problem, cfg, sms)
+    if problem.is_packed or not cfg.STAGGERED or steps * shared == 0:
+        return Division(tiles)
+    unit = -(-shared * steps // sms)
+    units = -(-shared * steps // unit)
+    # In steps, as measured: a unit stores twice. Pieces are stored and read in float32. The idle SMs of the
+    # last round would have converted that much of dQ.
+    cost = 1 + (units + shared) * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
+    whole = tiles - shared
+    return (
+        Division(whole + units, shared, units + shared, whole, unit)
+        if steps - unit > cost
+        else Division(tiles)
+    )
+
+
+def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
+    """Tiles in up to four parts each, if each SM has at most one; but whole if some part would be empty."""
+    slots = problem.num_kv_heads * problem.batch
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    visibility = problem.visibility()
+    query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
+    is_small = slots * tiles * query_tiles > 0 and slots * tiles <= sms and section(problem, slots) == slots
+    if not (is_plain and is_small):
+        return Division(tiles * slots)
+    ahead = problem.seqlen_k - problem.seqlen_q + (visibility.right or 0)  # keys that the first query sees
+    lengths = [
+        problem.group_size * max(1, query_tiles - max(0, key - ahead) // cfg.BLOCK_M)
+        for key in range(0, tiles * cfg.BLOCK_N, cfg.BLOCK_N)
+    ]
+    shared = {n: slots * sum(length >= n for length in lengths) for n in range(1, 5)}
+
+    def time(parts: int) -> float:
+        """In steps, as measured: the longest part or an SM's share, and the ends of all parts."""
+        longest = max(lengths[0] / parts, slots * sum(lengths) / sms)
+        return longest + shared[parts] * parts * cfg.BLOCK_D / 3200 if parts > 1 else lengths[0]
+
+    parts = min(range(1, min(4, lengths[0], 2 * sms // (slots * tiles)) + 1), key=time)
+    if parts == 1:
+        return Division(tiles * slots)
+    long = shared[parts]
+    return Division(tiles * slots + long * (parts - 1), long, long * parts, long, parts)
+
+
+def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
+    from tilewise.gpu.hopper.backward.rows import attn_bwd_prepare_kernel
+
+    out, dout, lse, dlse, cu_seqlens_q, stats, turns = tensors
+    assert out is not None and dout is not None and lse is not None and stats is not None
+    tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
+    integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
+    pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
+    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
+    columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, True)
+    return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
+
+
+def main_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig, division: Division
+) -> Launch:
+    from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
+
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others, key_sums = tensors
+    assert query is not None and key is not None
+    cfg = dataclasses.replace(cfg, IS_SPLIT=division.pieces > 0)
+    is_packed = problem.is_packed
+    sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
+    rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
+    arguments = (
+        *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
+        descriptor(dout, rows, is_packed),
+        flat_descriptor(dq, (CHUNK // 128, 128)),
+        *(descriptor(t, keys, is_packed) for t in (dk, dv)),
+        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
+        *(turns, cu_q, cu_k, *others),
+        *sizes,
+        *score_factors(problem),
+        *Pieces(division.border, division.unit, key_sums),
+        cfg,
+    )
+    most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
+    programs = min(num_sms(query.device.index), most)
+    return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+
+
+def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:
+    """The integers of a kernel that works on num_tiles tiles of each slot; `rows` is the query tensor's."""
+    visibility = problem.visibility()
+    num_slots = problem.num_kv_heads * (1 if problem.is_packed else problem.batch)
+    return BackwardSizes(
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
+        num_slots=num_slots,
+        num_tiles=num_tiles,
+        section=section(problem, num_slots),
+        tiles_q=query_tiles_of(problem, rows, cfg),
+        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
+        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+    )
+
+
+def section(problem: AttentionProblem, num_slots: int) -> int:
+    """How many slots' tiles are drawn together: causal, as many as the L2 cache holds queries or keys of.
+
+    The tiles that have least to do then come last, and the SMs end at the same time. Of the query heads of a
+    group one after another is worked on.
+    """
+    visibility = problem.visibility()
+    if visibility.right is None or visibility.left is not None:
+        return 1
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    rows = max(problem.seqlen_q, problem.seqlen_k)
+    return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
+
+
+def finish_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig, division: Division
+) -> Launch:
+    from tilewise.gpu.hopper.backward.rows import attn_bwd_finish_kernel
+
+    dq, cu_seqlens_q, sums, turns, first_tile, dk, dv, key_sums = tensors
+    assert sums is not None and dq is not None
+    tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
+    key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
+    num_tiles = query_slots(problem) * tiles_q
+    heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
+    pieces = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
+    arguments = (
+        *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
+        *(tiles_q, *heads, key_tiles, num_tiles, *pieces, late_tiles(problem, cfg, division)),
+        *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
+        *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
+    )
+    programs = sums.numel() // CHUNK
+    if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns
+        programs += division.shared * cfg.BLOCK_D // 4
+    return Launch(attn_bwd_finish_kernel, programs, arguments, num_warps=4, launch_pdl=cfg.ENDS_UNEVENLY)
+
+
+def row_strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, row, head) strides; packed tensors have no batch."""
+    return (0, *t.stride()[:2]) if t.ndim == 3 else t.stride()[:3]
+
+
+def score_factors(problem: AttentionProblem) -> ScoreFactors:
+    scale, softcap = problem.scale, problem.softcap
+    two_over_softcap = 2 * LOG2_E * scale / softcap if softcap > 0 else 0.0
+    return ScoreFactors(scale, scale * LOG2_E, two_over_softcap, softcap * LOG2_E)
+
+
+def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
+    """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor, gl
+
+    assert t is not None
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
+
+
+def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: Config) -> Tensor:
+    """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
+    slots = query_slots(problem)
+    lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)
+    p_sink = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
+    return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

@@ -1,0 +1,66 @@
+"""From products to weights and their gradients, in the registers of a warpgroup."""
+
+from tilewise.gpu.hopper.backward.ranges import hide_transposed
+from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
+
+
+@gluon.jit
+def opaque_zero(x):
+    """0, which the compiler can't tell. Added to the index of a tile that never moves, it keeps the tile's
+    matrix descriptors from being hoisted out of the loop, where they took registers: 488 bytes of spills
+    without it, 112 with it.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pinned(x):
+    """x of 16 bits an element, converted and packed where this stands.
+
+    The compiler would move the conversion: back, where unpacked values take registers, or down between the
+    products that have x as register operand. Those then no longer form one group, and every later wait for a
+    number of groups waits for more than it should.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def exponents(s, lse, factors, cfg: gl.constexpr):
+    """(log2 of the weights, derivative of the softcap) of finished products; lse broadcasts to them."""
+    if cfg.HAS_SOFTCAP:
+        t = tanh_of_scores(s, factors)
+        x, slope = t * factors.softcap_log2e - lse, 1.0 - t * t
+    else:
+        x, slope = s * factors.scale_log2e - lse, 1.0
+    return x, slope
+
+
+@gluon.jit
+def weights(s, stats, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+    """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M]."""
+    lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
+    x, slope = exponents(s, lse[None, :], factors, cfg)
+    if (tile < own.plain_begin) | (tile >= own.plain_end):
+        x = hide_transposed(x, tile, key, work, sizes, cfg)
+    return exp2(x), slope
+
+
+@gluon.jit
+def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
+    p, slope = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
+    p_16bit = pinned(p.to(dtype))
+    weight = p_16bit
+    if cfg.HAS_SOFTCAP:
+        weight = (p * slope).to(dtype)
+    return p_16bit, weight
+
+
+@gluon.jit
+def score_gradient(weight, dp, stats, dtype: gl.constexpr, cfg: gl.constexpr):
+    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]; weights of 16 bits are widened here, not before."""
+    delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
+    if weight.dtype != gl.float32:
+        weight = pinned(weight).to(gl.float32)
+    return (weight * (dp - delta[None, :])).to(dtype)

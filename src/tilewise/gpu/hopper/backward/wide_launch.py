@@ -1,0 +1,149 @@
+"""Host side of the Hopper backward for head sizes over 128: row statistics, then dK and dV, then dQ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
+from tilewise.gpu.hopper.backward.launch import (
+    flat_descriptor,
+    kernel_sizes,
+    prepare_launch,
+    score_factors,
+    sinks_gradient,
+    stats_shape,
+)
+from tilewise.gpu.hopper.forward.launch import (
+    descriptor,
+    num_sms,
+    order_sequences,
+    shared_counters,
+    tma_ready,
+)
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
+
+QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
+
+
+def backward(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """Gradients by recomputation from lse; the same bits every time. Scratch memory: 2 floats a row."""
+    cfg = wide_config(problem)
+    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    dlse = None if dlse is None else dlse.contiguous()
+    ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
+    ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
+    given = (query, key, value, out, lse.contiguous(), dout)
+    new = (dq, dk, dv, stats, *shared_counters(query.device))
+    run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def steps(
+    problem: AttentionProblem,
+    cfg: WideBackwardConfig,
+    given: Sequence[Tensor],
+    new: Sequence[Tensor],
+    optional: Tensors = (None,) * 7,
+) -> list[Step]:
+    """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
+
+    The last two start early: the second gets ready while statistics are written; the third needs nothing of
+    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets,
+    `order_sequences` of both sides.
+    """
+    query, key, value, out, lse, dout = given
+    dq, dk, dv, stats, counter, counter_q = new
+    dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
+    tensors = (query, key, value, dout, cu_q, cu_k)
+    return [
+        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
+        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
+        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),
+    ]
+
+
+def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
+    """d = 256: K + V + 2 x (Q + dO + P) = 64 + 2 x 72 = 208 KB; 2 x (Q + dO + K) + V = 224 KB of 227.
+
+    192/128: K + V + 3 x (Q + dO) = 80 + 120 = 200 KB; 2 x (Q + dO + V) + 3 x K = 184 KB.
+    """
+    visibility = problem.visibility()
+    block_dv = 128 if problem.head_dim_v <= 128 else 256
+    is_slim = problem.head_dim <= 192 and block_dv == 128
+    parts, width = (3, 64) if is_slim else (1, 256)
+    stages = (3, 3, 2) if is_slim else (2, 2, 1)
+    return WideBackwardConfig(
+        BLOCK_M=64,
+        BLOCK_N=64,
+        PARTS=parts,
+        PART_WIDTH=width,
+        BLOCK_DV=block_dv,
+        STAGES=stages[0],
+        K_STAGES=stages[1],
+        V_STAGES=stages[2],
+        IS_PACKED=problem.is_packed,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+    )
+
+
+def keys_config(cfg: WideBackwardConfig) -> WideBackwardConfig:
+    """The same for the keys kernel: 128 keys a tile where their dK and dV fit the registers."""
+    return dataclasses.replace(cfg, BLOCK_N=128) if cfg.IS_SLIM else cfg
+
+
+def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
+    if cfg.IS_SLIM:
+        from tilewise.gpu.hopper.backward.slim import attn_bwd_slim_keys_kernel as kernel
+    else:
+        from tilewise.gpu.hopper.backward.wide import attn_bwd_wide_keys_kernel as kernel
+
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
+    assert query is not None and key is not None
+    is_packed = problem.is_packed
+    sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
+    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    arguments = (
+        *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
+        *(
+            descriptor(t, (64, 1, width), is_packed)
+            for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
+        ),
+        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
+        *(cu_q, cu_k, *others),
+        *sizes,
+        *score_factors(problem),
+        cfg,
+    )
+    most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
+    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
+    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+
+
+def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
+    from tilewise.gpu.hopper.backward.wide_queries import attn_bwd_wide_queries_kernel
+
+    query, key, value, dout, cu_q, cu_k, dq, stats, *others = tensors
+    assert query is not None
+    is_packed = problem.is_packed
+    sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
+    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
+    descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
+    arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
+    most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
+    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
+    kernel = attn_bwd_wide_queries_kernel
+    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)

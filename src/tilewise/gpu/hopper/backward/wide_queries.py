@@ -1,0 +1,252 @@
+"""dQ for head sizes over 128: 128 queries stay, keys stream by; see `backward_wide`.
+
+role            warps   does
+load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
+query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
+
+It runs beside the end of the kernel of the keys, of which it needs nothing: that one has waited for the row
+statistics before it lets this one start.
+"""
+
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
+from tilewise.gpu.hopper.backward.ranges import scratch_tile
+from tilewise.gpu.hopper.backward.scores import exponents, opaque_zero, pinned
+from tilewise.gpu.hopper.backward.wide import store_part
+from tilewise.gpu.hopper.common.arguments import Packing
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.compat import (
+    aggregate,
+    gl,
+    gluon,
+    pass_turn,
+    take_turn,
+    wait_for_previous_kernel,
+    wait_for_stores,
+    warpgroup_mma_wait,
+)
+from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.layouts import operand_layout, row_layout
+from tilewise.gpu.hopper.common.products import (
+    accumulate_parts,
+    await_parts,
+    product,
+    product_of_parts,
+    scaled,
+    zero_parts,
+)
+from tilewise.gpu.hopper.common.ranges import hide, key_tiles
+from tilewise.gpu.hopper.common.schedule import (
+    Work,
+    count_work,
+    draw,
+    drawn,
+    finish,
+    make_work_ring,
+    packed_sequence,
+    place,
+    receive,
+    send,
+)
+from tilewise.gpu.hopper.common.softmax import exp2
+
+
+@aggregate
+class Channels:
+    """All that the roles exchange; shapes are of one slot."""
+
+    work: Ring
+    q: Ring  # [64, PART_WIDTH] x PARTS, a slot for each warpgroup
+    do: Ring  # [64, BLOCK_DV], likewise
+    k: Ring  # [BLOCK_N, PART_WIDTH] x PARTS
+    v: Ring  # [BLOCK_N, BLOCK_DV]
+
+
+@gluon.jit
+def locate_queries(index, sizes, packing, cfg: gl.constexpr):
+    """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
+    heads = sizes.num_slots * sizes.group_size
+    section = sizes.section * sizes.group_size
+    if cfg.IS_PACKED:
+        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
+            index // heads, sizes.batch, packing
+        )
+        tile, head = place(index - first * heads, own_tiles, heads, section, True)
+        work = Work(tile * 128, head, b, start_q, own_q, start_k, own_k)
+    else:
+        tile, slot = place(index, sizes.num_tiles, heads, section, True)
+        heads = heads // sizes.batch
+        zero = 0 * slot
+        work = Work(
+            tile * 128, slot % heads, slot // heads,
+            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
+        )  # fmt: skip
+    return work
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
+    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
+    num_work = count_work(sizes, packing) * sizes.group_size
+    index = gl.program_id(0)
+    turn = 0
+    use = 0  # key tiles so far
+    while index < num_work:
+        work = locate_queries(index, sizes, packing, cfg)
+        send(ch.work, turn, work)
+        for w in gl.static_range(2):
+            row = work.row + w * 64
+            place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            ch.q.load(turn * 2 + w, q_desc, place, cfg.PARTS)
+            ch.do.load(turn * 2 + w, do_desc, place, 1)
+        tiles = key_tiles(work.row, 128, work, sizes, cfg)
+        head = work.head // sizes.group_size
+        for j in range(tiles.begin, tiles.end):
+            row = j * cfg.BLOCK_N
+            place = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
+            ch.k.load(use, k_desc, place, cfg.PARTS)
+            ch.v.load(use, v_desc, place, 1)
+            use += 1
+        index = drawn(draw(counter))
+        turn += 1
+    finish(ch.work, turn, index, counter)
+    wait_for_previous_kernel()  # dK and dV are written: who waits for this kernel relies on it
+
+
+@gluon.jit
+def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
+    """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
+    dtype: gl.constexpr = dq_desc.dtype
+    IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
+    turn = 0
+    use = 0
+    if W == 1:
+        pass_turn(W)  # 0 begins
+    work = receive(ch.work, turn)
+    while work.row >= 0:
+        row = work.row + W * 64
+        tiles = key_tiles(work.row, 128, work, sizes, cfg)
+        own = key_tiles(row, 64, work, sizes, cfg)
+        lse, delta = load_stats(row, stats, work, sizes, cfg)
+        own_use = turn * 2 + W
+        ch.q.wait(own_use)
+        ch.do.wait(own_use)
+        dq = zero_parts(cfg)
+        ch.k.wait(use)
+        ch.v.wait(use)
+        s = start_s(W, opaque_zero(turn), use, ch, cfg)
+        dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        ch.v.release(use)
+        p, slope = weights(s, lse, tiles.begin, row, own, work, sizes, factors, cfg)
+        ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
+        for j in range(tiles.begin + 1, tiles.end):
+            ch.k.wait(use + 1)
+            if not IS_V_LATE:
+                ch.v.wait(use + 1)
+            take_turn(W)
+            dq = start_dq(ds, dq, use, ch, cfg)  # first: the K after the next waits for this slot
+            s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
+            if not IS_V_LATE:
+                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+            pass_turn(W)
+            dq = await_parts(dq, cfg.PARTS + (0 if IS_V_LATE else 1), cfg)
+            ch.k.release(use)
+            s = warpgroup_mma_wait(0 if IS_V_LATE else 1, deps=(s,))
+            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            if IS_V_LATE:
+                ch.v.wait(use + 1)
+                take_turn(W)
+                dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
+                pass_turn(W)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ch.v.release(use + 1)
+            ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
+            use += 1
+        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
+        ch.k.release(use)
+        use += 1
+        ch.do.release(own_use)
+        store_queries(dq, dq_desc, ch.q, own_use, row, work, cfg)
+        ch.q.release(own_use)
+        turn += 1
+        work = receive(ch.work, turn)
+
+
+@gluon.jit
+def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
+    """Store dQ of 64 queries, part by part, through the tile of Q; rows past the end are cut."""
+    place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+    for i in gl.static_range(len(dq)):
+        store_part(dq[i], i, desc, place, ring.part(use, i))
+    wait_for_stores(0)  # the tiles have been read
+
+
+@gluon.jit
+def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
+    """(lse in units of log2, delta) of 64 rows; those past the end have lse = +inf, so that their P is 0."""
+    i = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    ptrs = stats + scratch_tile(work, work.head, row // 64, sizes, cfg) * 128 + i
+    exists = row + i < work.seqlen_q
+    lse = gl.load(ptrs, mask=exists, other=float("inf"))
+    return lse, gl.load(ptrs + 64, mask=exists, other=0.0)
+
+
+@gluon.jit
+def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
+    """Start S = Q K^T [64, BLOCK_N] of a key tile that has arrived."""
+    return product_of_parts(ch.q, W + zero, ch.k, use, cfg.BLOCK_N, cfg)
+
+
+@gluon.jit
+def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
+    """Start dP = dO V^T [64, BLOCK_N]."""
+    do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
+    v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    return product(do, v.permute((1, 0)))
+
+
+@gluon.jit
+def start_dq(ds, dq, use, ch, cfg: gl.constexpr):
+    """Start dQ += dS K."""
+    return accumulate_parts(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)), ch.k, use, dq, cfg)
+
+
+@gluon.jit
+def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
+    """(P [64, BLOCK_N], derivative of the softcap) of finished products."""
+    x, slope = exponents(s, lse[:, None], factors, cfg)
+    if (j < own.plain_begin) | (j >= own.plain_end):
+        x = hide(x, j, row, work, sizes, cfg)
+    return exp2(x), slope
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
+def attn_bwd_wide_queries_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
+    sizes = BackwardSizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        window_left, window_right,
+    )  # fmt: skip
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    ch = Channels(
+        make_work_ring(2),
+        make_tile_ring(q_desc, 2, cfg.PARTS, 1),
+        make_tile_ring(do_desc, 2, 1, 1),
+        make_tile_ring(k_desc, cfg.K_STAGES, cfg.PARTS, 2),
+        make_tile_ring(v_desc, cfg.V_STAGES, 1, 2),
+    )
+    gl.warp_specialize(
+        [
+            (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
+            (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
+            (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
+        ],
+        [4, 1],
+        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+    )

@@ -1,0 +1,99 @@
+"""The barrier protocol of the Hopper kernels, stated once.
+
+A `Ring` is a circle of shared-memory tiles between one producer and some consumer partitions. Both sides
+count their uses of the ring from 0; use `i` is slot `i % STAGES` in round `i // STAGES`:
+
+    producer                                consumer
+    acquire(i)   waits until round r - 1    wait(i)      waits until round r has arrived: the tile may
+                 is released by all                      be read
+    ... fills the slot, which arrives ...   release(i)   this partition has read it for the last time
+
+Each slot has two mbarriers. `full` flips when a round's bytes have landed (or its writer arrives), `empty`
+when every consumer has released it. A barrier's parity is that of its last finished round; waiting for
+the parity *before* the first round passes at once, so a fresh ring is empty.
+"""
+
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, load_tile, mbarrier
+
+
+@aggregate
+class Ring:
+    """STAGES tiles between one producer and its consumers; the protocol is in the module's docstring."""
+
+    tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, *part]
+    full: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers
+    empty: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers
+    STAGES: gl.constexpr
+    PARTS: gl.constexpr  # of a tile, side by side along its last dimension
+
+    @gluon.jit
+    def part(self, use, part):
+        """Shared memory of one part of a use's tile."""
+        return self.tiles.index(use % self.STAGES * self.PARTS + part)
+
+    @gluon.jit
+    def parity(self, use):
+        return (use // self.STAGES) & 1
+
+    @gluon.jit
+    def acquire(self, use):
+        """Producer: wait until every consumer has released the slot's previous round."""
+        mbarrier.wait(self.empty.index(use % self.STAGES), self.parity(use) ^ 1)
+
+    @gluon.jit
+    def load(self, use, desc, coords, PARTS: gl.constexpr, MORE_BYTES: gl.constexpr = 0):
+        """Producer: acquire the slot and start TMA copies of its first PARTS parts.
+
+        MORE_BYTES: of other copies that the producer then starts, for the barrier of the same slot.
+        """
+        WIDTH: gl.constexpr = desc.block_shape[-1]
+        self.acquire(use)
+        bar_full = self.full.index(use % self.STAGES)
+        mbarrier.expect(bar_full, PARTS * desc.block_type.nbytes + MORE_BYTES)
+        for part in gl.static_range(PARTS):
+            part_coords = coords[:-1] + (part * WIDTH,)  # noqa: RUF005
+            load_tile(desc, part_coords, bar_full, self.part(use, part))
+
+    @gluon.jit
+    def publish(self, use):
+        """Producer: the slot was filled by ordinary stores."""
+        mbarrier.arrive(self.full.index(use % self.STAGES), count=1)
+
+    @gluon.jit
+    def wait(self, use):
+        """Consumer: wait until the use's tile has arrived."""
+        mbarrier.wait(self.full.index(use % self.STAGES), self.parity(use))
+
+    @gluon.jit
+    def release(self, use, when=True):
+        """Consumer: this partition no longer reads the slot."""
+        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1, pred=when)
+
+
+@gluon.jit
+def make_ring(
+    tiles, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1
+):  # fmt: skip
+    """An empty ring over tiles [STAGES * PARTS, ...]; CONSUMERS partitions release each of its slots.
+
+    PRODUCERS partitions publish each of them, where they fill it together.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=PRODUCERS)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return Ring(tiles, full, empty, STAGES, PARTS)
+
+
+@gluon.jit
+def make_tile_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring whose tiles are PARTS of a TMA descriptor's blocks."""
+    return make_ring(make_tiles(desc, STAGES * PARTS), STAGES, PARTS, CONSUMERS)
+
+
+@gluon.jit
+def make_tiles(desc, COUNT: gl.constexpr):
+    """Shared memory of COUNT blocks of a TMA descriptor."""
+    shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)

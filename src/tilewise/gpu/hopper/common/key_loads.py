@@ -1,0 +1,99 @@
+"""Where the forward finds tiles of keys and values: in a tensor, or in a cache with or without pages.
+
+A tile of a cache takes one TMA copy, or with pages smaller than a tile one for each page and 64 columns. Page
+numbers are read a tile ahead.
+"""
+
+from tilewise.gpu.hopper.common.channel import make_ring, make_tile_ring
+from tilewise.gpu.hopper.common.compat import as_boxes, gl, gluon, load_tile, mbarrier
+
+
+@gluon.jit
+def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
+    """TMA coordinates of rows from `row` on of one sequence; rows past its end are zeros, or not stored.
+
+    A packed tensor's descriptor has two more dimensions, whose strides cancel to (start + row) while their
+    bound stops at the sequence's end: 2^30 * (2^34 - stride) + (start + length) * stride wraps around.
+    """
+    if IS_PACKED:
+        place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
+    else:
+        place = (batch, row, head, 0)  # type: ignore[assignment]
+    return place
+
+
+@gluon.jit
+def make_key_ring(desc, WIDTH: gl.constexpr, PARTS: gl.constexpr, cfg: gl.constexpr):
+    """A ring of tiles [BLOCK_N, WIDTH], PARTS of them side by side."""
+    if cfg.BOXES == 1:
+        ring = make_tile_ring(desc, cfg.STAGES, PARTS, cfg.WARPGROUPS)
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, WIDTH], desc.dtype)
+        tiles = gl.allocate_shared_memory(desc.dtype, [cfg.STAGES * PARTS, cfg.BLOCK_N, WIDTH], layout)
+        ring = make_ring(tiles, cfg.STAGES, PARTS, cfg.WARPGROUPS)
+    return ring
+
+
+@gluon.jit
+def read_pages(j, work, sizes, cache, cfg: gl.constexpr):
+    """Numbers of the pages of key tile j, if several one a lane; 0 for those past the sequence's end."""
+    if cfg.PAGE_SIZE == 0:
+        pages = work.batch
+    else:
+        n = j * cfg.BLOCK_N // cfg.PAGE_SIZE
+        if cfg.BOXES > 1:
+            n += gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        held = (work.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+        ptr_table = cache.page_table + gl.cast(work.batch, gl.int64) * sizes.stride_page_table
+        pages = gl.load(ptr_table + n, mask=n < held, other=0).to(gl.int32)
+    return pages
+
+
+@gluon.jit
+def key_place(j, pages, work, head, cfg: gl.constexpr):
+    """Where key tile j is: TMA coordinates, or of a cache (first row in its sequence, pages)."""
+    if cfg.IS_CACHED:
+        place = (j * cfg.BLOCK_N, pages)
+    else:
+        place = coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head, work.batch, cfg.IS_PACKED)
+    return place
+
+
+@gluon.jit
+def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg: gl.constexpr):
+    """Acquire a slot and start TMA copies of a tile of keys or values; a cache's entry has `rows` rows."""
+    if not cfg.IS_CACHED:
+        ring.load(use, desc, place, PARTS)
+    elif cfg.BOXES == 1:
+        ring.load(use, desc, box_coords(place, 0, place[1], work, head, rows, cfg), PARTS)
+    else:
+        BOXES: gl.constexpr = cfg.BOXES
+        COLUMNS: gl.constexpr = PARTS * ring.tiles.shape[2] // desc.block_shape[-1]  # boxes side by side
+        boxes = as_boxes(ring.tiles, cfg.STAGES * COLUMNS * BOXES, desc)
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        ring.acquire(use)
+        slot = use % cfg.STAGES
+        bar_full = ring.full.index(slot)
+        mbarrier.expect(bar_full, COLUMNS * BOXES * desc.block_type.nbytes)
+        TOGETHER: gl.constexpr = min(4, BOXES)
+        # a count that the compiler does not know keeps this a loop, which else takes registers that spill
+        for first in range(0, gl.minimum(rows, 1) * BOXES, TOGETHER):
+            for i in gl.static_range(TOGETHER):
+                page = gl.sum(gl.where(lane == first + i, place[1], 0), 0)
+                box = box_coords(place, first + i, page, work, head, rows, cfg)
+                for column in gl.static_range(COLUMNS):
+                    column_box = box[:-1] + (column * desc.block_shape[-1],)  # noqa: RUF005
+                    smem = boxes.index((slot * COLUMNS + column) * BOXES + first + i)
+                    load_tile(desc, column_box, bar_full, smem)
+
+
+@gluon.jit
+def box_coords(place, n, entry, work, head, rows, cfg: gl.constexpr):
+    """TMA coordinates of box n of a cache's tile, which lies in an entry; rows past the end are zeros."""
+    row = place[0] + n * cfg.BOX_ROWS  # in the sequence
+    end = work.seqlen_k
+    if cfg.PAGE_SIZE > 0:
+        first = row & -cfg.PAGE_SIZE  # of the page
+        end = gl.maximum(gl.minimum(end, row + cfg.BOX_ROWS) - first, 0)
+        row = row - first
+    return coords(entry * rows, end, row, head, 0, True)

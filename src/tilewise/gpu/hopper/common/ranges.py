@@ -1,0 +1,113 @@
+"""Which key tiles a tile of queries visits, and which scores are visible: `tilewise.core.mask` on the GPU."""
+
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+
+
+@aggregate
+class KeyTiles:
+    """Key tiles [begin, end) of some query rows; those in [plain_begin, plain_end) need no mask.
+
+    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key.
+    """
+
+    begin: gl.tensor
+    end: gl.tensor
+    plain_begin: gl.tensor
+    plain_end: gl.tensor
+    num_steady: gl.tensor
+
+
+@gluon.jit
+def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
+    """The key tiles that queries [row, row + NUM_ROWS) can see: at least one, perhaps all hidden."""
+    offset = work.seqlen_k - work.seqlen_q
+    first, last = 0, work.seqlen_k - 1  # keys that some row sees
+    plain_first, plain_last = 0, work.seqlen_k - 1  # keys that all rows see
+    if cfg.HAS_LEFT:
+        first = gl.maximum(row + offset - sizes.window_left, 0)
+        plain_first = gl.maximum(row + NUM_ROWS - 1 + offset - sizes.window_left, 0)
+    if cfg.HAS_RIGHT:
+        last = gl.minimum(row + NUM_ROWS - 1 + offset + sizes.window_right, last)
+        plain_last = gl.minimum(row + offset + sizes.window_right, plain_last)
+    # a floor division of negatives would round toward zero: clamp first
+    end = gl.maximum(last + cfg.BLOCK_N, cfg.BLOCK_N) // cfg.BLOCK_N
+    begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
+    plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
+    plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
+    # a key that all rows see: plain_last, or the first of all; once its tile has been visited, all are steady
+    num_steady = plain_last // cfg.BLOCK_N - begin if cfg.HAS_LEFT else end - 1
+    num_steady = gl.where(plain_first <= plain_last, num_steady, 0)
+    return KeyTiles(begin, end, plain_begin, plain_end, num_steady)
+
+
+@gluon.jit
+def visited(tiles, left, cfg: gl.constexpr):
+    """The key tile of a visit after which `left` others are to come.
+
+    Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
+    nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key.
+    """
+    if cfg.HAS_LEFT:
+        j = tiles.begin + left
+    else:
+        j = tiles.end - 1 - left
+    return j
+
+
+@gluon.jit
+def unvisited(tiles, block, cfg: gl.constexpr):
+    """How many of a block's tiles come (before, after) those of one warpgroup."""
+    low, high = tiles.begin - block.begin, block.end - tiles.end
+    if cfg.HAS_LEFT:
+        low, high = high, low
+    return low, high
+
+
+@gluon.jit
+def by_thread(s, tile, row, work, cfg: gl.constexpr):
+    """(s as x, positions, firsts, columns) of scores s [64, BLOCK_N] of a tile, rows from `row` on.
+
+    x [64, BLOCK_N // 8, 4, 2]: thread t has columns 2t and 2t + 1 of every eight. So the visible columns of
+    a row are compared with numbers that the compiler knows: they take no registers.
+    positions [64, 1, 1, 1]: of the rows, among the tile's keys; a row holds PACK heads of each position
+    firsts [1, 1, 4, 1], columns [1, BLOCK_N // 8, 1, 2]: a column of x is the sum of the two
+    """
+    x = s.reshape([64, s.shape[1] // 8, 4, 2])
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    by_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    by_lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
+    by_pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+    start = row + work.seqlen_k - work.seqlen_q - tile * cfg.BLOCK_N
+    positions = start + gl.arange(0, 64, by_row) // cfg.PACK
+    firsts = 2 * gl.arange(0, 4, by_lane)
+    eights = 8 * gl.arange(0, x.shape[1], by_eight)
+    columns = eights[None, :, None, None] + gl.arange(0, 2, by_pair)[None, None, None, :]
+    return x, positions[:, None, None, None], firsts[None, None, :, None], columns
+
+
+@gluon.jit
+def hide_right(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a key is past the last that its query sees."""
+    x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
+    last = 0 * positions + (work.seqlen_k - 1 - tile * cfg.BLOCK_N)
+    if cfg.HAS_RIGHT:
+        last = gl.minimum(positions + sizes.window_right, last)
+    x = gl.where(columns <= last - firsts, x, float("-inf"))
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def hide_left(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a key is before the first that its query sees."""
+    x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
+    x = gl.where(columns >= positions - sizes.window_left - firsts, x, float("-inf"))
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def hide(s, tile, row, work, sizes, cfg: gl.constexpr):
+    """s with -inf where a query does not see a key, right or left."""
+    s = hide_right(s, tile, row, work, sizes, cfg)
+    if cfg.HAS_LEFT:
+        s = hide_left(s, tile, row, work, sizes, cfg)
+    return s

@@ -1,0 +1,285 @@
+"""Which tile a thread block works on next: of queries, or in the backward of keys.
+
+Blocks are persistent: each starts with the tile of its own number and then draws from one atomic counter,
+so that no block idles while tiles remain, whatever their lengths. Tiles are numbered so that long ones come
+first (the last one to start is short) and so that tiles which run at the same time read the same keys:
+heads are worked through in sections whose keys and values fit the L2 cache.
+"""
+
+from tilewise.gpu.hopper.common.channel import make_ring
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+
+
+@aggregate
+class Work:
+    """One tile. `row` is where its first query (or key) stands in its sequence; -1 says that all is done."""
+
+    row: gl.tensor
+    head: gl.tensor  # first query head of the tile; of a tile of keys its key head
+    batch: gl.tensor  # of a dense tensor; of packed sequences or a cache the sequence
+    start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
+    seqlen_q: gl.tensor
+    start_k: gl.tensor
+    seqlen_k: gl.tensor
+
+
+@gluon.jit
+def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
+    """(tile, slot) of an index into `num_tiles` tiles x `num_slots` (batch, head) pairs.
+
+    Sections of slots one after another; in a section the tiles of a slot are neighbours, or, if DESCENDING,
+    the last (longest) tiles of all its slots come first.
+    """
+    per_section = num_tiles * section
+    first_slot = index // per_section * section
+    rest = index % per_section
+    size = gl.minimum(section, num_slots - first_slot)
+    if DESCENDING:
+        tile = num_tiles - 1 - rest // size
+        slot = first_slot + rest % size
+    else:
+        tile = rest % num_tiles
+        slot = first_slot + rest // num_tiles
+    return tile, slot
+
+
+@gluon.jit
+def count_work(sizes, packing):
+    """Tiles of all slots; of ordered sequences as many as `order_sequences_kernel` has counted."""
+    if packing.first_tile is None:
+        num_tiles = sizes.num_tiles
+    else:
+        num_tiles = gl.load(packing.first_tile + sizes.batch)
+    return num_tiles * sizes.num_slots
+
+
+@gluon.jit
+def find_sequence(first_tile, batch, tile):
+    """The last i with first_tile[i] <= tile, by bisection."""
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(first_tile + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@gluon.jit
+def length_of(cu_seqlens, i, batch):
+    """Length of sequence i, 0 past the last; offsets are int32 or int64."""
+    start = gl.load(cu_seqlens + i, mask=i < batch, other=0).to(gl.int32)
+    return gl.load(cu_seqlens + i + 1, mask=i < batch, other=0).to(gl.int32) - start
+
+
+@gluon.jit
+def tiles_of(cu_seqlens, seqlen, i, batch, BLOCK_POSITIONS: gl.constexpr):
+    """Tiles of sequence i, 0 past the last; without offsets all are of one length."""
+    if cu_seqlens is None:
+        length = gl.where(i < batch, seqlen, 0)
+    else:
+        length = length_of(cu_seqlens, i, batch)
+    return (length + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
+
+
+@gluon.jit(do_not_specialize=["batch", "seqlen_q"])
+def order_sequences_kernel(
+    cu_seqlens_q,
+    seqlens_k,
+    order,
+    first_tile,
+    batch,
+    seqlen_q,
+    BLOCK_POSITIONS: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
+):
+    """Sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
+
+    seqlens_k: offsets of packed keys, or the lengths themselves.
+    One program counts, for each sequence, which others come before it: a sort without moving anything.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
+    for i0 in range(0, batch, 128):
+        i = i0 + gl.arange(0, 128, gl.SliceLayout(1, layout))
+        length_i = keys_of(seqlens_k, i, batch, HAS_OFFSETS)
+        rank = 0 * i
+        first = 0 * i
+        for j0 in range(0, batch, 32):
+            j = j0 + gl.arange(0, 32, gl.SliceLayout(0, layout))
+            length_j = keys_of(seqlens_k, j, batch, HAS_OFFSETS)
+            tiles_j = tiles_of(cu_seqlens_q, seqlen_q, j, batch, BLOCK_POSITIONS)
+            is_longer = length_j[None, :] > length_i[:, None]
+            is_tie = (length_j[None, :] == length_i[:, None]) & (j[None, :] < i[:, None])
+            is_before = (is_longer | is_tie) & (j < batch)[None, :]
+            rank += gl.sum(is_before.to(gl.int32), 1)
+            first += gl.sum(gl.where(is_before, tiles_j[None, :], 0), 1)
+        gl.store(order + rank, i, mask=i < batch)
+        gl.store(first_tile + rank, first, mask=i < batch)
+        # the sequence that comes last also knows the total
+        total = first + tiles_of(cu_seqlens_q, seqlen_q, i, batch, BLOCK_POSITIONS)
+        gl.store(first_tile + batch + 0 * i, total, mask=rank == batch - 1)
+
+
+@gluon.jit
+def keys_of(seqlens_k, i, batch, HAS_OFFSETS: gl.constexpr):
+    """Keys of sequence i, 0 past the last."""
+    if HAS_OFFSETS:
+        length = length_of(seqlens_k, i, batch)
+    else:
+        length = gl.load(seqlens_k + i, mask=i < batch, other=0).to(gl.int32)
+    return length
+
+
+@gluon.jit
+def packed_sequence(unit, batch, packing):
+    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `unit`."""
+    b, first, own_tiles = ordered_sequence(unit, batch, packing)
+    start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+    start_k, own_k = packed_rows(packing.cu_seqlens_k, b)
+    return b, first, own_tiles, start_q, own_q, start_k, own_k
+
+
+@gluon.jit
+def cached_sequence(unit, sizes, packing, cache, cfg: gl.constexpr):
+    """Likewise with keys in a cache: start_k is 0. A wrong length does not lead outside of the cache."""
+    b, first, own_tiles = ordered_sequence(unit, sizes.batch, packing)
+    if cfg.IS_PACKED:
+        start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+    else:
+        start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
+    own_k = gl.load(cache.seqlens_k + b).to(gl.int32)
+    own_k = gl.minimum(gl.maximum(own_k, 0), sizes.seqlen_k)
+    return b, first, own_tiles, start_q, own_q, 0 * b, own_k
+
+
+@gluon.jit
+def ordered_sequence(unit, batch, packing):
+    """(sequence, tiles before it, its tiles) of tile `unit`."""
+    rank = find_sequence(packing.first_tile, batch, unit)
+    b = gl.load(packing.order + rank)
+    first = gl.load(packing.first_tile + rank)
+    return b, first, gl.load(packing.first_tile + rank + 1) - first
+
+
+@gluon.jit
+def packed_rows(cu_seqlens, b):
+    """(first row, rows) of sequence b."""
+    start = gl.load(cu_seqlens + b).to(gl.int32)
+    return start, gl.load(cu_seqlens + b + 1).to(gl.int32) - start
+
+
+@gluon.jit
+def locate(index, sizes, packing, cache, cfg: gl.constexpr):
+    """The Work of an index. Ordered: each sequence has its own tiles, and slots are heads."""
+    BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
+    if cfg.IS_ORDERED:
+        unit = index // sizes.num_slots
+        if cfg.IS_CACHED:
+            b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
+                unit, sizes, packing, cache, cfg
+            )
+        else:
+            b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(unit, sizes.batch, packing)
+        tile, slot = place(
+            index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
+        )
+        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, b, start_q, own_q, start_k, own_k)
+    else:
+        tile, slot = place(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT)
+        heads = sizes.num_slots // sizes.batch
+        b = slot // heads
+        head = slot % heads * cfg.PACK
+        work = Work(
+            tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
+        )
+    return work
+
+
+@gluon.jit
+def draw(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
+    """Count one more, and ask how many were before. The answer is not waited for: see `answer`, `drawn`."""
+    SEM: gl.constexpr = "acquire" if IS_ACQUIRE else "relaxed"
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem=SEM)
+
+
+@gluon.jit
+def answer(ticket):
+    """What `draw` has found."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
+
+
+@gluon.jit
+def drawn(ticket):
+    """The index of the work that a ticket of `draw` won: the next that nobody has taken."""
+    return gl.num_programs(0) + answer(ticket)
+
+
+@gluon.jit
+def leave(counter):
+    """Called once by each block at its end: the last one winds the counters back for the next launch."""
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def make_work_ring(CONSUMERS: gl.constexpr):
+    """Two messages of eight integers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return make_ring(gl.allocate_shared_memory(gl.int32, [2, 8], layout), 2, 1, CONSUMERS)
+
+
+@gluon.jit
+def send(ring, use, work, is_exact=0):
+    """The load role hands a Work to the other roles; is_exact is for `forward.weigh`."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    ring.acquire(use)
+    field = gl.arange(0, 8, layout)
+    message = gl.where(field == 0, work.row, work.head)
+    message = gl.where(field == 2, work.batch, message)
+    message = gl.where(field == 3, work.start_q, message)
+    message = gl.where(field == 4, work.seqlen_q, message)
+    message = gl.where(field == 5, work.start_k, message)
+    message = gl.where(field == 6, work.seqlen_k, message)
+    message = gl.where(field == 7, is_exact, message)
+    ring.part(use, 0).store(message)
+    ring.publish(use)
+
+
+@gluon.jit
+def finish(ring, turn, index, counter):
+    """The load role tells the other roles that all is done; index is any integer."""
+    nothing = 0 * index
+    send(ring, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
+    leave(counter)
+
+
+@gluon.jit
+def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
+    """The Work of a use, from the load role."""
+    work, _ = peek(ring, use, NUM_WARPS)
+    ring.release(use)
+    return work
+
+
+@gluon.jit
+def peek(ring, use, NUM_WARPS: gl.constexpr = 4):
+    """(Work, is_exact) of a use that is to be released later."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
+    ring.wait(use)
+    message = ring.part(use, 0).load(layout)
+    field = gl.arange(0, 8, layout)
+    work = Work(
+        gl.sum(gl.where(field == 0, message, 0), 0),
+        gl.sum(gl.where(field == 1, message, 0), 0),
+        gl.sum(gl.where(field == 2, message, 0), 0),
+        gl.sum(gl.where(field == 3, message, 0), 0),
+        gl.sum(gl.where(field == 4, message, 0), 0),
+        gl.sum(gl.where(field == 5, message, 0), 0),
+        gl.sum(gl.where(field == 6, message, 0), 0),
+    )
+    return work, gl.sum(gl.where(field == 7, message, 0), 0)

@@ -1,0 +1,85 @@
+"""Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
+
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.layouts import partial_layout
+
+LOG2_E = gl.constexpr(1.4426950408889634)  # log2(e): natural units to units of log2
+LN_2 = gl.constexpr(0.6931471805599453)  # and back
+
+
+@gluon.jit
+def exp2(x):
+    """2 to the x by the special-function unit; exp2(-inf) = 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def log2(x):
+    """Logarithm by the special-function unit, to 2^-22 of itself or of 1; log2(0) = -inf."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x by the special-function unit, to its last bit."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def tanh_of_scores(s, factors):
+    """tanh(scale * s / softcap), as tanh x = 1 - 2 / (1 + exp 2x)."""
+    return 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))
+
+
+@gluon.jit
+def softcapped(s, factors):
+    """softcap * tanh(scale * s / softcap), in units of log2."""
+    return factors.softcap_log2e * tanh_of_scores(s, factors)
+
+
+@aggregate
+class Factors:
+    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2."""
+
+    scale_log2e: gl.tensor
+    two_over_softcap_log2e: gl.tensor
+    softcap_log2e: gl.tensor
+
+
+@gluon.jit
+def finite_or_zero(m):
+    """m, but 0 where every score so far is -inf, so that exp2(s - m) is 0 and not NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def partial_sums(p):
+    """[64, 4] sums of a tile's rows, each over the columns of one thread."""
+    sums = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, partial_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def rescaled_sums(l, alpha):
+    """Each row of [64, 4] partial sums times its alpha."""
+    return l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def online_softmax(s, m, scale_log2e):
+    """(p, m, alpha) after one more tile of scores.
+
+    m is the running maximum in units of log2, p = exp2(s * scale - m), and alpha what earlier sums of p must
+    be multiplied by: exp2(m_before - m).
+    """
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
+    m_finite = finite_or_zero(m_new)
+    alpha = exp2(m - m_finite)
+    p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]
+    return p, m_new, alpha

@@ -1,0 +1,190 @@
+"""Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
+
+    role           warps   does
+    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA
+    mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
+
+    attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`;
+                              a piece that is a whole segment -> out and lse
+    attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
+
+Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
+what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
+across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
+piece the first one adds the second one's to its own. A ring's slots are an even number, so that one warpgroup
+alone waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one
+round from the next but one.
+Source: Dao et al., "Flash-Decoding" (2023).
+
+The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
+their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
+"""
+
+from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.gpu.hopper.common.channel import Ring, make_ring
+from tilewise.gpu.hopper.common.compat import (
+    aggregate,
+    gl,
+    gluon,
+    start_next_kernel,
+    wait_for_previous_kernel,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
+from tilewise.gpu.hopper.common.products import product
+from tilewise.gpu.hopper.common.ranges import hide
+from tilewise.gpu.hopper.common.softmax import LOG2_E, Factors, online_softmax, softcapped
+from tilewise.gpu.hopper.decode.load import load_role
+from tilewise.gpu.hopper.decode.plan import make_line, piece_at, piece_index, worker_units
+from tilewise.gpu.hopper.decode.rows import hand_over, load_queries, store_piece, store_rows, take_over
+
+
+@aggregate
+class Shared:
+    """Shared memory: the rings of keys and values, and what a warpgroup has for itself or for the other."""
+
+    k: Ring  # STAGES tiles [BLOCK_N, BLOCK_D]
+    v: Ring  # STAGES tiles [BLOCK_N, BLOCK_DV]
+    q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
+    half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
+    half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
+
+
+@gluon.jit
+def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
+    """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB."""
+    k_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_D], dtype, cfg.WHOLE_PAGES)
+    v_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_DV], dtype, cfg.WHOLE_PAGES)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], dtype)
+    k = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], k_layout)
+    v = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], v_layout)
+    q = gl.allocate_shared_memory(dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
+    half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
+    half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
+    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
+
+
+# ---- the mma roles
+
+
+@gluon.jit
+def has_edge(tile, piece, sizes, cfg: gl.constexpr):
+    """Whether some query of a piece does not see all keys of a tile."""
+    offset = piece.seqlen_k - piece.seqlen_q
+    first = tile * cfg.BLOCK_N
+    is_edge = first + cfg.BLOCK_N > piece.seqlen_k
+    if cfg.HAS_RIGHT:
+        is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > piece.row + offset + sizes.window_right)
+    if cfg.HAS_LEFT:
+        is_edge = is_edge | (first < piece.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
+    return is_edge
+
+
+@gluon.jit
+def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
+    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
+    scale_log2e = factors.scale_log2e
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if cfg.HAS_ALIBI:
+        offset = piece.seqlen_k - piece.seqlen_q
+        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
+        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
+        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
+        scale_log2e = 1.0
+    if has_edge(tile, piece, sizes, cfg):
+        s = hide(s, tile, piece.row, piece, sizes, cfg)
+    p, m, alpha = online_softmax(s, m, scale_log2e)
+    return p, m, l * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def mma_role(
+    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a piece for both."""
+    k_ring, v_ring = smem.k, smem.v
+    q_tile = smem.q.index(W)  # [64, BLOCK_D]
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    wait_for_previous_kernel()
+    if W == 0:
+        start_next_kernel()
+    line = make_line(seqlens_k, sizes, cfg, 4)
+    unit, end = worker_units(line, sizes)
+    use = 0  # of the rings, by all warpgroups
+    pieces = 0
+    while unit < end:
+        piece = piece_at(unit, end, line, sizes, cfg, 4)
+        load_queries(q, q_tile, piece, sizes, cfg)
+        slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        if cfg.HAS_ALIBI:
+            head = piece.kv_head * cfg.PACK + rows % cfg.PACK
+            slope = gl.load(slopes + piece.batch * sizes.stride_slopes + head)
+            slope_log2 = slope.to(gl.float32) * LOG2_E
+        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
+        l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
+        for n in range((W - use) & (cfg.WARPGROUPS - 1), piece.count, cfg.WARPGROUPS):
+            k_ring.wait(use + n)
+            s = product(q_tile, k_ring.part(use + n, 0).permute((1, 0)))
+            s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
+            k_ring.release(use + n)
+            p, m, l, alpha = weigh(s, m, l, piece.tile + n, slope_log2, piece, sizes, factors, cfg)
+            p = gl.convert_layout(p.to(v_ring.tiles.dtype), operand_layout(cfg.BLOCK_DV))
+            alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+            acc = acc * alpha[:, None]
+            v_ring.wait(use + n)
+            acc = warpgroup_mma(p, v_ring.part(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            v_ring.release(use + n)
+        if W == 0:
+            acc, m, l = take_over(acc, m, l, pieces, smem, cfg)
+            if cfg.STORES_WHOLE and piece.is_whole:
+                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, sizes, cfg)
+            else:
+                place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
+                store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+        else:
+            hand_over(acc, m, l, pieces, smem, cfg)
+        pieces += 1
+        use += piece.count
+        unit += piece.units
+
+
+# ---- the kernels
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
+def attn_decode_kernel(
+    q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
+    slopes,
+    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
+
+    partial: float32 [pieces * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse: [pieces * WARPGROUPS, ROWS].
+    """
+    sizes = DecodeSizes(
+        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    )  # fmt: skip
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    smem = make_shared(k_desc.dtype, cfg)
+    k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
+    gl.warp_specialize(
+        [
+            (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
+            (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
+            (load_role, (0, k, v, seqlens_k, page_table, smem, sizes, cfg)),
+            (load_role, (1, k, v, seqlens_k, page_table, smem, sizes, cfg)),
+        ],
+        [4, 1, 1],
+        cfg.REGISTERS,
+    )

@@ -1,0 +1,339 @@
+"""Host side of the decoding kernels for Hopper. Nothing here reads a length or a page table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
+from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors, repeatable_cached
+
+FEW_QUERIES = 16  # of a cache
+SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
+MIN_KEYS = 256  # below, other kernels have as much to read as to compute
+MANY_KEYS = 1024
+MAX_HEAD_DIM = 128
+MAX_BATCH = 256
+STAGES = 4  # 4 x 32 KB under way; 6 were slower
+FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stages, and reading 32 page numbers
+START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
+FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
+MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
+USUAL_SMS = 132
+MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
+GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the decoding kernels can do the problem, of which the other kernels' reasons are known."""
+    if problem.is_packed or problem.seqlen_q == 0:
+        return "takes the same number of queries of each sequence, not packed ones"
+    if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
+        return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
+    if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
+        return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
+    if problem.page_size is not None and not can_load_pages(problem.page_size):
+        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
+    if problem.is_quantized or problem.has_leftpad:
+        return "takes neither 8-bit pages nor left padding"
+    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
+    if has_tensors or problem.dropout_p > 0:
+        return "takes neither a mask nor a bias"
+    return too_many_units(problem, decode_config(problem))
+
+
+def too_many_units(problem: AttentionProblem, cfg: DecodeConfig) -> str | None:
+    """None if the work can be divided, were every sequence as long as it may become."""
+    tiles = -(-problem.seqlen_k // cfg.BLOCK_N) + cfg.START_UNITS
+    if problem.batch * segments(problem, cfg) * tiles <= MAX_UNITS:
+        return None
+    return f"takes caches for fewer keys than {problem.batch} sequences of {problem.seqlen_k}"
+
+
+def can_load_pages(page_size: int) -> bool:
+    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
+    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
+
+
+def has_few_queries(problem: AttentionProblem) -> bool:
+    return not problem.is_packed and problem.seqlen_q <= FEW_QUERIES
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster(problem: AttentionProblem) -> bool:
+    """Whether many keys are better cut, since queries are few or their tiles too few for all processors."""
+    if supports(problem) is not None:
+        return False
+    if has_few_queries(problem):
+        return problem.is_cached or problem.seqlen_k >= MANY_KEYS
+    # a block of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
+    cfg = decode_config(problem)
+    slots = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
+    idle = slots - problem.batch * segments(problem, cfg)
+    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * slots
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, config: DecodeConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    cfg = config or decode_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device)
+    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
+
+
+def attend(
+    problem: AttentionProblem,
+    given: CachedTensors,
+    launches: Callable[[CachedTensors, Sequence[Tensor]], Sequence[Step]],
+    new: Sequence[tuple[Sequence[int], torch.dtype]],
+) -> tuple[Tensor, Tensor]:
+    """out and lse, the last of the `new_tensors`."""
+    fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
+    run_steps(problem, launches(given, fresh))
+    return fresh[-2], fresh[-1]
+
+
+def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
+    """See `tilewise.repeat_cached`."""
+    cfg = decode_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device)
+    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    launches = functools.partial(steps, cfg, workers)
+    return repeatable_cached(problem, inputs, given, launches, new_tensors(problem, cfg, workers))
+
+
+def steps(
+    cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]
+) -> tuple[Step, Step]:
+    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+    query, key, value, lengths, table, slopes, sinks = given
+    choices, new = (cfg, workers), tuple(fresh)
+    return (
+        Step(_decode_launch, (query, key, value, lengths, table, slopes), choices, new),
+        Step(merge_launch, (query, lengths, sinks), choices, new),
+    )
+
+
+def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
+    """The tensors of a call as the kernels take them; `rows`: see `keys_ready`."""
+    query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
+    small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
+    lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
+    key = keys_ready(inputs.key, rows)
+    value = key if inputs.value is inputs.key else keys_ready(inputs.value, rows)
+    return CachedTensors(query, key, value, lengths, table, slopes, sinks)
+
+
+def new_tensors(problem: AttentionProblem, cfg: DecodeConfig, workers: int) -> list[tuple[Any, torch.dtype]]:
+    """Shapes and dtypes of out and lse of all pieces, out and lse."""
+    rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
+    sizes = problem.batch, problem.seqlen_q, problem.num_heads
+    shapes = (rows, cfg.BLOCK_DV), (rows,), (*sizes, problem.head_dim_v), (sizes[0], sizes[2], sizes[1])
+    kinds = torch.float32, torch.float32, problem.dtype, torch.float32
+    return list(zip(shapes, kinds, strict=True))
+
+
+def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
+    """Of each sequence: blocks of heads that share a key head, times tiles of rows."""
+    return problem.num_heads // cfg.PACK * row_tiles(problem, cfg)
+
+
+def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
+    return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
+
+
+def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
+    """t, or a copy if TMA can't address its entries, which must be a multiple of `rows` rows apart."""
+    from tilewise.gpu.hopper.forward.launch import tma_ready
+
+    t = tma_ready(t)
+    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row to the next; of entries of one row any that TMA can take."""
+    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
+
+
+def num_workers(
+    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
+) -> int:
+    from tilewise.gpu.hopper.forward.launch import num_sms
+
+    line = problem.batch * segments(problem, cfg)
+    most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(even_workers(line, num_sms(device.index), few_pieces), most)
+
+
+def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
+    """Workers of `most` for a line of segments.
+
+    A few less than all, where lengths are alike and each has whole segments or shares one with few others:
+    there is little or nothing to merge then. With many workers on a segment, all of them are faster: on an
+    H200, 1 x 8k keys of 8 heads take 12.5 us with 132 workers, 14.3 with 131 as with 128.
+    """
+    for workers in range(most, most - most // 32 - 1, -1):
+        if line % workers == 0 or (workers % line == 0 and workers <= few_pieces * line):
+            return workers
+    return most
+
+
+def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
+    from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
+    from tilewise.gpu.hopper.forward.launch import factors
+
+    query, key, value, lengths, table, slopes, *pieces, out, lse = tensors
+    arguments = (
+        query,
+        key_descriptor(key, cfg),
+        key_descriptor(value, cfg),
+        _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
+        _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
+        *(out, lse, *pieces, lengths, table, slopes),
+        *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
+        *factors(problem),
+        cfg,
+    )
+    return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+
+
+def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
+    from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
+
+    _, lengths, sinks, *pieces, out, lse = tensors
+    arguments = (*pieces, out, lse, lengths, sinks, *decode_sizes(problem, cfg, workers), cfg)
+    blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
+    programs = problem.batch * segments(problem, cfg) * blocks
+    return Launch(
+        attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
+    )
+
+
+def decode_sizes(
+    problem: AttentionProblem,
+    cfg: DecodeConfig,
+    workers: int,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    table: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> DecodeSizes:
+    visibility = problem.visibility()
+    return DecodeSizes(
+        batch=problem.batch,
+        num_heads=problem.num_heads,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        segments=segments(problem, cfg),
+        row_tiles=row_tiles(problem, cfg),
+        workers=workers,
+        window_left=visibility.left or 0,
+        window_right=visibility.right or 0,
+        stride_q_batch=0 if query is None else query.stride(0),
+        stride_q_row=0 if query is None else query.stride(1),
+        stride_q_head=0 if query is None else query.stride(2),
+        stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
+        stride_page_table=0 if table is None else table.shape[1],
+        rows_k=rows_per_entry(key),
+        rows_v=rows_per_entry(value),
+    )
+
+
+def rows_per_entry(t: Tensor | None) -> int:
+    """Rows from one sequence, or page, to the next."""
+    if t is None:
+        return 0
+    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
+
+
+def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+    from tilewise.gpu.hopper.forward.launch import shared_layout
+
+    assert t is not None
+    _, rows, heads, dim = t.shape
+    row_stride = t.stride(1) if rows > 1 else heads * dim
+    head_stride = t.stride(2) if heads > 1 else dim
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
+    strides = [(1 << 34) - row_stride, row_stride, row_stride, head_stride, 1]
+    block_shape = [1, 1, cfg.BOX_ROWS, 1, cfg.BOX_WIDTH]
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+
+
+def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+    """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+    from tilewise.gpu.hopper.forward.launch import shared_layout
+
+    assert t is not None
+    pages, rows, heads, dim = t.shape
+    row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
+    groups = ((pages - 1) * rows_per_entry(t) + rows) // GROUP_ROWS
+    shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
+    strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
+    block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_config(problem: AttentionProblem) -> DecodeConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-decode.md."""
+    visibility = problem.visibility()
+    block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
+    block_n = 128 if block_d == 64 else 64  # 16 KB of K
+    page_size = problem.page_size or 0
+    whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
+    box_rows = GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
+    pack = problem.group_size
+    rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
+    # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
+    segments = problem.batch * problem.num_kv_heads
+    is_short = segments * problem.seqlen_k <= FEW_KEYS
+    merge_pieces = min(64, 3 + USUAL_SMS // segments)
+    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_pieces)))
+    if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
+        # one merging program finds room beside a worker: with more than those, none of the next call's starts
+        merge_rows, merge_pieces = 2, min(32, merge_pieces)
+    return DecodeConfig(
+        BLOCK_N=block_n,
+        STAGES=2 if is_short else STAGES,
+        CONSUMER_REGISTERS=160 if block_d == block_dv == 64 else 168,
+        PRODUCER_REGISTERS=88 if block_d == block_dv == 64 else 72,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_B=power_of_two(problem.batch),
+        START_UNITS=START_UNITS if problem.batch > 1 else 0,
+        PACK=pack,
+        ROWS=rows,
+        HAS_ROW_TILES=problem.seqlen_q > rows // pack,
+        PAGE_SIZE=page_size,
+        BOX_ROWS=box_rows,
+        WHOLE_PAGES=whole_pages,
+        PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
+        BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
+        HAS_LENGTHS=problem.is_cached,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.has_alibi,
+        HAS_SINKS=problem.has_sinks,
+        MERGE_ROWS=merge_rows,
+        MERGE_PIECES=merge_pieces,
+        MERGE_COLUMNS=block_dv,
+    )
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,156 @@
+"""Host side of decoding of absorbed latent attention for Hopper; see `hopper.decode_launch`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MlaConfig
+from tilewise.gpu.hopper.decode.launch import (
+    FEW_QUERIES,
+    MAX_BATCH,
+    MIN_KEYS,
+    START_UNITS,
+    USUAL_SMS,
+    attend,
+    cached_tensors,
+    decode_sizes,
+    key_descriptor,
+    merge_launch,
+    new_tensors,
+    num_workers,
+    power_of_two,
+    too_many_units,
+)
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors
+from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors, repeatable_cached
+
+HEAD_DIMS = (576, 512)
+BLOCK_N = 64
+NARROW_ROWS = 16  # of a tile, that are columns of the narrow kernel's products
+MANY_PIECES = 16  # of a segment: starts cost more here, where queries are large
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the kernel serves a cache of these head sizes."""
+    if not problem.is_value_in_key:
+        return f"takes head sizes {HEAD_DIMS} only where the values are the keys' first columns"
+    if problem.is_packed or not 0 < problem.seqlen_q <= FEW_QUERIES:
+        return f"takes caches for 1 to {FEW_QUERIES} queries a sequence only"
+    if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
+        return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
+    if problem.num_kv_heads != 1 or problem.num_heads % head_blocks(problem):
+        return (
+            f"takes head sizes {HEAD_DIMS} for one key head and query heads in equal blocks of at most "
+            f"{WARPGROUP_ROWS}, not {problem.num_heads} on {problem.num_kv_heads}"
+        )
+    if problem.page_size is not None and problem.page_size % BLOCK_N:
+        return f"takes head sizes {HEAD_DIMS} in pages of {BLOCK_N} or a multiple, not {problem.page_size}"
+    if problem.is_quantized or problem.has_leftpad:
+        return "takes neither 8-bit pages nor left padding"
+    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None or problem.has_alibi
+    has_extras = has_tensors or problem.dropout_p > 0
+    if has_extras:
+        return f"takes head sizes {HEAD_DIMS} without mask, bias, ALiBi and dropout only"
+    return too_many_units(problem, mla_config(problem))
+
+
+def head_blocks(problem: AttentionProblem) -> int:
+    """Blocks of query heads, each of at most the rows of a warpgroup."""
+    return -(-problem.num_heads // WARPGROUP_ROWS)
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, config: MlaConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    cfg = config or mla_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
+    given = cached_tensors(inputs._replace(value=inputs.key))
+    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
+
+
+def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
+    """See `tilewise.repeat_cached`."""
+    cfg = mla_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
+    inputs = inputs._replace(value=inputs.key)
+    launches = functools.partial(steps, cfg, workers)
+    new = new_tensors(problem, cfg, workers)
+    return repeatable_cached(problem, inputs, cached_tensors(inputs), launches, new)
+
+
+def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]) -> tuple[Step, Step]:
+    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+    query, key, _, lengths, table, _, sinks = given
+    choices, new = (cfg, workers), tuple(fresh)
+    return (
+        Step(_mla_launch, (query, key, lengths, table), choices, new),
+        Step(merge_launch, (query, lengths, sinks), choices, new),
+    )
+
+
+def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
+    from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
+    from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
+    from tilewise.gpu.hopper.forward.launch import factors
+
+    query, key, lengths, table, *pieces, out, lse = tensors
+    arguments: tuple[Any, ...] = (
+        *(query, key_descriptor(key, cfg), out, lse, *pieces, lengths, table),
+        *decode_sizes(problem, cfg, workers, query, key, table=table),
+        *factors(problem),
+        cfg,
+    )
+    kernel = attn_decode_mla_narrow_kernel if cfg.IS_NARROW else attn_decode_mla_kernel
+    return Launch(kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def mla_config(problem: AttentionProblem) -> MlaConfig:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper-decode.md."""
+    visibility = problem.visibility()
+    pack = problem.num_heads // head_blocks(problem)
+    rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
+    segments = problem.batch * head_blocks(problem)
+    # a merging program holds up to 8192 numbers; 132 pieces are three times 48 as they are three times 64
+    merge_pieces = min(48, power_of_two(USUAL_SMS // segments))
+    merge_columns = 128 if merge_pieces > 16 else 512
+    merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
+    is_narrow = rows <= NARROW_ROWS
+    return MlaConfig(
+        BLOCK_N=BLOCK_N,
+        STAGES=3 if is_narrow else 2,
+        CONSUMER_REGISTERS=184 if is_narrow else 168,
+        PRODUCER_REGISTERS=40 if is_narrow else 32,
+        SCORE_REGISTERS=144,
+        BLOCK_M=NARROW_ROWS if is_narrow else WARPGROUP_ROWS,
+        KEY_SLOTS=5 if is_narrow else 4,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=problem.head_dim,
+        BLOCK_DV=problem.head_dim_v,
+        BLOCK_B=power_of_two(problem.batch),
+        START_UNITS=START_UNITS if problem.batch > 1 else 0,
+        PACK=pack,
+        ROWS=rows,
+        HAS_ROW_TILES=problem.seqlen_q > rows // pack,
+        PAGE_SIZE=problem.page_size or 0,
+        BOX_ROWS=BLOCK_N,
+        BOX_WIDTH=64,
+        WHOLE_PAGES=False,
+        PAGE_LANES=1,
+        HAS_LENGTHS=problem.is_cached,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=False,
+        HAS_SINKS=problem.has_sinks,
+        MERGE_ROWS=merge_rows,
+        MERGE_PIECES=merge_pieces,
+        MERGE_COLUMNS=merge_columns,
+    )

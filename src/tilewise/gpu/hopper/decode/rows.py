@@ -1,0 +1,149 @@
+"""Rows of a segment in the decoding kernels: read, put together from two warpgroups, stored.
+
+Row r of a segment's tile is query r // PACK and, of the heads that share its key head, head r % PACK.
+"""
+
+from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
+from tilewise.gpu.hopper.common.softmax import LN_2, exp2, finite_or_zero, log2, reciprocal
+from tilewise.gpu.hopper.decode.plan import tile_of
+
+
+@gluon.jit
+def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
+    """(query, head, whether it exists) of rows [first, first + COUNT) of a segment."""
+    rows = first + gl.arange(0, COUNT, layout)
+    block, row_tile = tile_of(segment, sizes, cfg)
+    position = row_tile * (cfg.ROWS // cfg.PACK) + rows // cfg.PACK
+    head = block * cfg.PACK + rows % cfg.PACK
+    return position, head, (rows < cfg.ROWS) & (position < sizes.seqlen_q)
+
+
+@gluon.jit
+def read_queries(
+    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, piece, sizes, cfg: gl.constexpr
+):
+    """Queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
+    LANES: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    position = piece.row + rows // cfg.PACK
+    head = piece.kv_head * cfg.PACK + rows % cfg.PACK
+    exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
+    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
+    offset = position * sizes.stride_q_row + head * sizes.stride_q_head
+    mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
+    return gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+    """Queries of all heads of a key head [64, BLOCK_D]."""
+    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, piece, sizes, cfg))
+    fence_async_shared()  # the stores above are visible to wgmma
+
+
+@gluon.jit
+def by_threads(acc, cfg: gl.constexpr):
+    """acc [64, BLOCK_DV] as [BLOCK_DV / 8, 512]: each thread stores four of its numbers side by side."""
+    acc = acc.reshape([4, 2, 8, cfg.BLOCK_DV // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return acc.reshape([cfg.BLOCK_DV // 8, 512])
+
+
+@gluon.jit
+def hand_over(acc, m, l, use, smem, cfg: gl.constexpr):
+    """The second warpgroup's part of a piece, for the first one."""
+    smem.half.acquire(use)
+    smem.half.part(use, 0).store(by_threads(acc, cfg))
+    smem.half_stats.index(0).store(m)
+    smem.half_stats.index(1).store(l)
+    smem.half.publish(use)
+
+
+@gluon.jit
+def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
+    """(out, m, l) of a whole piece, from the first warpgroup's part and what the second handed over."""
+    smem.half.wait(use)
+    other = smem.half.part(use, 0).load(by_threads(acc, cfg).type.layout)
+    other_m = smem.half_stats.index(0).load(m.type.layout)
+    other_l = smem.half_stats.index(1).load(m.type.layout)
+    smem.half.release(use)
+    other = other.reshape([cfg.BLOCK_DV // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    layout: gl.constexpr = accumulator_layout(cfg.BLOCK_DV)
+    other = gl.convert_layout(other.reshape([64, cfg.BLOCK_DV]), layout, assert_trivial=True)
+    m_new = gl.maximum(m, other_m)
+    m_finite = finite_or_zero(m_new)
+    mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
+    l = l * mine + other_l * others
+    inverse = inverse_of(l)
+    mine = gl.convert_layout(mine * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    others = gl.convert_layout(others * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+    return acc * mine[:, None] + other * others[:, None], m_new, l
+
+
+@gluon.jit
+def store_piece(partial, partial_lse, out, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
+    store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
+    store_piece_columns(partial, out, 0, place, piece, sizes, cfg)
+
+
+@gluon.jit
+def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """lse [ROWS] of a piece."""
+    rows = gl.arange(0, m.shape[0], m.type.layout)
+    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    gl.store(partial_lse + (place * cfg.ROWS + rows), m + log2(l), mask=exists, eviction_policy="evict_last")
+
+
+@gluon.jit
+def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, cfg: gl.constexpr):
+    """Columns of a piece's normalized out, from FIRST on."""
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
+    gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None], eviction_policy="evict_last")
+
+
+@gluon.jit
+def inverse_of(l):
+    """1 / l, 1 for a row that saw no key."""
+    return reciprocal(gl.where(l == 0.0, 1.0, l))
+
+
+@gluon.jit
+def divided(acc, l):
+    """acc / l, 0 for a row that saw no key."""
+    return acc * gl.convert_layout(inverse_of(l), gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def store_rows(out, lse, rows, m, l, b, segment, sizes, cfg: gl.constexpr):
+    """out and lse of a whole segment."""
+    store_lse(lse, m, l, b, segment, 0, sizes, cfg)
+    store_columns(out, rows, 0, b, segment, 0, sizes, cfg)
+
+
+@gluon.jit
+def store_lse(lse, m, l, b, segment, first, sizes, cfg: gl.constexpr):
+    """lse of rows [first, ...) of a segment."""
+    layout: gl.constexpr = m.type.layout
+    position, head, exists = places(first, m.shape[0], layout, segment, sizes, cfg)
+    stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
+
+
+@gluon.jit
+def store_columns(out, acc, FIRST, b, segment, first, sizes, cfg: gl.constexpr):
+    """Columns of out, from FIRST on, of rows [first, ...) of a segment."""
+    layout: gl.constexpr = acc.type.layout
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    position, head, exists = places(first, acc.shape[0], by_row, segment, sizes, cfg)
+    row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]
+    ptrs = out + row * cfg.HEAD_DIM_V
+    gl.store(ptrs[:, None] + cols[None, :], acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,383 @@
+"""Attention forward for Hopper: one producer warp feeds two or four warpgroups of 64 query rows each.
+
+    S = scale * Q K^T,  P = exp(S - m),  O = P V / l,  lse = m + log l          (one pass, online softmax)
+
+    role             warps   does
+    load_role        1       draws tiles of queries; starts TMA copies of Q, K and V into rings
+    mma_role x 2, 4  4 each  S by wgmma, softmax in registers, O by wgmma with P as register operand; stores O
+
+                 load_role                       mma_role (each warpgroup, on its own 64 rows)
+    K ring   --> K[j+1] ----------------------->  S' = Q K[j+1]^T     issued before the next line ...
+    V ring   --> V[j]   ----------------------->  O += P V[j]         ... so that this runs under ...
+                                                  P' = softmax(S')    ... this
+
+The order of key tiles is that of `ranges.visited`. The warpgroups run free of each other: while one computes
+exponentials the others have the tensor cores. Where two blocks share an SM, that is enough, and a warpgroup
+does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
+"""
+
+from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.compat import (
+    aggregate,
+    as_blocks,
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    wait_for_stores,
+    wait_for_writes,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.gpu.hopper.common.key_loads import coords, key_place, load_keys, make_key_ring, read_pages
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
+from tilewise.gpu.hopper.common.products import product_of_parts
+from tilewise.gpu.hopper.common.ranges import hide_left, hide_right, key_tiles, unvisited, visited
+from tilewise.gpu.hopper.common.schedule import (
+    count_work,
+    draw,
+    drawn,
+    finish,
+    locate,
+    make_work_ring,
+    peek,
+    send,
+)
+from tilewise.gpu.hopper.common.softmax import (
+    LN_2,
+    LOG2_E,
+    Factors,
+    exp2,
+    finite_or_zero,
+    log2,
+    online_softmax,
+    partial_sums,
+    reciprocal,
+    rescaled_sums,
+    softcapped,
+)
+
+
+@aggregate
+class Rings:
+    """What the load role hands to the mma roles."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    work: Ring
+    failures: gl.shared_memory_descriptor  # [2 * WARPGROUPS, 128] int32, handed back: whose rows failed
+    smem_o: gl.shared_memory_descriptor  # the slots of q as blocks of O
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg: gl.constexpr):
+    """Draw work and stream its tiles: K first, then Q, then K and V in turn, one K ahead."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    ROWS: gl.constexpr = 64 // cfg.PACK
+    num_work = count_work(sizes, packing)
+    index = gl.program_id(0)
+    older, newer = 0 * index - 1, 0 * index - 1  # works of the two turns before this one; -1: did not fail
+    use = 0  # of the K and V rings
+    turn = 0  # tiles of queries so far
+    current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
+    while current >= 0:
+        work = locate(current, sizes, packing, cache, cfg)
+        tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
+        head_k = work.head // sizes.group_size
+        left = tiles.end - tiles.begin - 1
+        j = visited(tiles, left, cfg)
+        k_place = key_place(j, read_pages(j, work, sizes, cache, cfg), work, head_k, cfg)
+        pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+        load_keys(rings.k, use, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
+        send(rings.work, turn, work, is_exact)
+        for w in gl.static_range(WARPGROUPS):
+            row = work.row + w * ROWS
+            q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            rings.q.load(turn * WARPGROUPS + w, q_desc, q_coords, cfg.PARTS)
+        while left > 0:
+            v_place = k_place
+            left -= 1
+            k_place = key_place(visited(tiles, left, cfg), pages, work, head_k, cfg)
+            pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+            load_keys(rings.k, use + 1, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
+            load_keys(rings.v, use, v_desc, v_place, work, head_k, sizes.rows_v, 1, cfg)
+            use += 1
+        ticket = draw(counter, is_exact == 0)  # as late as possible, but answered while V waits for its slot
+        load_keys(rings.v, use, v_desc, k_place, work, head_k, sizes.rows_v, 1, cfg)
+        use += 1
+        turn += 1
+        older = gl.where(current == newer, -1, newer)
+        newer = gl.where(is_exact == 0, current, -1)
+        index = gl.where(is_exact == 0, drawn(ticket), index)
+        current, is_exact = choose(older, newer, index, num_work, rings, turn, cfg)
+    finish(rings.work, turn, index, counter)
+
+
+@gluon.jit
+def choose(older, newer, index, num_work, rings, turn, cfg: gl.constexpr):
+    """(the work of this turn, is_exact): again, exactly, what failed two turns ago; new work; -1 at the end.
+
+    At the end the last turn's outcome is waited for as well.
+    """
+    is_exact = has_failed(older, rings, turn, cfg)
+    current = gl.where(is_exact > 0, older, index)
+    if current >= num_work:
+        is_exact = has_failed(newer, rings, turn + 1, cfg)
+        current = gl.where(is_exact > 0, newer, -1)
+    return current, is_exact
+
+
+@gluon.jit
+def has_failed(index, rings, turn, cfg: gl.constexpr):
+    """1 if a work that the slot of `turn` last held has failed for some warpgroup, else 0."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    result = 0 * index
+    if index >= 0:
+        rings.work.acquire(turn)
+        for w in gl.static_range(WARPGROUPS):
+            flags = rings.failures.index(turn % 2 * WARPGROUPS + w).load(layout)
+            result = gl.maximum(result, gl.max(flags, 0))
+    return result
+
+
+@gluon.jit
+def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
+    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
+    k_ring.wait(use)
+    return product_of_parts(q_ring, q_use, k_ring, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
+
+
+@gluon.jit
+def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
+    """Start O += P V, once the use's V has arrived."""
+    v_ring.wait(use)
+    v = v_ring.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    return warpgroup_mma(p, v, acc, is_async=True)  # [64, BLOCK_DV]
+
+
+@gluon.jit
+def weigh(s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
+
+    `left` tiles are yet to come.
+    out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
+    seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
+    overflows, hence while l <= LARGEST_SUM and O is finite. Otherwise the tile of queries has failed, and is
+    done again with is_exact, where m is the running maximum.
+    """
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    j = visited(tiles, left, cfg)
+    if j >= tiles.plain_end:  # only edge tiles are masked
+        s = hide_right(s, j, row, work, sizes, cfg)
+    if cfg.HAS_LEFT and j < tiles.plain_begin:
+        s = hide_left(s, j, row, work, sizes, cfg)
+    is_steady = (left < tiles.num_steady) & (is_exact == 0)
+    alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    if is_steady:
+        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        l = l + partial_sums(p)
+    else:
+        p, m, alpha = online_softmax(s, m, factors.scale_log2e)
+        l = rescaled_sums(l, alpha) + partial_sums(p)
+    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
+    return p, m, l, alpha, is_steady
+
+
+@gluon.jit
+def rescaled(acc, alpha, cfg: gl.constexpr):
+    """Each row of acc times its alpha."""
+    return acc * gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def skip(k_ring, v_ring, use, count):
+    """Release tiles that other warpgroups need and this one does not."""
+    for _ in range(count):
+        k_ring.wait(use)
+        k_ring.release(use)
+        v_ring.wait(use)
+        v_ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
+def mma_role(
+    W: gl.constexpr,
+    o_desc,
+    lse_ptr,
+    sinks,
+    rings,
+    sizes,
+    factors,
+    cfg: gl.constexpr,
+):
+    """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
+    ROWS: gl.constexpr = 64 // cfg.PACK
+    HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
+    dtype: gl.constexpr = o_desc.dtype
+    use = 0  # of the K and V rings
+    turn = 0
+    work, is_exact = peek(rings.work, turn)
+    while work.row >= 0:
+        row = work.row + W * ROWS
+        block = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
+        tiles = key_tiles(row, ROWS, work, sizes, cfg)
+        before, after = unvisited(tiles, block, cfg)
+        use = skip(rings.k, rings.v, use, before)
+        q_use = turn * WARPGROUPS + W
+        rings.q.wait(q_use)
+
+        left = tiles.end - tiles.begin - 1  # tiles yet to visit
+        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
+        rings.k.release(use)
+        if HAS_SPARE_SLOT and turn > 0:
+            wait_for_stores(0)  # the previous tile's O has left shared memory
+            rings.q.release(q_use - WARPGROUPS)
+        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
+        l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
+        p, m, l, _, _ = weigh(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
+        while left > 0:
+            left -= 1
+            if cfg.IS_OVERLAPPED:
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
+            else:
+                acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+                rings.v.release(use)
+                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
+            rings.k.release(use + 1)
+            p_next, m, l, alpha, is_steady = weigh(
+                s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype, cfg
+            )
+            if cfg.IS_OVERLAPPED:
+                acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
+                rings.v.release(use)
+            if not is_steady:
+                acc = rescaled(acc, alpha, cfg)
+            p = p_next
+            use += 1
+        acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
+        rings.v.release(use)
+        use = skip(rings.k, rings.v, use + 1, after)
+        flags = failures(l, acc, is_exact, dtype, cfg)
+        rings.failures.index(turn % 2 * WARPGROUPS + W).store(flags)
+        if is_exact != 0:
+            wait_for_writes()  # of the attempt that failed: this one's must come after
+        smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
+            wait_for_stores(0)
+            rings.q.release(q_use)
+        rings.work.release(turn)
+        turn += 1
+        work, is_exact = peek(rings.work, turn)
+    wait_for_stores(0)
+
+
+@gluon.jit
+def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
+    """[128] flags, one a thread: 1 if sums of its two rows are too large for `weigh`, or O overflowed."""
+    sums = l
+    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
+        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
+    failed = gl.where((sums <= cfg.LARGEST_SUM) | (is_exact != 0), 0, 1)  # [64, 4]
+    return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
+
+
+@gluon.jit
+def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+    """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
+    factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
+    acc = rescaled(acc, factor, cfg)  # [64, BLOCK_DV]
+    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
+    store_block(o_desc, smem_o, row, work, cfg)
+
+
+@gluon.jit
+def store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+    """Store lse; what O is to be multiplied by: 0 in rows that see no key."""
+    l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    position = row + rows // cfg.PACK
+    head = work.head + rows % cfg.PACK
+    inside = position < work.seqlen_q
+    factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    if cfg.HAS_SINKS:
+        sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
+        m_with_sink = gl.maximum(m, sink_log2)
+        m_finite = finite_or_zero(m_with_sink)
+        factor = exp2(m - m_finite)
+        l = l * factor + exp2(sink_log2 - m_finite)
+        m = m_with_sink
+    lse = (m + log2(l)) * LN_2
+    if cfg.IS_PACKED:
+        ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
+    else:
+        slots = sizes.num_slots if cfg.IS_CACHED else sizes.num_slots // sizes.batch
+        num_heads = slots * cfg.PACK
+        ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    gl.store(ptr_lse, lse, mask=inside)
+    return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
+
+
+@gluon.jit
+def store_block(o_desc, smem_o, row, work, cfg: gl.constexpr):
+    """Start the copy of a block of O from shared memory, which all threads have just stored."""
+    fence_async_shared()  # the stores are visible to the TMA copy below
+    store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
+
+
+@gluon.jit(do_not_specialize=Sizes._fields)
+def attn_fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    seqlens_k, page_table,
+    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+    rows_k, rows_v, stride_page_table, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+):  # fmt: skip
+    """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
+        rows_k, rows_v, stride_page_table,
+    )  # fmt: skip
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    cache = Cache(seqlens_k, page_table)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    N: gl.constexpr = cfg.WARPGROUPS
+    q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
+    k_ring = make_key_ring(k_desc, cfg.PART_WIDTH, cfg.PARTS, cfg)
+    v_ring = make_key_ring(v_desc, cfg.BLOCK_DV, 1, cfg)
+    smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_SHARE, o_desc)
+    failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
+    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS  # of a thread in each role
+    LOAD_REGISTERS: gl.constexpr = cfg.PRODUCER_REGISTERS
+    if N == 2:
+        gl.warp_specialize(
+            [
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+            ],
+            [4, 1],
+            [MMA_REGISTERS, LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+            ],
+            [4, 4, 4, 1],
+            [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS],
+        )

@@ -1,0 +1,199 @@
+"""Host side of the 8-bit forward: tensors are rotated and rounded by one kernel each, then multiplied."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core import fp8
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Sizes
+from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+
+SLOT = fp8.BLOCK_ROWS
+
+
+class Rounded(NamedTuple):
+    """One tensor in slots, see `hopper.quantize`."""
+
+    values: Tensor  # float8_e4m3fn [heads, slots, 128, BLOCK_D], of V [kv heads, slots, BLOCK_DV, 128]
+    factors: Tensor  # float32 [heads, slots]
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    q = round_tensor(problem, inputs.query, inputs.cu_seqlens_q, is_value=False)
+    k = round_tensor(problem, inputs.key, inputs.cu_seqlens_k, is_value=False)
+    v = round_tensor(problem, inputs.value, inputs.cu_seqlens_k, is_value=True)
+    return attend(problem, inputs, q, k, v)
+
+
+def attend(
+    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded
+) -> tuple[Tensor, Tensor]:
+    """out and lse of tensors in slots."""
+    query = inputs.query
+    rows = query.shape[:-2]
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.dtype)
+    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
+    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
+    cfg = forward_config(problem)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
+    tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
+    fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
+    run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # slots do not say how many rows
+    return out, lse
+
+
+def round_tensor(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
+    """A 16-bit tensor in slots; q and k are rotated."""
+    t = _with_dense_rows(t)
+    rounded = _empty_slots(problem, t, cu_seqlens, is_value)
+    matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
+    run(_quantize_launch, problem, (t, matrix, cu_seqlens), fresh=rounded)
+    return rounded
+
+
+def _with_dense_rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _empty_slots(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
+    *rows, heads, dim = t.shape
+    if cu_seqlens is None:
+        slots = rows[0] * -(-rows[1] // SLOT)
+    else:
+        slots = rows[0] // SLOT + problem.batch
+    width = fp8.padded_dim(dim)
+    shape = (heads, slots, width, SLOT) if is_value else (heads, slots, SLOT, width)
+    return Rounded(
+        torch.empty(shape, dtype=fp8.FP8, device=t.device),
+        torch.empty((heads, slots), dtype=torch.float32, device=t.device),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return fp8.hadamard(dim, device=device).to(dtype)
+
+
+def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    from tilewise.gpu.hopper.fp8.quantize import quantize_rows_kernel, quantize_values_kernel
+
+    t, matrix, cu_seqlens, values, factors = tensors
+    assert t is not None and factors is not None
+    heads, slots = factors.shape
+    width = fp8.padded_dim(t.shape[-1])
+    places = (cu_seqlens, *_places(problem, t, cu_seqlens))
+    if matrix is None:
+        arguments = (t, values, factors, *places, width, cu_seqlens is not None)
+        warps = 16 if width > 128 else 8
+        return Launch(quantize_values_kernel, slots, arguments, num_warps=warps, programs_y=heads)
+    # warps, tiles in flight or at work, and blocks an SM, by measurement; packed, Triton loads none ahead
+    warps, stages, blocks = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
+    if cu_seqlens is not None:
+        blocks = 4  # or as many as fit
+    programs = min(launch.num_sms(t.device.index) * blocks, slots * heads)
+    arguments = (t, matrix, values, factors, *places, slots, heads, width, cu_seqlens is not None, stages)
+    return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
+
+
+def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """batch, seqlen, the strides of batch, rows and heads, and the head size."""
+    if cu_seqlens is None:
+        return (problem.batch, t.shape[1], *t.stride()[:3], t.shape[-1])
+    return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
+
+
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, rows: int) -> Launch:
+    """rows: of out's first dimension, which packed are all queries."""
+    from tilewise.gpu.hopper.fp8.kernel import attn_fwd_fp8_kernel
+
+    q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
+    assert q is not None and k is not None and out is not None
+    visibility = problem.visibility()
+    num_slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    bound = rows // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
+    read_together = min(problem.seqlen_k, launch.window_size(problem) + cfg.BLOCK_M)
+    fitting = max(1, launch.SECTION_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
+    group = problem.group_size
+    sizes = Sizes(
+        batch=problem.batch,
+        seqlen_q=rows if problem.is_packed else problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=group,
+        num_slots=num_slots,
+        num_tiles=num_tiles,
+        section=group * launch.section_size(num_slots // group, fitting),
+        window_left=launch.edge(visibility.left),
+        window_right=launch.edge(visibility.right),
+        rows_k=0,
+        rows_v=0,
+        stride_page_table=0,
+    )
+    scale, two_over_softcap, softcap = launch.factors(problem)
+    unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
+    arguments = (
+        _rows_descriptor(q),
+        _slot_descriptor(k),
+        _slot_descriptor(v),
+        launch.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
+        *(lse, sinks, *cu_seqlens, order, first_tile, counter),
+        *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
+        *sizes,
+        *((scale, two_over_softcap * unrotated, softcap) if softcap else (scale * unrotated, 0.0, 0.0)),
+        cfg,
+    )
+    programs = min(launch.num_sms(out.device.index), bound * num_slots)
+    return Launch(attn_fwd_fp8_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def _rows_descriptor(q: Tensor) -> Any:
+    """TMA descriptor of Q in tiles of one warpgroup."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+
+    heads, slots, rows, width = q.shape
+    block = (1, WARPGROUP_ROWS, width)
+    shape, strides = [heads, slots * rows, width], [slots * rows * width, width, 1]
+    return TensorDescriptor(q, shape, strides, list(block), launch.shared_layout(block, q.dtype))
+
+
+def _slot_descriptor(t: Tensor | None) -> Any:
+    """TMA descriptor of K or V by slots."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+
+    assert t is not None
+    block = (1, 1, *t.shape[2:])
+    layout = launch.shared_layout(block, t.dtype)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_config(problem: AttentionProblem) -> FP8Config:
+    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    visibility = problem.visibility()
+    head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
+    is_wide = max(head_dim, block_dv) > 128
+    # 2 x 64 KB of K and V, 2 x 32 KB of Q and O; 3 x 32 KB and 6 x 16 KB: 192 KB both
+    warpgroups, stages, q_slots, registers = (2, 2, 2, 240) if is_wide else (3, 3, 6, 160)
+    return FP8Config(
+        WARPGROUPS=warpgroups,
+        STAGES=stages,
+        Q_SLOTS=q_slots,
+        CONSUMER_REGISTERS=registers,
+        PRODUCER_REGISTERS=24,
+        HEAD_DIM=head_dim,
+        BLOCK_DV=block_dv,
+        IS_PACKED=problem.is_packed,
+        HAS_LEFT=visibility.left is not None,
+        HAS_RIGHT=visibility.right is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_SINKS=problem.has_sinks,
+    )

@@ -1,0 +1,193 @@
+"""What the kernels are given: named tuples of tensors and numbers, and the compile-time choices.
+
+`None` in a tuple leaves no trace in the compiled kernel. This module does not import triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# The backward keeps lse and delta in blocks of so many rows, a sequence's last one padded: no tile of
+# queries is larger, so their loads are aligned and need no mask.
+STAT_ROWS = 128
+
+
+class Rows(NamedTuple):
+    """Rows of one tensor: (batch, row, head) strides in elements; the last dimension is contiguous."""
+
+    ptr: Any
+    stride_batch: int  # 0 if packed; a page's stride if paged
+    stride_row: int
+    stride_head: int
+
+
+class Source(NamedTuple):
+    """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
+
+    The descriptors are of (1, rows, 1, columns) of a 4-D tensor, or of (1, 1, rows, columns) if heads come
+    before rows, for a tile's first part and its second; None where addresses serve. Built inside a kernel,
+    since a kernel takes no descriptors inside of tuples.
+    """
+
+    rows: Rows
+    desc: Any
+    desc_rest: Any
+
+
+class ScoreTensor(NamedTuple):
+    """A tensor that broadcasts to the score matrix; a stride of 0 is a broadcast dimension."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+    stride_col: int
+
+
+class Slopes(NamedTuple):
+    """ALiBi slopes; stride_batch is 0 where one row serves every batch entry."""
+
+    ptr: Any
+    stride_batch: int
+
+
+class Extras(NamedTuple):
+    """Tensors that change scores or weights. None: absent from the compiled kernel.
+
+    Built inside a kernel: Triton 3.6 loses the constants of a tuple that is nested in an argument.
+    """
+
+    mask: ScoreTensor | None
+    bias: ScoreTensor | None
+    alibi: Slopes | None
+    sinks: Any
+    dropout_seed: Any
+
+
+class Ragged(NamedTuple):
+    """Where each sequence lies, for packed problems and caches. None: absent from the compiled kernel."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlens_k: Any
+    leftpad_k: Any
+    page_table: Any
+
+
+class Sizes(NamedTuple):
+    """Integers that change from call to call. None: absent from the compiled kernel.
+
+    Built inside a kernel from plain arguments: only those can be exempt from specialization.
+    """
+
+    batch: int
+    num_heads: int
+    seqlen_q: int  # packed: total rows
+    seqlen_k: int
+    stride_page_table: int
+    window_left: int | None
+    window_right: int | None  # causal is a window whose right edge is 0
+    dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
+    num_tiles: int
+    num_slots: int  # (batch, head) pairs; heads if packed
+    section: int  # slots whose keys and values stay in L2 together
+
+
+class Factors(NamedTuple):
+    """Floats that change from call to call."""
+
+    scale: float
+    softcap: float
+    keep: float  # 1 / (1 - dropout_p)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A head's DIM columns as powers of two: FIRST, and REST more unless that is 0. 192 = 128 + 64."""
+
+    DIM: int
+    FIRST: int
+    REST: int
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Compile-time choices of one kernel."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    QK: Columns  # of query and key
+    V: Columns
+    GROUP_SIZE: int  # query heads that share one key head
+    PAGE_SIZE: int  # 0: keys are not paged
+    HAS_SOFTCAP: bool
+    IS_FOLDED: bool  # the exponential's multiply-add scales: nothing capped, the scale positive and not tiny
+    PRECISION: str  # of a float32 product: "ieee" or "tf32"
+    HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
+
+
+class BiasSizes(NamedTuple):
+    """Arguments of the dbias kernel: extents of the bias and of what it serves, and how that is split."""
+
+    bias_batch: int
+    bias_heads: int
+    bias_rows: int
+    bias_cols: int
+    loop_batch: int  # sequences one bias tile serves: 1, or all of them where bias is broadcast
+    loop_heads: int
+    loop_rows: int  # query tiles likewise
+    loop_cols: int
+    tiles_m: int  # bias tiles
+    tiles_n: int
+    per_part: int  # iterations of one program; the parts are summed afterwards
+
+
+class DecodeSizes(NamedTuple):
+    """Integers of a decoding call; see `gpu.triton.decode`. None: absent from the compiled kernel."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    stride_page_table: int
+    window_left: int | None
+    window_right: int | None
+    row_tiles: int  # tiles of rows that one key head has
+    segments: int  # of each sequence: key heads times row tiles
+    workers: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Compile-time choices of the decoding kernels."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    ROWS: int  # rows of a tile that are stored, at most BLOCK_M
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # columns of the keys' first part
+    BLOCK_REST: int  # and of what is left, 0 if nothing: 576 = 512 + 64
+    BLOCK_DV: int
+    BLOCK_B: int  # batch, padded to 16 or a larger power of two
+    GROUP_SIZE: int
+    PAGE_SIZE: int  # 0: keys are not paged
+    HAS_SOFTCAP: bool
+    IS_FOLDED: bool
+    IS_SHARED: bool  # the values are the first columns of the keys, as in absorbed MLA
+    IS_TRANSPOSED: bool  # keys along the rows of the score tile
+    HAS_PDL: bool  # programmatic dependent launch
+    PRECISION: str
+
+
+class Place(NamedTuple):
+    """One (sequence, head) inside a kernel, and how its queries align with its keys."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    offset: Any  # seqlen_k - seqlen_q: the last query is aligned with the last key
+    first_col: Any  # column of mask and bias that key 0 has

@@ -1,0 +1,302 @@
+"""Backward kernels: gradients by recomputation from lse, without atomics, so bit for bit repeatable.
+
+    delta = rowsum(dO * O) - dlse                           attn_bwd_prepare_kernel, and dsinks
+    p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
+    dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
+    dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
+    dbias = ds where nothing shares the bias, else          see `backward_bias`
+
+The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
+
+Where the GPU can, a kernel starts while the one before still ends (`wait_for_kernel_before`). The first after
+attn_bwd_prepare_kernel reads what that writes and waits at its start. Those that follow start after that, and
+wait at their end, so that none ends before all that came before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import Extras, Place, Sizes, Source
+from tilewise.gpu.triton.primitives import (
+    LOG2E,
+    STAT_BLOCK,
+    edge_tile,
+    exponentials,
+    full_end,
+    keep_tile,
+    key_regions,
+    let_next_kernel_start,
+    load_scores,
+    load_stat,
+    packed_tile,
+    padded_stat_start,
+    program_tile,
+    query_regions,
+    query_tile,
+    scores_log2,
+    sequence_rows,
+    stat_start,
+    store_scores,
+    wait_for_kernel_before,
+)
+from tilewise.gpu.triton.tiles import (
+    add_weighted_rows,
+    dot_rows,
+    load_keys,
+    load_source,
+    load_tile,
+    row_base,
+    scaled_tile,
+    store_tile,
+    zero_tile,
+)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_bwd_prepare_kernel(
+    out, do, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dsinks_ptr, ragged, sinks,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """One block of lse_log2 and delta of one head, and its part of dsinks (slots, tiles).
+
+    lse_log2 is such that exp2(s - lse_log2) is 0 in rows that see nothing and in padding.
+    """
+    V: tl.constexpr = cfg.V
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    let_next_kernel_start(cfg)
+    tile, slot = program_tile(sizes, False)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    part = slot.to(tl.int64) * sizes.num_tiles + tile
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, STAT_BLOCK)
+    q_start, seqlen_q, _k_start, _seqlen_k, _first_col = sequence_rows(b, sizes, ragged)
+    first = stat_start(b, h, q_start, sizes, ragged)
+    first_padded = padded_stat_start(b, h, q_start, sizes, ragged)
+    o_base = row_base(out, b, h, q_start)
+    do_base = row_base(do, b, h, q_start)
+
+    dsink = tl.zeros((BLOCK_M,), tl.float32)
+    for i0 in range(tile * STAT_BLOCK, (tile + 1) * STAT_BLOCK, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        exists = i < seqlen_q
+        o_tile = load_tile(out, o_base, i0, seqlen_q, BLOCK_M, V, True)
+        do_tile = load_tile(do, do_base, i0, seqlen_q, BLOCK_M, V, True)
+        delta = tl.sum(o_tile[0].to(tl.float32) * do_tile[0].to(tl.float32), 1)
+        if V.REST > 0:
+            delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + first + i, mask=exists, other=0.0)
+        lse_log2 = tl.load(lse_ptr + first + i, mask=exists, other=float("inf")) * LOG2E
+        sees_nothing = lse_log2 == float("-inf")
+        lse_log2 = tl.where(sees_nothing, 0.0, lse_log2)
+        tl.store(lse_log2_ptr + first_padded + i, lse_log2)
+        tl.store(delta_ptr + first_padded + i, delta)
+        if sinks is not None:
+            p_sink = tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - lse_log2)
+            dsink -= tl.where(sees_nothing, 0.0, p_sink) * delta
+    if sinks is not None:
+        tl.store(dsinks_ptr + part, tl.sum(dsink, 0))
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_bwd_dkdv_kernel(
+    q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it.
+
+    A gradient that is None is left out: wide heads take one at a time, in tiles twice as large.
+    """
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    q = Source(q, desc_q, desc_q_rest)
+    do = Source(do, desc_do, desc_do_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for lse_log2 and delta
+    if not IS_SECOND:
+        wait_for_kernel_before(cfg)
+    let_next_kernel_start(cfg)
+    num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
+    tile, slot = program_tile(sizes, False)
+    kv_head = slot % num_kv_heads
+    b = slot // num_kv_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
+    j0 = tile * BLOCK_N
+    if j0 >= seqlen_k:
+        if IS_SECOND:
+            wait_for_kernel_before(cfg)
+        return
+
+    k_base = row_base(k, b, kv_head, k_start)
+    v_base = row_base(v, b, kv_head, k_start)
+    k_tile = load_tile(k, k_base, j0, seqlen_k, BLOCK_N, QK, True)  # [BLOCK_N, head_dim]
+    v_tile = load_tile(v, v_base, j0, seqlen_k, BLOCK_N, V, True)
+    dk_acc = zero_tile(BLOCK_N, QK)
+    dv_acc = zero_tile(BLOCK_N, V)
+    for member in range(cfg.GROUP_SIZE):
+        h = kv_head * cfg.GROUP_SIZE + member
+        place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+        j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
+        lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
+        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
+        for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                place, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+            )  # fmt: skip
+        for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
+            i0 = edge_tile(n, full_lo, full_hi)
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                place, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+            )  # fmt: skip
+    if IS_SECOND:
+        wait_for_kernel_before(cfg)
+    if dk is not None:
+        dk_base = row_base(dk, b, kv_head, k_start)
+        store_tile(dk, dk_base, j0, seqlen_k, scaled_tile(dk_acc, factors.scale), BLOCK_N, QK)
+    if dv is not None:
+        dv_base = row_base(dv, b, kv_head, k_start)
+        store_tile(dv, dv_base, j0, seqlen_k, scaled_tile(dv_acc, factors.keep), BLOCK_N, V)
+
+
+@triton.jit
+def dkdv_step(
+    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+    place, ragged, extras, sizes, factors,
+    cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+):  # fmt: skip
+    """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
+
+    Rows beyond seqlen_q have q = do = 0 and lse = inf, so p = 0; columns beyond seqlen_k are never stored.
+    """
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
+    q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    p = exponentials(s, lse_log2[None, :], factors, cfg)
+    do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
+    kept = p
+    if extras.dropout_seed is not None:
+        keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
+        kept = tl.where(keep, p, 0.0)
+    if HAS_DK:
+        dp = dot_rows(v_tile, do_tile, cfg)
+    if HAS_DV:
+        dv_acc = add_weighted_rows(dv_acc, kept, do_tile, cfg)
+    if HAS_DK:
+        if extras.dropout_seed is not None:
+            dp = tl.where(keep, dp * factors.keep, 0.0)
+        delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
+        ds = p * (dp - delta[None, :])
+        if cfg.HAS_SOFTCAP:
+            ds = ds * (1.0 - t * t)
+        dk_acc = add_weighted_rows(dk_acc, ds, q_tile, cfg)
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_bwd_dq_kernel(
+    q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of dq of one head, and of dbias unless that is None: zeros where nothing is visible."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    k = Source(k, desc_k, desc_k_rest)
+    v = Source(v, desc_v, desc_v_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    let_next_kernel_start(cfg)
+    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= place.seqlen_q:
+        wait_for_kernel_before(cfg)
+        return
+
+    q_base = row_base(q, place.b, place.h, q_start)
+    do_base = row_base(do, place.b, place.h, q_start)
+    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
+    do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, V, True)
+    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, BLOCK_M)
+    delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
+    dq_acc = zero_tile(BLOCK_M, QK)
+    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
+    for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+            place, ragged, extras, sizes, factors, cfg, False,
+        )  # fmt: skip
+    for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
+        j0 = edge_tile(n, full_lo, full_hi)
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+            place, ragged, extras, sizes, factors, cfg, True,
+        )  # fmt: skip
+    wait_for_kernel_before(cfg)
+    dq_base = row_base(dq, place.b, place.h, q_start)
+    store_tile(dq, dq_base, i0, place.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
+
+
+@triton.jit
+def dq_step(
+    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+    place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
+    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    dp = dot_rows(do_tile, v_tile, cfg)
+    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    p = exponentials(s, lse_log2[:, None], factors, cfg)
+    if extras.dropout_seed is not None:
+        keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+        dp = tl.where(keep, dp * factors.keep, 0.0)
+    ds = p * (dp - delta[:, None])
+    if dbias is not None:
+        store_scores(dbias, ds, i, j, place, IS_EDGE)
+    if cfg.HAS_SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    return add_weighted_rows(dq_acc, ds, k_tile, cfg)

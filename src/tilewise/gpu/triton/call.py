@@ -1,0 +1,281 @@
+"""One call's tensors and numbers in the form that the kernels take."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted
+from tilewise.gpu.triton.arguments import (
+    Columns,
+    Extras,
+    Factors,
+    KernelConfig,
+    Ragged,
+    Rows,
+    ScoreTensor,
+    Sizes,
+    Slopes,
+)
+from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
+
+# Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
+SECTION_BYTES = 24 << 20
+SMALLEST_SCALE = 1e-30  # of scores whose ALiBi is divided by it and stays finite
+
+_N = len(Inputs._fields)
+_CONTIGUOUS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "leftpad_k", "page_table"),
+    *("alibi_slopes", "sinks"),
+)
+
+
+class Results(NamedTuple):
+    """The tensors of a launch besides the inputs of the call."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    lse_log2: Tensor | None = None  # with delta: see attn_bwd_prepare_kernel
+    delta: Tensor | None = None
+    dsinks: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+
+
+GIVEN = 4  # of `Results`, to a backward: the rest is allocated for it
+
+
+def launchable(inputs: Inputs) -> Inputs:
+    """The inputs as kernels take them; copies only what they could not read where it lies."""
+    query, key, value, *others = inputs
+    if [t for t in others if t is not None]:
+        i = inputs
+        inputs = i._replace(
+            **{name: t.contiguous() for name in _CONTIGUOUS if (t := getattr(i, name)) is not None},
+            mask=None if i.mask is None else i.mask.view(torch.uint8),
+            dropout_seed=None if i.dropout_seed is None else i.dropout_seed.to(query.device),
+        )
+    return Inputs(with_dense_rows(query), with_dense_rows(key), with_dense_rows(value), *inputs[3:])
+
+
+def with_dense_rows(t: Tensor) -> Tensor:
+    """t, or a copy if its last dimension has gaps or a tile of its rows would span 2^31."""
+    strides = t.stride()
+    is_fine = (strides[-1] == 1 or t.shape[-1] == 1) and strides[0 if t.ndim == 3 else 1] < 1 << 23
+    return t if is_fine else t.contiguous()
+
+
+class Call:
+    """What the arguments of every kernel are made of: `launchable` inputs, results and numbers."""
+
+    def __init__(self, problem: AttentionProblem, tensors: Tensors) -> None:
+        self.problem = problem
+        self.inputs = inputs = Inputs(*tensors[:_N])  # type: ignore[arg-type]
+        self.results = Results(*tensors[_N:])
+        self.is_packed = problem.is_packed
+        self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
+        self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
+        self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
+        self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
+
+    def tiles_q(self, block: int) -> int:
+        return self.seqlen_q // block + self.problem.batch if self.is_packed else -(-self.seqlen_q // block)
+
+    def tiles_k(self, block: int) -> int:
+        return self.seqlen_k // block + self.problem.batch if self.is_packed else -(-self.seqlen_k // block)
+
+    def section(self, length: int, heads: int) -> int:
+        """How many slots work side by side, each on `heads` heads of `length` rows of two tensors."""
+        problem = self.problem
+        one = length * heads * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        return max(1, SECTION_BYTES // max(1, one))
+
+    def rows(self, t: Tensor | None) -> Any:
+        if t is None:
+            return None
+        strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
+        return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
+
+    def descriptors(
+        self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool, is_left_shared: bool = False
+    ) -> list[Any]:
+        """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
+        if not (has_tma and can_tma(self.problem)):
+            return [None] * 2 * len(tensors)
+        return [d for t in tensors for d in _descriptors(t, num_rows, is_left_shared)]
+
+    def ragged(self) -> Any:
+        i = self.inputs
+        return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
+
+    def extras(self) -> Any:
+        i = self.inputs
+        mask, bias = (None if t is None else ScoreTensor(t, *_canonical_strides(t)) for t in (i.mask, i.bias))
+        slopes = None
+        if i.alibi_slopes is not None:
+            slopes = Slopes(i.alibi_slopes, i.alibi_slopes.stride(0) if i.alibi_slopes.ndim == 2 else 0)
+        seed = i.dropout_seed if self.problem.dropout_p > 0 else None
+        return Extras(mask, bias, slopes, i.sinks, seed)
+
+    def sizes(self, num_tiles: int, num_slots: int, section: int) -> Any:
+        problem = self.problem
+        visibility = problem.visibility()
+        threshold = int(problem.dropout_p * 2**32)
+        table = self.inputs.page_table
+        return Sizes(
+            batch=problem.batch,
+            num_heads=problem.num_heads,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            stride_page_table=0 if table is None else table.shape[1],
+            window_left=visibility.left,
+            window_right=visibility.right,
+            dropout_threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
+            num_tiles=num_tiles,
+            num_slots=num_slots,
+            section=section,
+        )
+
+    def factors(self) -> Any:
+        return Factors(self.problem.scale, self.problem.softcap, 1.0 / (1.0 - self.problem.dropout_p))
+
+    def tile(self, kernel: str) -> KernelTile:
+        """The tuning table's row for this call on this GPU."""
+        tile = table_tile(kernel, self.problem, self.inputs.query.device)
+        assert tile is not None
+        return tile
+
+    def launch(
+        self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False
+    ) -> Launch:
+        """`kernel` on arguments and this call's compile-time choices.
+
+        is_early: it may start before the kernel before it has ended, for which it waits by itself.
+        """
+        arguments = (*arguments, self.config(tile))
+        is_early = is_early and has_pdl(self.inputs.query.device)
+        resources = (tile.num_warps, tile.num_stages, tile.max_registers)
+        return Launch(kernel, programs, arguments, *resources, launch_pdl=is_early)
+
+    def config(self, tile: KernelTile) -> KernelConfig:
+        p = self.problem
+        # What is added to unscaled scores becomes what their product starts with: a bias would have to be
+        # waited for, and in float32 the sum's rounding would show ALiBi's size.
+        is_exact = p.dtype.itemsize == 2 or not p.has_alibi
+        is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
+        return KernelConfig(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            QK=columns(p.head_dim),
+            V=columns(p.head_dim_v),
+            GROUP_SIZE=p.group_size,
+            PAGE_SIZE=p.page_size or 0,
+            HAS_SOFTCAP=p.softcap > 0,
+            IS_FOLDED=is_folded,
+            PRECISION=p.precision,
+            HAS_PDL=has_pdl(self.inputs.query.device),
+        )
+
+
+def can_tma(problem: AttentionProblem) -> bool:
+    """Not where sequences end inside of a tensor: what lies behind them may be NaN."""
+    return not (problem.is_packed or problem.is_cached)
+
+
+def _descriptors(t: Tensor | None, num_rows: int, is_left_shared: bool) -> tuple[Any, Any]:
+    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
+
+    is_left_shared: boxes of (1, 1, rows, columns). Triton drops dimensions of one that come first; with any
+    other, a box is reshaped, and as a product's left operand goes through registers.
+    """
+    if t is None or not _is_tma_ready(t):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, cut = list(t.shape), columns(t.shape[-1])
+    strides = [stride or t.shape[-1] for stride in _canonical_strides(t)[:-1]] + [1]  # of size one: any
+    box = [1, num_rows, 1]
+    if is_left_shared:
+        shape, strides, box = ([n[0], n[2], n[1], *n[3:]] for n in (shape, strides, box))
+    parts = [
+        TensorDescriptor(t, shape, strides, [*box, width]) if width else None
+        for width in (cut.FIRST, cut.REST)
+    ]
+    return parts[0], parts[1]
+
+
+def _is_tma_ready(t: Tensor) -> bool:
+    """Hopper and newer; addresses and strides of whole 16 bytes, none of them 0."""
+    if not is_interpreted() and gpu_capability(t.device) < (9, 0):
+        return False
+    size = t.dtype.itemsize
+    strides = [stride * size for n, stride in zip(t.shape[:-1], t.stride()) if n > 1]
+    is_aligned = t.data_ptr() % 16 == 0 and t.shape[-1] * size % 16 == 0
+    return t.numel() > 0 and is_aligned and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile | None:
+    """The tuning table's row for a kernel on a device."""
+    if is_interpreted():
+        return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1, has_tma=True)
+    p = problem
+    padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
+    extras = "formula" if p.softcap > 0 or p.has_alibi else None
+    if p.mask_shape is not None:
+        extras = "mask"
+    if p.bias_shape is not None:
+        extras = "bias"
+    if p.dropout_p > 0:
+        extras = "dropout"
+    float32_precision = p.precision if p.dtype == torch.float32 else None
+    return kernel_tile(
+        kernel, gpu_capability(device), float32_precision, padded, extras, p.causal, can_tma(p)
+    )
+
+
+@functools.cache
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; other vendors' GPUs take the portable tiles."""
+    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels can start before the one before has ended: Hopper and newer."""
+    return not is_interpreted() and gpu_capability(device) >= (9, 0)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def columns(head_dim: int) -> Columns:
+    """How kernels cut a head: one block of a power of two, or two where that saves 32 columns and more.
+
+    Example:
+        >>> columns(192), columns(112)
+        (Columns(DIM=192, FIRST=128, REST=64), Columns(DIM=112, FIRST=128, REST=0))
+    """
+    padded = _padded(head_dim)
+    half, rest = padded // 2, _padded(head_dim - padded // 2)
+    is_cut = padded > 64 and rest < half
+    return Columns(head_dim, half, rest) if is_cut else Columns(head_dim, padded, 0)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns that a kernel computes for a head: what the tuning table's rows are found by."""
+    cut = columns(head_dim)
+    return cut.FIRST + cut.REST
+
+
+def _canonical_strides(t: Tensor) -> tuple[int, ...]:
+    """t's strides, 0 where the size is one: there any number may stand, and must not cause a compilation."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride()))

@@ -1,0 +1,302 @@
+"""Decoding kernels: few queries against many keys, at the speed of memory (split-KV, "flash decoding").
+
+The rows of one score tile are all queries of all heads that share a key head, so each key is read once:
+row r is query r // GROUP_SIZE of head kv_head * GROUP_SIZE + r % GROUP_SIZE. Keys are cut into tiles. The
+tiles of all (sequence, key head, row tile) segments stand in one line, of which all workers take equal parts:
+
+    segment      0               1          2
+    tiles    | . . . . . . . | . . . . | . . . . . . |
+    worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
+
+    attn_decode_kernel        piece -> normalized out (float32) and lse, at index segment + worker: unique
+    attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
+
+The plan is arithmetic on the lengths that every program does for itself: nothing is read by the host, so a
+CUDA graph replays with new lengths. Source: Dao et al., "Flash-Decoding" (2023); the line of tiles: Osama
+et al., "Stream-K" (2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Place
+from tilewise.gpu.triton.primitives import (
+    LN2,
+    LOG2E,
+    let_next_kernel_start,
+    load_scores,
+    online_softmax,
+    scores_log2,
+    wait_for_kernel_before,
+)
+
+# ---- the plan: which tiles a worker takes
+
+
+@triton.jit
+def sequence_keys(b, sizes, ragged):
+    """(first key row, keys, first key that some query sees) of sequences b, scalar or vector."""
+    exists = b < sizes.batch
+    k_start = b * 0
+    seqlen_k = b * 0 + sizes.seqlen_k
+    if ragged.seqlens_k is not None:  # a wrong length must not lead outside of the cache
+        held = tl.load(ragged.seqlens_k + b, mask=exists, other=0).to(tl.int32)
+        seqlen_k = tl.minimum(tl.maximum(held, 0), seqlen_k)
+    if ragged.leftpad_k is not None:
+        k_start = tl.load(ragged.leftpad_k + b, mask=exists, other=0).to(tl.int32)
+        seqlen_k = tl.maximum(seqlen_k - k_start, 0)
+    lo = b * 0
+    if sizes.window_left is not None:
+        lo = tl.maximum(seqlen_k - sizes.seqlen_q - sizes.window_left, 0)
+    return k_start, seqlen_k, lo
+
+
+@triton.jit
+def tile_counts(sizes, ragged, cfg: tl.constexpr):
+    """(tiles of one segment of each sequence [BLOCK_B], its segments' end on the line [BLOCK_B])."""
+    b = tl.arange(0, cfg.BLOCK_B)
+    _, seqlen_k, lo = sequence_keys(b, sizes, ragged)
+    tiles = tl.where(b < sizes.batch, tl.cdiv(seqlen_k, cfg.BLOCK_N) - lo // cfg.BLOCK_N, 0)
+    return tiles, tl.cumsum(tiles * sizes.segments, 0)
+
+
+@triton.jit
+def sequence_at(unit, tiles, ends, cfg: tl.constexpr):
+    """(sequence of tile `unit` of the line, its first unit, tiles of each of its segments)."""
+    is_before = ends <= unit
+    b = tl.sum(is_before.to(tl.int32), 0)
+    start = tl.max(tl.where(is_before, ends, 0), 0)
+    index = tl.arange(0, cfg.BLOCK_B)
+    return b, start, tl.sum(tl.where(index == b, tiles, 0), 0)
+
+
+# ---- tiles in memory
+
+
+@triton.jit
+def key_places(b, row, mask, ragged, sizes, cfg: tl.constexpr):
+    """(batch entry or page, row in it) of rows [BLOCK_N] of one sequence."""
+    if cfg.PAGE_SIZE > 0:
+        table = ragged.page_table + b.to(tl.int64) * sizes.stride_page_table
+        entry = tl.load(table + row // cfg.PAGE_SIZE, mask=mask, other=0).to(tl.int64)
+        row = row % cfg.PAGE_SIZE
+    else:
+        entry = b.to(tl.int64)
+    return entry, row.to(tl.int64)
+
+
+@triton.jit
+def load_columns(ptrs, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Columns [FIRST, FIRST + WIDTH) of the rows at ptrs, zero beyond DIM and where mask is False."""
+    column = FIRST + tl.arange(0, WIDTH)[None, :]
+    exists = mask[:, None]
+    if FIRST + WIDTH > DIM:
+        exists = exists & (column < DIM)
+    return tl.load(ptrs[:, None] + column, mask=exists, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    x, scale, entry, row, kv_head, mask, q, sizes,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Columns of a tile of keys or values [BLOCK_N, WIDTH] in the queries' dtype."""
+    ptrs = x.ptr + entry * x.stride_batch + row * x.stride_row + kv_head * x.stride_head
+    tile = load_columns(ptrs, mask, FIRST, WIDTH, DIM)
+    if scale is not None:  # a power of two, so the product is exact
+        factor = tl.load(scale + entry * sizes.num_kv_heads + kv_head, mask=mask, other=0.0)
+        tile = (tile.to(tl.float32) * factor[:, None]).to(q.dtype)
+    return tile
+
+
+# ---- one piece
+
+
+@triton.jit
+def decode_step(
+    acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, place, ragged, scales, extras, sizes, factors,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Fold key tile t into (acc, m, l). A compare for each score is free beside the reading of its key."""
+    offs_n = t * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
+    mask_n = offs_n < place.seqlen_k
+    entry, row = key_places(place.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
+    key_scale, value_scale = scales
+    k_tile = load_keys(
+        k, key_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_D, cfg.HEAD_DIM
+    )  # [BLOCK_N, BLOCK_D]
+    if cfg.IS_SHARED:
+        v_tile = k_tile
+    else:
+        v_tile = load_keys(
+            v, value_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_DV, cfg.HEAD_DIM_V
+        )  # [BLOCK_N, BLOCK_DV]
+    if cfg.BLOCK_REST > 0:
+        k_rest = load_keys(
+            k, key_scale, entry, row, kv_head, mask_n, q, sizes, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM
+        )  # [BLOCK_N, BLOCK_REST]
+    if cfg.IS_TRANSPOSED:
+        i, j = i[None, :], offs_n[:, None]
+    else:
+        i, j = i[:, None], offs_n[None, :]
+    bias = load_scores(extras.bias, i, j, place, True)
+    mask = load_scores(extras.mask, i, j, place, True)
+    if cfg.IS_TRANSPOSED:
+        s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
+        if cfg.BLOCK_REST > 0:
+            s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
+        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
+        acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
+        acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
+    else:
+        s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if cfg.BLOCK_REST > 0:
+            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
+        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
+        acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def store_piece(partial, partial_lse, piece, exists, acc, m, l, cfg: tl.constexpr):
+    """Normalized out [rows, head_dim_v] and lse in log2 units of one piece's rows."""
+    tl.store(partial_lse + piece, m + tl.log2(l), mask=exists)  # -inf where nothing was seen
+    inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
+    offs_dv = tl.arange(0, cfg.BLOCK_DV)
+    exists_dv = offs_dv < cfg.HEAD_DIM_V
+    if cfg.IS_TRANSPOSED:
+        ptrs = partial + piece[None, :] * cfg.HEAD_DIM_V + offs_dv[:, None]
+        tl.store(ptrs, acc * inverse[None, :], mask=exists[None, :] & exists_dv[:, None])
+    else:
+        ptrs = partial + piece[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]
+        tl.store(ptrs, acc * inverse[:, None], mask=exists[:, None] & exists_dv[None, :])
+
+
+@triton.jit(do_not_specialize=DecodeSizes._fields)
+def attn_decode_kernel(
+    q, k, v, partial, partial_lse, ragged, scales, mask, bias, alibi, factors,
+    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    row_tiles, segments, workers,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """One worker's part of the line. Grid: (workers,).
+
+    partial: float32 [pieces, ROWS, head_dim_v]; partial_lse: [pieces, ROWS], log2 units.
+    """
+    extras = Extras(mask, bias, alibi, None, None)
+    sizes = DecodeSizes(
+        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        row_tiles, segments, workers,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    worker = tl.program_id(0)
+    wait_for_kernel_before(cfg)
+    let_next_kernel_start(cfg)  # the merging kernel, up to its own wait
+    tiles, ends = tile_counts(sizes, ragged, cfg)
+    total = tl.max(ends, 0)
+    share = tl.cdiv(total, sizes.workers)
+    unit = worker * share
+    end = tl.minimum(unit + share, total)
+    offs_m = tl.arange(0, BLOCK_M)
+    while unit < end:
+        b, first_unit, tiles_b = sequence_at(unit, tiles, ends, cfg)
+        k_start, seqlen_kb, lo = sequence_keys(b, sizes, ragged)
+        segment = (unit - first_unit) // tiles_b
+        t = (unit - first_unit) % tiles_b
+        count = tl.minimum(tiles_b - t, end - unit)
+        kv_head = (segment // sizes.row_tiles).to(tl.int64)
+
+        r = segment % sizes.row_tiles * BLOCK_M + offs_m
+        row_exists = r < sizes.seqlen_q * cfg.GROUP_SIZE
+        i = r // cfg.GROUP_SIZE
+        h = kv_head * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
+        q_ptrs = q.ptr + b.to(tl.int64) * q.stride_batch + i.to(tl.int64) * q.stride_row + h * q.stride_head
+        q_tile = load_columns(q_ptrs, row_exists, 0, cfg.BLOCK_D, cfg.HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+        q_rest = q_tile
+        if cfg.BLOCK_REST > 0:
+            q_rest = load_columns(q_ptrs, row_exists, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM)
+        h_tile = h[None, :] if cfg.IS_TRANSPOSED else h[:, None]
+        place = Place(b, h_tile, sizes.seqlen_q, seqlen_kb, seqlen_kb - sizes.seqlen_q, k_start)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+        if cfg.IS_TRANSPOSED:
+            acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        t += lo // cfg.BLOCK_N
+        for tile in range(t, t + count):
+            acc, m, l = decode_step(
+                acc, m, l, q_tile, q_rest, k, v, i, tile, kv_head, k_start, place, ragged, scales, extras,
+                sizes, factors, cfg,
+            )  # fmt: skip
+        piece = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
+        store_piece(partial, partial_lse, piece, row_exists & (offs_m < cfg.ROWS), acc, m, l, cfg)
+        unit += count
+
+
+@triton.jit(do_not_specialize=DecodeSizes._fields)
+def attn_decode_merge_kernel(
+    partial, partial_lse, out, lse_ptr, ragged, sinks,
+    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    row_tiles, segments, workers,
+    MERGE_ROWS: tl.constexpr, MERGE_PIECES: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all, blocks of rows)."""
+    sizes = DecodeSizes(
+        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        row_tiles, segments, workers,
+    )  # fmt: skip
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    let_next_kernel_start(cfg)
+    b = tl.program_id(0) // sizes.segments
+    segment = tl.program_id(0) % sizes.segments
+    # The first kernel started this one after its own wait, so the lengths are there to be read.
+    tiles, ends = tile_counts(sizes, ragged, cfg)
+    index = tl.arange(0, cfg.BLOCK_B)
+    tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)
+    share = tl.maximum(tl.cdiv(tl.max(ends, 0), sizes.workers), 1)
+    first_unit = tl.max(tl.where(index < b, ends, 0), 0) + segment * tiles_b
+    worker = first_unit // share
+    last = tl.where(tiles_b > 0, (first_unit + tiles_b - 1) // share + 1, worker)
+
+    offs_m = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    r = segment % sizes.row_tiles * cfg.BLOCK_M + offs_m
+    row_exists = (r < sizes.seqlen_q * cfg.GROUP_SIZE) & (offs_m < cfg.ROWS)
+    i = r // cfg.GROUP_SIZE
+    h = segment // sizes.row_tiles * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
+    offs_dv = tl.arange(0, cfg.BLOCK_DV)
+    exists_dv = offs_dv < cfg.HEAD_DIM_V
+    m = tl.full((MERGE_ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((MERGE_ROWS,), tl.float32)
+    if sinks is not None:
+        m = tl.load(sinks + h, mask=row_exists, other=0.0).to(tl.float32) * LOG2E
+        l += 1.0
+    acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
+    wait_for_kernel_before(cfg)  # until every piece is written
+    for p in range(worker, last, MERGE_PIECES):
+        w = p + tl.arange(0, MERGE_PIECES)
+        piece = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
+        exists = (w < last)[:, None] & row_exists[None, :]  # [MERGE_PIECES, MERGE_ROWS]
+        part_lse = tl.load(partial_lse + piece, mask=exists, other=float("-inf"))
+        ptrs = partial + piece[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
+        part = tl.load(ptrs, mask=exists[:, :, None] & exists_dv[None, None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(part_lse, 0))
+        m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        correction = tl.exp2(m - m_finite)
+        weight = tl.exp2(part_lse - m_finite[None, :])
+        acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], 0)
+        l = l * correction + tl.sum(weight, 0)
+        m = m_new
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    out_ptrs = out.ptr + b.to(tl.int64) * out.stride_batch + i.to(tl.int64) * out.stride_row
+    out_ptrs += h * out.stride_head
+    out_mask = row_exists[:, None] & exists_dv[None, :]
+    tl.store(out_ptrs[:, None] + offs_dv[None, :], acc.to(out.ptr.dtype.element_ty), mask=out_mask)
+    stat = (b.to(tl.int64) * sizes.num_heads + h) * sizes.seqlen_q + i
+    tl.store(lse_ptr + stat, (m + tl.log2(l)) * LN2, mask=row_exists)

@@ -1,0 +1,121 @@
+"""Forward kernel: one program computes BLOCK_M rows of the output of one head.
+
+    m, l, acc = -inf, 0, 0
+    for each tile of keys that the rows can see:            full ones without a mask, then the edges
+        s = q k^T                                           [BLOCK_M, BLOCK_N]
+        m' = max(m, rowmax s),  c = exp(m - m'),  p = exp(s - m')
+        l  = c l + rowsum p,    acc = c acc + p v
+    out = acc / l,  lse = m + log l
+
+FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse is written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.primitives import (
+    LN2,
+    LOG2E,
+    edge_tile,
+    full_end,
+    keep_tile,
+    key_regions,
+    load_scores,
+    online_softmax,
+    query_tile,
+    scores_log2,
+    stat_start,
+)
+from tilewise.gpu.triton.tiles import (
+    add_weighted_rows,
+    dot_rows,
+    load_keys,
+    load_tile,
+    row_base,
+    scaled_tile,
+    store_tile,
+    zero_tile,
+)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_fwd_kernel(
+    q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    dropout_threshold, num_tiles, num_slots, section,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Rows of out and lse. Grid: (tiles * slots,), see `program_tile`."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    k = Source(k, desc_k, desc_k_rest)
+    v = Source(v, desc_v, desc_v_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        dropout_threshold, num_tiles, num_slots, section,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= place.seqlen_q:
+        return
+
+    q_base = row_base(q, place.b, place.h, q_start)
+    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
+    acc = zero_tile(BLOCK_M, V)
+    if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
+        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + place.h).to(tl.float32) * LOG2E
+        l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
+    else:
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+
+    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
+    for j0 in range(full_lo, full_hi, BLOCK_N):
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False
+        )
+    for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
+        j0 = edge_tile(n, full_lo, full_hi)
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
+        )
+
+    i = i0 + tl.arange(0, BLOCK_M)
+    lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen
+    first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
+    tl.store(lse_ptr + first_stat + i, lse, mask=i < place.seqlen_q)
+    acc = scaled_tile(acc, (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None])
+    out_base = row_base(out, place.b, place.h, q_start)
+    store_tile(out, out_base, i0, place.seqlen_q, acc, BLOCK_M, V)
+
+
+@triton.jit
+def forward_step(
+    acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors,
+    cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys and values into (acc, m, l)."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
+    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
+    if extras.dropout_seed is not None:
+        p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
+    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
+    acc = scaled_tile(acc, correction[:, None])
+    acc = add_weighted_rows(acc, p, v_tile, cfg)  # [BLOCK_M, head_dim_v]
+    return acc, m, l

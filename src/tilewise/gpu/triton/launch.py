@@ -1,0 +1,325 @@
+"""The Triton backend: what it serves, and which kernels a forward and a backward launch.
+
+Nothing here depends on lengths at compile time, so a new sequence length or batch size runs the kernels
+that are already compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.gpu.launch import repeated_launch
+from tilewise.gpu.launch.launch_plan import (
+    Launch,
+    Step,
+    Tensors,
+    find,
+    has_triton,
+    is_interpreted,
+    run,
+    run_steps,
+)
+from tilewise.gpu.launch.repeated_launch import RepeatedBackward, Whole
+from tilewise.gpu.triton import launch_decode
+from tilewise.gpu.triton.arguments import STAT_ROWS, BiasSizes, ScoreTensor
+from tilewise.gpu.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
+from tilewise.gpu.triton.tuning_table import KernelTile
+
+# dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
+PARTIAL_BIAS_BYTES = 64 << 20
+ENOUGH_PROGRAMS = 1024
+
+SHORT_QUERY = 16
+
+Tiles = dict[str, KernelTile]
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """None if the Triton kernels serve the problem, else why not."""
+    if not has_triton():
+        return "needs the package triton, which is not installed"
+    if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
+        return f"runs on GPUs, not on device type {problem.device_type!r}"
+    if problem.dtype == torch.float64:
+        return "has no float64, only float32, bfloat16 and float16"
+    if problem.precision == "fp8":
+        return "has no 8-bit products"
+    return None
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    if tile is None and launch_decode.serves(problem):
+        return launch_decode.forward(problem, inputs)
+    if problem.is_quantized:
+        problem, inputs = _dequantized(problem, inputs)
+    inputs = launchable(inputs)
+    query = inputs.query
+    *batch, seqlen, heads, _ = query.shape
+    out = query.new_empty((*batch, seqlen, heads, problem.head_dim_v))
+    lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
+    run(_forward_launch, problem, inputs, tile, fresh=(out, lse))
+    return out, lse
+
+
+def repeatable(
+    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """A function of query, key and value in the caller's layout, for calls that differ in values only.
+
+    None where a seed is drawn or one of them has to be copied first.
+    """
+    is_copied = any(with_dense_rows(t) is not t for t in inputs[:3])
+    plan = find(_forward_launch, problem, inputs, None, fresh=inputs[:2])
+    if problem.dropout_p > 0 or is_copied or plan is None:
+        return None
+    others = inputs[3:]
+
+    def arrange(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensors:
+        return (q, k, v, *others, out, lse)
+
+    return repeated_launch.repeatable(problem, inputs.query, layout, return_lse, plan, arrange)
+
+
+def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
+    assert inputs.page_table is not None
+    table, dense = inputs.page_table.long(), []
+    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
+        assert scale is not None
+        tokens = pages[table].to(scale.dtype) * scale[table][:, :, None, :, None]
+        dense.append(tokens.flatten(1, 2).to(problem.dtype))
+    problem = replace(problem, is_quantized=False, page_size=None)
+    return problem, inputs._replace(
+        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
+    )
+
+
+def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+    from tilewise.gpu.triton.forward import attn_fwd_kernel
+
+    call = Call(problem, tensors)
+    is_short = not problem.is_packed and problem.seqlen_q <= SHORT_QUERY
+    tile = tile or call.tile("forward_short" if is_short else "forward")
+    num_tiles = call.tiles_q(tile.block_m)
+    section = problem.group_size * call.section(call.seqlen_k, 1)
+    tensors_qkvo = (*call.inputs[:3], call.results.out)
+    arguments = (
+        *map(call.rows, tensors_qkvo),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
+        call.results.lse,
+        call.ragged(),
+        *call.extras(),
+        call.factors(),
+        *call.sizes(num_tiles, call.slots_q, section),
+    )
+    return call.launch(attn_fwd_kernel, tile, num_tiles * call.slots_q, arguments)
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    tiles: Tiles | None = None,
+) -> Gradients:
+    """Gradients by recomputation from lse, each in the dtype of its input; the same bits every time."""
+    tiles = tiles or {}
+    inputs = launchable(inputs)
+    query, key, value = inputs[:3]
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    # rows outside a cache's sequences are never visited
+    fresh = torch.zeros if problem.is_cached else torch.empty
+    dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
+    dq = query.new_empty(query.shape)
+    given = (with_dense_rows(out), lse, with_dense_rows(dout), dlse)
+    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, _unshared_dbias(problem, inputs))
+    run_steps(problem, _steps(problem, inputs, results, tiles))
+    dbias = results.dbias
+    if problem.bias_needs_grad and dbias is None:
+        dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"))
+    dsinks = results.dsinks
+    if dsinks is not None:
+        dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def repeatable_backward(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
+    """See `tilewise.autograd.operators.repeatable_backward`."""
+
+    def steps(given: Sequence[Tensor], new: Sequence[Tensor]) -> list[Step]:
+        query, key, value, out, lse, dout = given
+        dq, dk, dv, lse_log2, delta = new
+        results = Results(out, lse, dout, None, lse_log2, delta, None, dq, dk, dv)
+        return _steps(problem, Inputs(query, key, value), results, {})
+
+    rows = _padded_rows(problem, (problem.batch, problem.num_heads, problem.seqlen_q))
+    return RepeatedBackward(problem, layout, whole, steps, (rows, rows), lambda t: with_dense_rows(t) is t)
+
+
+def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse_log2 and delta, and the parts of dsinks."""
+    *heads, rows = _padded_rows(problem, lse.shape)
+    lse_log2, delta = lse.new_empty(2, *heads, rows)
+    return lse_log2, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
+
+
+def _padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of lse_log2 and delta for an lse: rows in blocks of STAT_ROWS."""
+    *heads, seqlen = shape
+    blocks = seqlen // STAT_ROWS + problem.batch if problem.is_packed else -(-seqlen // STAT_ROWS)
+    return (*heads, blocks * STAT_ROWS)
+
+
+def _steps(problem: AttentionProblem, inputs: Inputs, results: Results, tiles: Tiles) -> list[Step]:
+    """The launches of a backward but for the bias: row statistics, dk and dv, dq."""
+    step = functools.partial(_step, (*inputs, *results[:GIVEN]))
+    steps = [step(_prepare_launch, results)]
+    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, inputs.query.device) for n in ("dk", "dv"))
+    if dk_tile is None or dv_tile is None or "dkdv" in tiles:
+        steps.append(step(_dkdv_launch, results, tiles.get("dkdv")))
+    else:
+        steps.append(step(_dkdv_launch, results._replace(dv=None), dk_tile))
+        steps.append(step(_dkdv_launch, results._replace(dk=None), dv_tile))
+    return [*steps, step(_dq_launch, results, tiles.get("dq"))]
+
+
+def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choices: Any) -> Step:
+    """A backward kernel's launch; `given` are the inputs and what comes first in `results`."""
+    return Step(build, given, choices, results[GIVEN:])
+
+
+def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    from tilewise.gpu.triton.backward import attn_bwd_prepare_kernel
+
+    call = Call(problem, tensors)
+    r, blocks = call.results, call.tiles_q(STAT_ROWS)
+    is_wide = problem.head_dim_v * problem.dtype.itemsize > 512  # bytes of a row; 128 of them would spill
+    tile = KernelTile(32 if is_wide else STAT_ROWS, 16, 4, 1)
+    arguments = (
+        call.rows(r.out),
+        call.rows(r.dout),
+        *(r.lse, r.dlse, r.lse_log2, r.delta, r.dsinks),
+        call.ragged(),
+        call.inputs.sinks,
+        *call.sizes(blocks, call.slots_q, call.slots_q),
+    )
+    return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.slots_q, arguments)
+
+
+def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+    from tilewise.gpu.triton.backward import attn_bwd_dkdv_kernel
+
+    call = Call(problem, tensors)
+    r, tile = call.results, tile or call.tile("dkdv")
+    num_tiles = call.tiles_k(tile.block_n)
+    arguments = (
+        *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
+        *(r.lse_log2, r.delta),
+        call.ragged(),
+        *call.extras(),
+        call.factors(),
+        *call.sizes(num_tiles, call.slots_k, call.section(call.seqlen_q, problem.group_size)),
+    )
+    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments, is_early=True)
+
+
+def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+    from tilewise.gpu.triton.backward import attn_bwd_dq_kernel
+
+    call = Call(problem, tensors)
+    r, tile = call.results, tile or call.tile("dq")
+    num_tiles = call.tiles_q(tile.block_m)
+    section = problem.group_size * call.section(call.seqlen_k, 1)
+    arguments = (
+        *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
+        None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
+        *(r.lse_log2, r.delta),
+        call.ragged(),
+        *call.extras(),
+        call.factors(),
+        *call.sizes(num_tiles, call.slots_q, section),
+    )
+    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments, is_early=True)
+
+
+def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
+    """Zeros for the kernel of dq to write to, where each entry of the bias serves one pair; else None."""
+    full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    if not problem.bias_needs_grad or problem.is_packed or problem.bias_shape != full:
+        return None
+    bias, sees = inputs.bias, problem.visibility()
+    assert bias is not None
+    is_visited = not problem.is_cached and (sees.left, sees.right) == (None, None)
+    return (torch.empty if is_visited else torch.zeros)(bias.shape, dtype=bias.dtype, device=bias.device)
+
+
+def _shared_dbias(
+    problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None
+) -> Tensor:
+    """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
+    bias = inputs.bias
+    assert bias is not None
+    tile = tile or table_tile("dbias", problem, bias.device)
+    assert tile is not None
+    parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
+    dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
+    partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
+    given = (*inputs, *results[:GIVEN])
+    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes)])
+    return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> tuple[int, BiasSizes]:
+    """(parts, sizes): how the sums of a broadcast bias's gradient are split over programs."""
+    batch, heads, rows, cols = shape
+    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // tile.block_n)
+    loop_batch = problem.batch if batch == 1 else 1
+    loop_heads = problem.num_heads if heads == 1 else 1
+    loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
+    loop_cols = -(-problem.seqlen_k // tile.block_n) if cols == 1 else 1
+    iterations = loop_batch * loop_heads * loop_rows * loop_cols
+    one_part = batch * heads * tiles_m * tiles_n
+    affordable = PARTIAL_BIAS_BYTES // max(1, 4 * batch * heads * rows * cols)
+    parts = max(1, min(iterations, affordable, ENOUGH_PROGRAMS // max(1, one_part)))
+    per_part = max(1, -(-iterations // parts))
+    parts = max(1, -(-iterations // per_part))
+    loops = (loop_batch, loop_heads, loop_rows, loop_cols)
+    return parts, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_part)
+
+
+def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
+    from tilewise.gpu.triton.backward_bias import attn_bwd_dbias_kernel
+
+    call = Call(problem, tensors)
+    r = call.results
+    assert r.dbias is not None
+    programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
+    arguments = (
+        *map(call.rows, (*call.inputs[:3], r.dout)),
+        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
+        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
+        *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
+        call.ragged(),
+        *call.extras(),
+        call.factors(),
+        *call.sizes(0, 0, 0),
+        *sizes,
+        sizes.bias_rows == 1,
+        sizes.bias_cols == 1,
+    )
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)

@@ -1,0 +1,202 @@
+"""Host side of the decoding kernels: which calls they serve, and their launches.
+
+Nothing here reads a length: a CUDA graph of a decoding step replays with other lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted, run
+from tilewise.gpu.triton.arguments import DecodeConfig, DecodeSizes
+from tilewise.gpu.triton.call import Call, gpu_capability, has_pdl, launchable
+from tilewise.gpu.triton.tuning_table import DecodeTile, decode_tile
+
+MAX_QUERIES = 16
+MIN_KEYS = 256  # below, the general kernel has as much to read as to compute
+MERGE_ELEMENTS = 4096  # of the pieces that a merging program holds at a time
+
+_N = len(Inputs._fields)
+
+
+def serves(problem: AttentionProblem) -> bool:
+    """Few queries to many keys."""
+    is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
+    if problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256:
+        return False  # sums of so many products in one chain are off by more than the error rule allows
+    return is_short and not problem.is_packed and problem.dropout_p == 0 and problem.num_heads > 0
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, tile: DecodeTile | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    inputs = launchable(inputs)
+    query = inputs.query
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
+    if problem.batch == 0:
+        return out, lse
+    is_shared = _is_shared(inputs.key, inputs.value)
+    cuts = _cuts(problem, tile or _tile(problem, query.device, is_shared), query.device)
+    slots = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
+    partial = query.new_empty(slots * (problem.head_dim_v + 1), dtype=torch.float32)
+    fresh = (out, lse, partial[slots:], partial[:slots])
+    run(_decode_launch, problem, inputs, cuts, is_shared, fresh=fresh)
+    run(_merge_launch, problem, inputs, cuts, fresh=fresh)
+    return out, lse
+
+
+class Cuts(NamedTuple):
+    """How a call is cut: see `tilewise.gpu.triton.decode`."""
+
+    tile: DecodeTile
+    rows: int  # of a row tile
+    row_tiles: int
+    segments: int  # of each sequence
+    workers: int
+    has_pdl: bool  # programmatic dependent launch: a kernel's start overlaps the end of the one before
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> Cuts:
+    all_rows = problem.seqlen_q * problem.group_size
+    row_tiles = -(-all_rows // tile.block_m)
+    segments = problem.num_kv_heads * row_tiles
+    most = problem.batch * segments * -(-problem.seqlen_k // tile.block_n)
+    workers = min(_processors(device) * tile.workers, most)
+    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl(device))
+
+
+def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
+    from tilewise.gpu.triton.decode import attn_decode_kernel
+
+    call, (_, _, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    inputs, (mask, bias, alibi, *_) = call.inputs, call.extras()
+    arguments = (
+        *map(call.rows, inputs[:3]),
+        *pieces,
+        call.ragged(),
+        (inputs.key_scale, inputs.value_scale),
+        *(mask, bias, alibi),
+        call.factors(),
+        *_sizes(problem, inputs, cuts),
+        _config(problem, cuts, is_shared),
+    )
+    return Launch(
+        attn_decode_kernel,
+        cuts.workers,
+        arguments,
+        cuts.tile.num_warps,
+        cuts.tile.num_stages,
+        launch_pdl=cuts.has_pdl,
+    )
+
+
+def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
+    from tilewise.gpu.triton.decode import attn_decode_merge_kernel
+
+    call, (out, lse, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    cfg = _config(problem, cuts, False)
+    segments = problem.batch * cuts.segments
+    is_small = segments * cuts.rows <= 4 * _processors(call.inputs.query.device)
+    rows = 1 if is_small else min(cfg.BLOCK_M, 16)
+    arguments = (
+        *pieces,
+        call.rows(out),
+        lse,
+        call.ragged(),
+        call.inputs.sinks,
+        *_sizes(problem, call.inputs, cuts),
+        *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.BLOCK_DV))),
+        cfg,
+    )
+    blocks = -(-cuts.rows // rows)
+    return Launch(
+        attn_decode_merge_kernel, segments, arguments, 4, programs_y=blocks, launch_pdl=cuts.has_pdl
+    )
+
+
+def _sizes(problem: AttentionProblem, inputs: Inputs, cuts: Cuts) -> DecodeSizes:
+    visibility, table = problem.visibility(), inputs.page_table
+    return DecodeSizes(
+        batch=problem.batch,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        stride_page_table=0 if table is None else table.shape[1],
+        window_left=visibility.left,
+        window_right=visibility.right,
+        row_tiles=cuts.row_tiles,
+        segments=cuts.segments,
+        workers=cuts.workers,
+    )
+
+
+def _is_shared(key: Tensor, value: Tensor) -> bool:
+    """The values are a view of the keys' first columns (absorbed MLA): one load serves both."""
+    same_place = key.data_ptr() == value.data_ptr() and key.stride()[:3] == value.stride()[:3]
+    return same_place and value.shape[-1] <= key.shape[-1]
+
+
+def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeConfig:
+    block_d, rest = _parts(problem.head_dim)
+    block_dv = max(16, _power_of_two(problem.head_dim_v))
+    adds_to_scores = problem.softcap > 0 or problem.bias_shape is not None or problem.has_alibi
+    return DecodeConfig(
+        BLOCK_M=max(16, _power_of_two(cuts.rows)),
+        BLOCK_N=cuts.tile.block_n,
+        ROWS=cuts.rows,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_REST=rest,
+        BLOCK_DV=block_dv,
+        BLOCK_B=max(16, _power_of_two(problem.batch)),
+        GROUP_SIZE=problem.group_size,
+        PAGE_SIZE=problem.page_size or 0,
+        HAS_SOFTCAP=problem.softcap > 0,
+        IS_FOLDED=problem.scale > 0 and not adds_to_scores,
+        IS_SHARED=is_shared and block_d == block_dv == problem.head_dim_v,
+        IS_TRANSPOSED=cuts.tile.is_transposed,
+        HAS_PDL=cuts.has_pdl,
+        PRECISION=problem.precision,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _parts(head_dim: int) -> tuple[int, int]:
+    """Columns as one power of two, or as two where that pads less: 576 = 512 + 64."""
+    whole = max(16, _power_of_two(head_dim))
+    first = whole // 2
+    rest = max(16, _power_of_two(head_dim - first)) if head_dim > first else 0
+    return (first, rest) if first >= 16 and first + rest < whole else (whole, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:
+    if is_interpreted():
+        return DecodeTile(16, 16, 1, 4, 1)
+    return decode_tile(
+        gpu_capability(device),
+        problem.dtype == torch.float32,
+        max(problem.head_dim, problem.head_dim_v),
+        problem.seqlen_q * problem.group_size,
+        problem.batch * problem.num_kv_heads * problem.seqlen_k,
+        problem.is_paged,
+        is_shared,
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

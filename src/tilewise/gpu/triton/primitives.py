@@ -1,0 +1,355 @@
+"""What every attention kernel here is made of: tensors, tiles, regions, scores, the softmax step, dropout.
+
+A kernel takes a handful of named tuples. `None` in one of them leaves no trace in the compiled kernel, so
+a plain causal call compiles to a plain kernel. `cfg` holds every other compile-time choice. Lengths are
+never specialized: a new sequence length runs the kernel that is already compiled.
+
+Kernel names: `i` is a query's position and `j` a key's, each inside its own sequence; a score tile is
+[BLOCK_M queries, BLOCK_N keys] and starts at (i0, j0). `i` and `j` are 2-D so that the same code serves
+a transposed tile. Scores that reach an exponential are in log2 units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import STAT_ROWS, Place
+
+STAT_BLOCK = tl.constexpr(STAT_ROWS)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# ---- programmatic dependent launch
+
+
+@triton.jit
+def let_next_kernel_start(cfg: tl.constexpr):
+    """The next kernel's programs may start once all of this kernel's have called this or ended."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_kernel_before(cfg: tl.constexpr):
+    """Until the kernel before has ended and all that it wrote can be read."""
+    if cfg.HAS_PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+# ---- where a program works
+
+
+@triton.jit
+def program_tile(sizes, REVERSED: tl.constexpr):
+    """(tile, slot) of this program: slot by slot within a section, so that a section's keys stay in L2.
+
+    REVERSED starts with the last tiles, which see the most keys when attention is causal.
+    """
+    pid = tl.program_id(0)
+    per_section = sizes.section * sizes.num_tiles
+    first = pid // per_section * sizes.section
+    width = tl.minimum(sizes.section, sizes.num_slots - first)
+    tile = pid % per_section // width
+    slot = first + pid % per_section % width
+    if REVERSED:
+        tile = sizes.num_tiles - 1 - tile
+    return tile, slot
+
+
+@triton.jit
+def packed_tile(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
+    """(sequence, tile within it) for tile `tile` of a packed tensor of total // BLOCK + num_sequences tiles.
+
+    Sequence n owns the tiles from cu_seqlens[n] // BLOCK + n on: always enough, at most one unused.
+    """
+    n = tile * 0
+    end = n + num_sequences
+    while end - n > 1:
+        middle = (n + end) // 2
+        is_after = tl.load(cu_seqlens + middle) // BLOCK + middle > tile
+        end = tl.where(is_after, middle, end)
+        n = tl.where(is_after, n, middle)
+    return n, tile - (tl.load(cu_seqlens + n) // BLOCK + n).to(tl.int32)
+
+
+@triton.jit
+def sequence_rows(b, sizes, ragged):
+    """(first query row, seqlen_q, first key row, seqlen_k, first mask column) of sequence b."""
+    q_start = tl.zeros((), tl.int64)
+    k_start = tl.zeros((), tl.int64)
+    seqlen_q = sizes.seqlen_q
+    seqlen_k = sizes.seqlen_k
+    if ragged.cu_seqlens_q is not None:
+        q_start = tl.load(ragged.cu_seqlens_q + b).to(tl.int64)
+        seqlen_q = (tl.load(ragged.cu_seqlens_q + b + 1) - q_start).to(tl.int32)
+    if ragged.cu_seqlens_k is not None:
+        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
+        seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
+    if ragged.seqlens_k is not None:  # a wrong length must not lead outside of the cache
+        seqlen_k = tl.minimum(tl.maximum(tl.load(ragged.seqlens_k + b).to(tl.int32), 0), seqlen_k)
+    if ragged.leftpad_k is not None:
+        k_start = tl.load(ragged.leftpad_k + b).to(tl.int64)
+        seqlen_k = tl.maximum(seqlen_k - k_start, 0).to(tl.int32)
+    first_col = k_start
+    if ragged.cu_seqlens_k is not None:  # each packed sequence has its columns from 0 on
+        first_col = k_start * 0
+    return q_start, seqlen_q, k_start, seqlen_k, first_col
+
+
+@triton.jit
+def query_tile(sizes, ragged, BLOCK_M: tl.constexpr):
+    """(i0, q_start, k_start, place) of this program's tile of queries; there is none if i0 >= seqlen_q."""
+    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
+    h = slot % sizes.num_heads
+    b = slot // sizes.num_heads
+    if ragged.cu_seqlens_q is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
+    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    return tile * BLOCK_M, q_start, k_start, place
+
+
+@triton.jit
+def stat_start(b, h, q_start, sizes, ragged):
+    """Offset of a head's first lse: (batch, heads, seqlen_q), or packed (heads, total_q)."""
+    head = h.to(tl.int64)
+    if ragged.cu_seqlens_q is None:
+        head += b.to(tl.int64) * sizes.num_heads
+    return head * sizes.seqlen_q + q_start
+
+
+@triton.jit
+def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
+    """Key tiles for queries [i0, i1): edge [lo, full_lo), full [full_lo, full_hi), edge [full_hi, hi).
+
+    Full: every key of the tile is visible to every query. Tiles outside [lo, hi) are invisible.
+    """
+    lo = i0 * 0
+    full_lo = i0 * 0
+    hi = place.seqlen_k
+    full_hi = place.seqlen_k
+    if sizes.window_left is not None:
+        lo = tl.maximum(i0 + place.offset - sizes.window_left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.maximum(i1 - 1 + place.offset - sizes.window_left, 0)
+        full_lo = tl.cdiv(full_lo, BLOCK_N) * BLOCK_N
+    if sizes.window_right is not None:
+        hi = tl.minimum(hi, i1 + place.offset + sizes.window_right)
+        full_hi = tl.minimum(full_hi, i0 + place.offset + sizes.window_right + 1)
+    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N, lo)
+    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
+
+
+@triton.jit
+def full_end(full_lo, full_hi, is_whole, extras):
+    """Where full tiles end: at their start if some row or column of the program's own tile does not exist.
+
+    What is read of a mask or a bias in a full tile is not checked to lie inside of it.
+    """
+    if extras.mask is not None or extras.bias is not None:
+        full_hi = tl.where(is_whole, full_hi, full_lo)
+    return full_hi
+
+
+@triton.jit
+def edge_tile(n, full_lo, full_hi):
+    """Where an edge tile starts: n counts rows from lo as if the full tiles were not there."""
+    return tl.where(n < full_lo, n, n + (full_hi - full_lo))
+
+
+@triton.jit
+def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
+    """Query tiles that see keys [j0, j1), in the same three regions as `key_regions`."""
+    lo = j0 * 0
+    full_lo = j0 * 0
+    hi = place.seqlen_q
+    full_hi = place.seqlen_q
+    if sizes.window_right is not None:
+        lo = tl.maximum(j0 - place.offset - sizes.window_right, 0) // BLOCK_M * BLOCK_M
+        full_lo = tl.maximum(j1 - 1 - place.offset - sizes.window_right, 0)
+        full_lo = tl.cdiv(full_lo, BLOCK_M) * BLOCK_M
+    if sizes.window_left is not None:
+        hi = tl.minimum(hi, j1 - place.offset + sizes.window_left)
+        full_hi = tl.minimum(full_hi, j0 - place.offset + sizes.window_left + 1)
+    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_M * BLOCK_M, lo)
+    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
+
+
+# ---- row statistics of the backward
+
+
+@triton.jit
+def padded_stat_start(b, h, q_start, sizes, ragged):
+    """Offset of a head's first row of lse_log2 or delta: every sequence starts and ends with a STAT_BLOCK."""
+    if ragged.cu_seqlens_q is None:
+        block = (b * sizes.num_heads + h).to(tl.int64) * tl.cdiv(sizes.seqlen_q, STAT_BLOCK)
+    else:  # numbered as by `packed_tile`
+        blocks_per_head = sizes.seqlen_q // STAT_BLOCK + sizes.batch
+        block = h.to(tl.int64) * blocks_per_head + q_start // STAT_BLOCK + b
+    return block * STAT_BLOCK
+
+
+@triton.jit
+def load_stat(ptr, i0, BLOCK_M: tl.constexpr):
+    """[BLOCK_M] of lse_log2 or delta; in padding inf or 0, so that p = 0 there. Wide loads without a mask."""
+    return tl.load(ptr + tl.multiple_of(i0, BLOCK_M) + tl.arange(0, BLOCK_M))
+
+
+# ---- scores
+
+
+@triton.jit
+def tanh(x, IS_ACCURATE: tl.constexpr):
+    """tanh in float32. IS_ACCURATE: relative error near 1e-7 for small x too, by Cephes' polynomial."""
+    y = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    y = tl.where(x < 0, -y, y)
+    if IS_ACCURATE:
+        z = x * x
+        series = -5.70498872745e-3 * z + 2.06390887954e-2
+        series = series * z - 5.37397155531e-2
+        series = series * z + 1.33314422036e-1
+        series = series * z - 3.33332819422e-1
+        y = tl.where(tl.abs(x) < 0.625, series * z * x + x, y)
+    return y
+
+
+@triton.jit
+def score_ptrs(x, i, j, place):
+    """Pointers to the entries (i, j) of a score-shaped tensor, in 64 bits."""
+    head = place.b.to(tl.int64) * x.stride_batch + place.h.to(tl.int64) * x.stride_head
+    return x.ptr + head + i.to(tl.int64) * x.stride_row + (j + place.first_col) * x.stride_col
+
+
+@triton.jit
+def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
+    """A tile of a score-shaped tensor, zero where it does not exist; a 0 that is not used if x is None.
+
+    To be called before the tile's products, which then hide the time that it takes.
+    """
+    if x is None:
+        return i * 0
+    else:
+        ptrs = score_ptrs(x, i, j, place)
+        if IS_EDGE:
+            exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+            return tl.load(ptrs, mask=exists, other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def store_scores(x, tile, i, j, place, IS_EDGE: tl.constexpr):
+    """Write a tile of a score-shaped tensor where it exists."""
+    exists = None
+    if IS_EDGE:
+        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+    tl.store(score_ptrs(x, i, j, place), tile.to(x.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
+    """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
+
+    In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
+    the key is not visible. IS_EDGE=False promises that lengths and window hide nothing in this tile.
+    `bias` and `mask` are what `load_scores` gives for those of extras.
+    """
+    t = s
+    unit = LOG2E
+    if cfg.HAS_SOFTCAP:
+        t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION == "ieee")
+        s = t * (factors.softcap * LOG2E)
+    else:
+        if cfg.IS_FOLDED:
+            unit = 1.0 / factors.scale
+        else:
+            s = s * (factors.scale * LOG2E)
+    if extras.bias is not None:
+        s += bias.to(tl.float32) * LOG2E
+    if extras.alibi is not None:
+        slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
+        s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * unit)
+    if IS_EDGE:
+        s = tl.where(visible_pairs(i, j, place, sizes), s, float("-inf"))
+    if extras.mask is not None:
+        s = tl.where(mask != 0, s, float("-inf"))
+    return s, t
+
+
+@triton.jit
+def visible_pairs(i, j, place, sizes):
+    """Whether length and window let query i see key j."""
+    visible = (j < place.seqlen_k) & (j >= 0)
+    if sizes.window_left is not None:
+        visible = visible & (j >= i + place.offset - sizes.window_left)
+    if sizes.window_right is not None:
+        visible = visible & (j <= i + place.offset + sizes.window_right)
+    return visible
+
+
+@triton.jit
+def exponentials(s, m, factors, cfg: tl.constexpr):
+    """exp2(scores - m): one multiply-add and one exp2 each where the scale is folded in."""
+    if cfg.IS_FOLDED:
+        p = tl.exp2(s * (factors.scale * LOG2E) - m)
+    else:
+        p = tl.exp2(s - m)
+    return p
+
+
+@triton.jit
+def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
+    """(p, correction, m, l) after one more tile of scores with its keys along AXIS: 1, or 0 if transposed.
+
+    m and l are the running maximum (log2 units) and sum of exponentials; what was summed under the old
+    maximum is worth `correction` of its value now. A row that saw only -inf keeps m = -inf and l = 0.
+    """
+    m_tile = tl.max(s, AXIS)
+    if cfg.IS_FOLDED:
+        m_tile = m_tile * (factors.scale * LOG2E)  # the scale is positive, so it commutes with the maximum
+    m_new = tl.maximum(m, m_tile)
+    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    correction = tl.exp2(m - m_finite)
+    p = exponentials(s, tl.expand_dims(m_finite, AXIS), factors, cfg)
+    return p, correction, m_new, l * correction + tl.sum(p, AXIS)
+
+
+# ---- dropout
+
+
+@triton.jit
+def keep_tile(i0, j0, place, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """True [BLOCK_M, BLOCK_N] where a weight survives: Philox word j % 4 of counter (j // 4, i, slot, 0).
+
+    One call of the generator serves four neighbouring keys, so j0 must be divisible by 4.
+    """
+    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+    group = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    w0, w1, w2, w3 = dropout_words(i, group, place, extras, sizes)
+    words = tl.join(
+        tl.join(w0, w2), tl.join(w1, w3)
+    )  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
+    return is_kept(tl.reshape(words, (BLOCK_M, BLOCK_N)), sizes)
+
+
+@triton.jit
+def keep_entries(i, j, place, extras, sizes):
+    """The same decision entry by entry, for any i and j: four times the work of `keep_tile`."""
+    w0, w1, w2, w3 = dropout_words(i, j // 4, place, extras, sizes)
+    low = tl.where(j % 2 == 0, w0, w1)
+    high = tl.where(j % 2 == 0, w2, w3)
+    return is_kept(tl.where(j % 4 < 2, low, high), sizes)
+
+
+@triton.jit
+def dropout_words(i, group, place, extras, sizes):
+    seed = tl.load(extras.dropout_seed)
+    c0 = (group + i * 0).to(tl.uint32)
+    c1 = (i + group * 0).to(tl.uint32)
+    c2 = c0 * 0 + (place.b * sizes.num_heads + place.h).to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, c0 * 0, 10)
+
+
+@triton.jit
+def is_kept(words, sizes):
+    return words >= sizes.dropout_threshold.to(tl.uint32, bitcast=True)

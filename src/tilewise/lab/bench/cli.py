@@ -1,0 +1,189 @@
+"""`tilewise bench`: run, report and compare."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewise.lab.bench.cases import SUITES
+from tilewise.lab.bench.errors import BenchError
+
+app = typer.Typer(help="Measure attention side by side with its peers.", rich_markup_mode=None)
+
+SuiteOption = Annotated[str | None, typer.Option("--suite", help=f"One of: {', '.join(SUITES)}.")]
+FilterOption = Annotated[
+    str | None, typer.Option("--filter", help="Run cases whose name this regular expression finds.")
+]
+PeersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--peers", help="Comma-separated names, or all; tilewise:NAME picks a backend. Default: the suite's."
+    ),
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases and samples, as many rounds.")]
+RoundsOption = Annotated[
+    int, typer.Option("--rounds", help="Rounds in which the peers take turns; at least 5.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the inputs; default: drawn anew.")]
+BudgetOption = Annotated[
+    float | None, typer.Option("--budget", help="Start no case after this many seconds.")
+]
+SetupLimitOption = Annotated[
+    float,
+    typer.Option(
+        "--setup-limit", help="A peer that compiles and warms up for more seconds sits a case out.", min=0.0
+    ),
+]
+GraphOption = Annotated[
+    bool, typer.Option("--graph", help="Time decoding in CUDA graphs, where no host is in the way.")
+]
+FilesArgument = Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")]
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    suite: SuiteOption = None,
+    filter: FilterOption = None,
+    peers: PeersOption = None,
+    json: JsonOption = None,
+    quick: QuickOption = False,
+    rounds: RoundsOption = 5,
+    seed: SeedOption = None,
+    budget: BudgetOption = None,
+    setup_limit: SetupLimitOption = 60.0,
+    graph: GraphOption = False,
+) -> None:
+    """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
+    if context.invoked_subcommand is not None:
+        return
+    if suite is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(0)
+    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph)
+
+
+@app.command()
+def run(
+    suite: SuiteOption = None,
+    filter: FilterOption = None,
+    peers: PeersOption = None,
+    json: JsonOption = None,
+    quick: QuickOption = False,
+    rounds: RoundsOption = 5,
+    seed: SeedOption = None,
+    budget: BudgetOption = None,
+    setup_limit: SetupLimitOption = 60.0,
+    graph: GraphOption = False,
+) -> None:
+    """Check every peer against float64, then time them in turn. Exit status 1 if tilewise is wrong."""
+    from tilewise.lab.bench.report import tables
+    from tilewise.lab.bench.run import MIN_ROUNDS, Settings, is_sound, plan, run as run_plan
+
+    with _one_line_errors():
+        if suite is None:
+            raise BenchError(f"--suite is missing, must be one of {', '.join(SUITES)}")
+        if rounds < MIN_ROUNDS:
+            raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
+        names = tuple(name.strip() for name in peers.split(",")) if peers else ()
+        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit, graph)
+        planned = plan(settings)
+        with _progress(len(planned.cases)) as step:
+            found = run_plan(planned, step)
+        typer.echo(tables(found))
+        if json is not None:
+            typer.echo(f"Every sample is in {json}.")
+    if not is_sound(found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    files: FilesArgument,
+    reference: Annotated[
+        Path | None, typer.Option("--reference", help="A file of ratios recorded elsewhere, as a column.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", help="Draw PNG bar charts into this folder.")
+    ] = None,
+    readme: Annotated[
+        Path | None, typer.Option("--readme", help="Rewrite the summary between this file's markers.")
+    ] = None,
+) -> None:
+    """Print Markdown tables of result files; draw plots; keep a README's summary in step."""
+    from tilewise.lab.bench.readme import update_readme
+    from tilewise.lab.bench.report import tables
+    from tilewise.lab.bench.results import load
+
+    with _one_line_errors():
+        loaded = [load(path) for path in files]
+        recorded = None if reference is None else load(reference)
+        if readme is not None:
+            beside = None if reference is None else reference.as_posix()
+            changed = update_readme(readme, [path.as_posix() for path in files], loaded, beside)
+            typer.echo(f"{readme}: {'rewritten' if changed else 'was in step'}")
+        else:
+            for found in loaded:
+                typer.echo(tables(found, recorded))
+        if plots is not None:
+            _draw(loaded, plots)
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="The earlier result file.", metavar="A.json")],
+    new: Annotated[Path, typer.Argument(help="The later one.", metavar="B.json")],
+) -> None:
+    """Say what got slower beyond the spread. Exit status 1 if anything did."""
+    from tilewise.lab.bench.compare import compare as judge, summarize
+    from tilewise.lab.bench.results import load
+
+    with _one_line_errors():
+        before, after = load(old), load(new)
+        changes = judge(before, after)
+        typer.echo(summarize(before, after, changes))
+    if any(change.is_regression for change in changes):
+        raise typer.Exit(1)
+
+
+def _draw(loaded: list[Any], folder: Path) -> None:
+    from tilewise.lab.bench.plot import plots
+
+    for found in loaded:
+        for path in plots(found, folder):
+            typer.echo(f"drew {path}")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except BenchError as error:
+        print(f"tilewise bench: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on the terminal, and a line for every case that is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tilewise.lab.bench.run import describe_record
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def step(done: int, record: dict[str, Any]) -> None:
+            progress.console.print(describe_record(record))
+            progress.update(task, completed=done)
+
+        yield step

@@ -1,0 +1,157 @@
+"""The gate before the stopwatch: a peer's numbers against the float64 reference, on a slice.
+
+Of every checked sequence, one key head with the query heads that share it: the output in blocks of rows
+at the start, at the end and at a random place; gradients whole, since each key's gradient is a sum over
+all queries. Which rows and heads is drawn anew for every run. Masks are written out here again, so that
+the gate does not share an error with the tile arithmetic.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import reference
+from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.inputs import Data
+
+# ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has
+# 4e-3 (bfloat16), 6e-4 (float16) and 4e-7 (float32), its gradients a little more.
+LIMITS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
+GRADIENT_FACTOR = 2.0
+ROW_FACTOR = 8.0  # the worst row may be this much worse than the slice
+BLOCK = 64  # rows of a checked output block
+CHUNK = 512  # rows a reference pass of the gradients
+
+
+class Verdict(NamedTuple):
+    """`error` and `limit` are of the tensor that came nearest to its limit; `fault` is None if all passed."""
+
+    error: float
+    limit: float
+    fault: str | None
+
+
+class _Sequence(NamedTuple):
+    """One sequence and one key head: (rows, heads, dim) views, canonical and of the peer's results."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor | None
+    results: dict[str, Tensor]
+
+
+def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
+    """Compare `results` ("out", and for a backward case "dq", "dk", "dv") with the reference.
+
+    Every result is canonical: (batch, seqlen, heads, dim), or packed (total, heads, dim).
+    """
+    names = ["out"] if case.direction == "forward" else ["out", "dq", "dk", "dv"]
+    shapes = {"out": (*data.query.shape[:-1], case.head_dim_v), "dq": data.query.shape,
+              "dk": data.key.shape, "dv": data.value.shape}  # fmt: skip
+    for name in names:
+        if results[name].shape != shapes[name]:
+            return Verdict(float("inf"), 0.0, f"{name} has shape {tuple(results[name].shape)}")
+        if not bool(torch.isfinite(results[name]).all()):
+            return Verdict(float("inf"), 0.0, f"{name} holds values that are not finite")
+    source = random.Random(data.seed)
+    worst = Verdict(0.0, 1.0, None)
+    for index in _sequences_to_check(case, source):
+        sequence = _slice(case, data, results, index, source.randrange(case.num_kv_heads))
+        for name, found, exact in _compare(case, sequence, source):
+            limit = LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
+            verdict = _judge(name, found, exact, limit, len(sequence.key))
+            if verdict.fault is not None:
+                return verdict
+            if verdict.error / verdict.limit > worst.error / worst.limit:
+                worst = verdict
+    return worst
+
+
+def _sequences_to_check(case: Case, source: random.Random) -> list[int]:
+    if case.kind == "varlen":
+        by_length = sorted(range(len(case.lengths)), key=lambda n: case.lengths[n])
+        return [by_length[0], by_length[-1], source.randrange(len(case.lengths))]
+    if case.direction == "forward":
+        return sorted({case.batch - 1, source.randrange(case.batch)})
+    return [source.randrange(case.batch)]
+
+
+def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_head: int) -> _Sequence:
+    group = case.num_heads // case.num_kv_heads
+    heads_q, heads_k = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
+    start = sum(case.lengths[:index])
+
+    def cut(t: Tensor, heads: slice) -> Tensor:
+        rows = t[start : start + case.lengths[index]] if case.kind == "varlen" else t[index]
+        return rows[:, heads]
+
+    return _Sequence(
+        cut(data.query, heads_q),
+        cut(data.key, heads_k),
+        cut(data.value, heads_k),
+        None if data.dout is None else cut(data.dout, heads_q),
+        {name: cut(t, heads_k if name in ("dk", "dv") else heads_q) for name, t in results.items()},
+    )
+
+
+def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, found, exact) for every result of one sequence."""
+    pairs = []
+    length = len(s.query)
+    for start in sorted({0, max(0, length - BLOCK), source.randrange(max(1, length - BLOCK + 1))}):
+        rows = slice(start, min(start + BLOCK, length))
+        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
+        out, _ = reference.attention(s.query[None, rows], s.key[None, keys], s.value[None, keys], mask=mask)
+        pairs.append(("out", s.results["out"][rows], out[0]))
+    if s.dout is None:
+        return pairs
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in s[:3])
+    for start in range(0, length, CHUNK):
+        rows = slice(start, min(start + CHUNK, length))
+        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
+        inputs = (s.query[None, rows], s.key[None, keys], s.value[None, keys])
+        gradients = reference.attention_backward(s.dout[None, rows], *inputs, mask=mask)
+        dq[rows] = gradients.query[0]
+        dk[keys] += gradients.key[0]
+        dv[keys] += gradients.value[0]
+    return [*pairs, *((name, s.results[name], t) for name, t in (("dq", dq), ("dk", dk), ("dv", dv)))]
+
+
+def _visible(
+    case: Case, seqlen_q: int, seqlen_k: int, rows: slice, device: torch.device
+) -> tuple[slice, Tensor | None]:
+    """The keys that the rows can see, and the mask among them (1, 1, rows, keys) or None."""
+    left, right = case.window if case.window is not None else (seqlen_k, 0 if case.causal else seqlen_k)
+    offset = seqlen_k - seqlen_q
+    first = max(0, rows.start + offset - left)
+    last = max(first + 1, min(seqlen_k, rows.stop + offset + right))
+    distance = (
+        torch.arange(first, last, device=device)[None, :]
+        - torch.arange(rows.start, rows.stop, device=device)[:, None]
+        - offset
+    )
+    visible = (distance >= -left) & (distance <= right)
+    return slice(first, last), None if bool(visible.all()) else visible[None, None]
+
+
+def _judge(name: str, found: Tensor, exact: Tensor, limit: float, seqlen_k: int) -> Verdict:
+    """Normal inputs give outputs and gradients of about 1 / sqrt(keys); where the exact values are far
+    smaller (a query with one key has no gradient), errors are measured against a tenth of that."""
+    difference = found.double() - exact
+    least = 0.1 * (exact.numel() / seqlen_k) ** 0.5
+    error = float(difference.norm() / exact.norm().clamp(min=least))
+    rows = exact.norm(dim=-1)
+    floor = max(float(rows.square().mean().sqrt()), 0.1 * (exact.shape[-1] / seqlen_k) ** 0.5)
+    worst_row = float((difference.norm(dim=-1) / rows.clamp(min=floor)).max())
+    if not error <= limit:
+        return Verdict(error, limit, f"{name} is off by {error:.1e} of its norm, limit {limit:.1e}")
+    if not worst_row <= ROW_FACTOR * limit:
+        return Verdict(
+            error, limit, f"a row of {name} is off by {worst_row:.1e}, limit {ROW_FACTOR * limit:.1e}"
+        )
+    return Verdict(error, limit, None)

@@ -1,0 +1,316 @@
+"""`tilewise io`, `tilewise roofline` and `tilewise kv-memory`: what attention moves, computes and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.learn import io_model, kv_memory, plot as drawing, roofline
+from tilewise.lab.learn.io_model import Cost, Shape
+from tilewise.lab.learn.machines import MACHINES, Machine, find_machine, human_bytes
+from tilewise.lab.learn.records import BlockSizes
+
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+MANY = (512, 2048, 8192, 32768, 131072)
+
+Seqlen = Annotated[int, typer.Option("--seqlen", help="Queries, and keys unless --seqlen-k says otherwise.")]
+SeqlenK = Annotated[int | None, typer.Option("--seqlen-k", help="Keys; default: as many as queries.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", help="Head size.")]
+Heads = Annotated[int, typer.Option("--heads", help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key heads; default: as many.")]
+Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
+Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
+Sram = Annotated[int, typer.Option("--sram", help="Fast memory M of Algorithm 1, in KiB.")]
+BlockQ = Annotated[int, typer.Option("--block-q", help="Queries in a tile of the other algorithms.")]
+BlockK = Annotated[int, typer.Option("--block-k", help="Keys in a tile of the other algorithms.")]
+Splits = Annotated[int, typer.Option("--splits", help="Parts that decoding cuts the keys in.")]
+DeviceName = Annotated[
+    str, typer.Option("--device", help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")
+]
+
+
+def io(
+    seqlen: Seqlen = 4096,
+    seqlen_k: SeqlenK = None,
+    head_dim: HeadDim = 128,
+    heads: Heads = 1,
+    kv_heads: KvHeads = None,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    causal: Causal = False,
+    sram: Sram = 96,
+    block_q: BlockQ = 128,
+    block_k: BlockK = 128,
+    splits: Splits = 1,
+    detail: Annotated[bool, typer.Option("--detail", help="Every tensor's bytes.")] = False,
+) -> None:
+    """Count what each algorithm reads, writes and computes; decoding is one new query for each sequence."""
+    with _one_line_errors():
+        shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
+        found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
+    _print_table(
+        f"{_describe(shape)}; M = {sram} KiB, tiles {block_q} x {block_k}",
+        ["algorithm", "moved", "fast memory read", "FLOP", "exp, log, 1/x", "FLOP/byte", "extra", "theorem"],
+        [_cost_row(cost, shape) for cost in found],
+        "moved: bytes to and from slow memory; FLOP: matrix products; extra: slow memory beyond inputs and "
+        "outputs; theorem: the asymptotic form and how many times more the loops move.",
+    )
+    if detail:
+        for cost in found:
+            _print_table(cost.algorithm, ["tensor", "read", "written"], list(_tensor_rows(cost)))
+
+
+def roofline_command(
+    seqlen: Seqlen = 4096,
+    seqlen_k: SeqlenK = None,
+    head_dim: HeadDim = 128,
+    heads: Heads = 16,
+    kv_heads: KvHeads = None,
+    batch: Batch = 4,
+    dtype: Dtype = "bfloat16",
+    causal: Causal = False,
+    sram: Sram = 96,
+    block_q: BlockQ = 128,
+    block_k: BlockK = 128,
+    splits: Splits = 1,
+    device: DeviceName = "H200",
+    results: Annotated[
+        list[Path] | None,
+        typer.Option("--results", help="Result files of bench: predicted against measured."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw into this file: the roofline, or the comparison.")
+    ] = None,
+) -> None:
+    """Say which resource binds each algorithm, and the time that follows; or compare with measurements."""
+    with _one_line_errors():
+        if results is not None:
+            _compare(results, plot)
+            return
+        machine = find_machine(device)
+        shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
+        found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
+        if plot is not None:
+            drawing.under_the_roof(found, machine, plot)
+    _print_machine(machine)
+    _print_table(
+        _describe(shape),
+        ["algorithm", "FLOP/byte", "of the ridge", "bound by", "at least", "each resource alone"],
+        [_prediction_row(cost, machine) for cost in found],
+        "FLOP/byte: products for each byte of main memory." + ("" if plot is None else f"\n  drew {plot}"),
+    )
+
+
+def kv_memory_command(
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
+    ] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens in the cache.")] = 4096,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
+    ] = None,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens a page, with --lengths.")] = 16,
+    longest: Annotated[
+        int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
+    ] = None,
+) -> None:
+    """Size of a key/value cache by model and context; beside it, the score matrices of standard attention."""
+    with _one_line_errors():
+        if lengths is not None:
+            _print_pages(lengths, page_size, longest)
+            return
+        size = _itemsize(dtype)
+        chosen = kv_memory.MODELS.values() if model is None else [kv_memory.find_model(model)]
+        rows = []
+        for known in chosen:
+            full = known.with_every_head()
+            count = known.cache_bytes(context, batch, size)
+            every = full.cache_bytes(context, batch, size)
+            rows.append(
+                [
+                    known.name,
+                    human_bytes(known.bytes_per_token(size)),
+                    human_bytes(count),
+                    f"{count / 2**30:.4g} GiB",
+                    human_bytes(every),
+                    f"{every / count:.3g}x",
+                ]
+            )
+    header = ["model", "a token", "cache", "", "every head its own", "smaller"]
+    _print_table(f"cache of {batch} x {context} tokens, {dtype}", header, rows)
+    matrix = [
+        [
+            str(n),
+            f"{n * n}",
+            human_bytes(b := kv_memory.score_matrix_bytes(n, 1, size)),
+            f"{b / 2**20:.10g} MiB",
+        ]
+        for n in MANY
+    ]
+    _print_table("N x N scores of one head, if they were stored", ["N", "numbers", "bytes", ""], matrix)
+
+
+def costs(shape: Shape, sram_bytes: int, blocks: BlockSizes, splits: int) -> list[Cost]:
+    """Every algorithm on one shape; decoding takes one query."""
+    fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__} | {"seqlen_q": 1}
+    return [
+        io_model.standard(shape, blocks),
+        io_model.fa1(shape, sram_bytes),
+        io_model.fa2(shape, blocks),
+        io_model.backward_storing(shape, blocks),
+        io_model.backward_recompute(shape, blocks),
+        io_model.decode(Shape(**fields), splits, blocks.block_k),
+    ]
+
+
+def _compare(files: Sequence[Path], plot: Path | None) -> None:
+    from tilewise.lab.learn import measured
+
+    points = measured.load_points(files)
+    _print_table("predicted against measured", measured.HEADER, measured.table(points))
+    if plot is not None:
+        drawing.measured_over_predicted(points, plot)
+        typer.echo(f"drew {plot}")
+
+
+def _print_pages(text: str, page_size: int, longest: int | None) -> None:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"lengths must be whole numbers apart by commas, got {text!r}") from None
+    paging = kv_memory.Paging(lengths, page_size, max(lengths) if longest is None else longest)
+    rows = [
+        [str(n), str(length), str(pages), str(pages * page_size - length)]
+        for n, (length, pages) in enumerate(zip(lengths, paging.pages))
+    ]
+    _print_table(f"pages of {page_size} tokens", ["sequence", "tokens", "pages", "empty slots"], rows)
+    in_pages, reserved = paging.paged - paging.used, paging.reserved - paging.used
+    typer.echo(
+        f"{paging.used} tokens lie in {paging.paged} slots, {in_pages} of them empty; "
+        f"reserving {paging.longest} for each takes {paging.reserved}, {reserved} of them empty."
+    )
+
+
+def _shape(
+    seqlen: int,
+    seqlen_k: int | None,
+    head_dim: int,
+    heads: int,
+    kv_heads: int | None,
+    batch: int,
+    dtype: str,
+    causal: bool,
+) -> Shape:
+    keys = seqlen if seqlen_k is None else seqlen_k
+    size = _itemsize(dtype)
+    return Shape(seqlen, keys, head_dim, None, heads, kv_heads, batch, size, causal)
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype not in ITEMSIZES:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
+    return ITEMSIZES[dtype]
+
+
+def _blocks(block_q: int, block_k: int) -> BlockSizes:
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    return BlockSizes(block_q, block_k)
+
+
+def _describe(shape: Shape) -> str:
+    heads = f"{shape.num_heads}" + (f"/{shape.kv_heads}" if shape.kv_heads != shape.num_heads else "")
+    mask = ", causal" if shape.causal else ""
+    return (
+        f"{shape.batch} x {shape.seqlen_q} queries x {shape.seqlen_k} keys, "
+        f"{heads} heads of {shape.head_dim}, {shape.itemsize} bytes a number{mask}"
+    )
+
+
+def _cost_row(cost: Cost, shape: Shape) -> list[str]:
+    formula, elements = cost.asymptotic
+    return [
+        cost.algorithm,
+        human_bytes(cost.slow_bytes),
+        human_bytes(cost.fast_read),
+        f"{cost.matmul_flops:.3e}",
+        f"{cost.special_ops:.3e}",
+        f"{cost.intensity:.1f}",
+        human_bytes(cost.extra_bytes),
+        f"{formula}: {cost.slow_bytes / shape.itemsize / elements:.1f}x",
+    ]
+
+
+def _tensor_rows(cost: Cost) -> Iterator[list[str]]:
+    for name in dict.fromkeys([*cost.reads, *cost.writes]):
+        yield [name, human_bytes(cost.reads.get(name, 0)), human_bytes(cost.writes.get(name, 0))]
+
+
+def _prediction_row(cost: Cost, machine: Machine) -> list[str]:
+    prediction = roofline.predict(cost, machine)
+    intensity = roofline.memory_intensity(cost, machine)
+    side = "right" if roofline.is_compute_bound(intensity, machine.device) else "left"
+    alone = ", ".join(f"{name} {_time(seconds)}" for name, seconds in prediction.times.items())
+    return [cost.algorithm, f"{intensity:.1f}", side, prediction.bound, _time(prediction.seconds), alone]
+
+
+def _print_machine(machine: Machine) -> None:
+    device = machine.device
+    rows = [
+        [
+            level.name,
+            f"{human_bytes(level.bytes)} x {level.units}",
+            "–" if level.bytes_per_second is None else f"{human_bytes(level.bytes_per_second)}/s",
+            "–" if level.latency_cycles is None else f"{level.latency_cycles} cycles",
+            level.source,
+        ]
+        for level in machine.levels
+    ]
+    _print_table(
+        f"{machine.name}: {device.flops_per_second / 1e12:.4g} TFLOP/s / "
+        f"{human_bytes(device.bytes_per_second)}/s = balance {device.balance:.1f} FLOP/byte; "
+        f"{machine.special_per_second / 1e12:.3g} T special functions/s",
+        ["level", "size", "bandwidth", "latency", "source"],
+        rows,
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+    """Aligned columns, text to the left and numbers to the right, each row on one line."""
+    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
+    typer.secho(title, bold=True)
+    for row in (header, *rows):
+        cells = [
+            f"{cell:<{w}}" if c == 0 or not _is_number(rows, c) else f"{cell:>{w}}"
+            for c, (cell, w) in enumerate(zip(row, widths))
+        ]
+        typer.echo("  " + "  ".join(cells).rstrip())
+    if note:
+        typer.echo(f"  {note}")
+    typer.echo("")
+
+
+def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
+    return all(row[column][:1].isdigit() or row[column] == "–" for row in rows)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[Any]:
+    try:
+        yield
+    except (ValueError, BenchError) as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,217 @@
+"""Tiled attention in PyTorch operations: every option, any device, O(N) memory. The readable fallback.
+
+Forward, for each tile of queries (FlashAttention-2's order; Dao 2023, section 3.1):
+
+    m, l, acc = -inf, 0, 0
+    for each visible tile of keys:
+        s     = scale * q k^T (+ softcap, bias, ALiBi, mask)    [block_q, block_k]
+        m_new = max(m, rowmax(s)),  c = exp(m - m_new),  p = exp(s - m_new)
+        l     = c * l + rowsum(p),  acc = c * acc + p v
+    out = acc / l,  lse = m + log(l)
+
+Backward, the same walk, recomputing p from the saved lse (section 3.2): delta = rowsum(dO * O) - dlse,
+dP = dO V^T, dS = P * (dP - delta), dV += P^T dO, dQ += dS K, dK += dS^T Q. What a tile holds is in `tiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """Every problem is served."""
+    return None
+
+
+class OnlineSoftmaxStep(NamedTuple):
+    """State after one tile, and what the tile contributed."""
+
+    m: Tensor  # running maximum [..., block_q, 1]
+    l: Tensor  # running sum of exponentials [..., block_q, 1]
+    acc: Tensor  # running output, not normalized [..., block_q, head_dim_v]
+    m_tile: Tensor  # this tile's row maximum
+    correction: Tensor  # exp(m_old - m): what the old sums are worth under the new maximum
+    p: Tensor  # this tile's exponentials [..., block_q, block_k]
+
+
+def online_softmax_step(
+    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None,
+    round_weights: Callable[[Tensor], Tensor] | None = None,
+) -> OnlineSoftmaxStep:  # fmt: skip
+    """Fold one tile of scores and values into the running softmax.
+
+    Args:
+        s: scores [n, block_q, block_k]; -inf where a key is not visible. Overwritten with p.
+        v: values [n, block_k, head_dim_v].
+        m, l, acc: the state so far; start from -inf, 0, 0. acc is updated in place.
+        keep: dropout factor, 0 or 1 / (1 - dropout_p), shaped like s. It multiplies what reaches acc;
+            the softmax denominator is that of the undropped weights.
+        round_weights: what weights go through before they are multiplied by v.
+
+    A row that has seen only -inf keeps m = -inf and l = 0. NaN and +inf propagate.
+    """
+    m_tile = s.amax(-1, keepdim=True)
+    m_new = torch.maximum(m, m_tile)
+    m_finite = m_new.masked_fill(m_new == NEG_INF, 0.0)  # exp(-inf - -inf) would be NaN
+    correction = torch.exp(m - m_finite)
+    p = s.sub_(m_finite).exp_()
+    l = l * correction + p.sum(-1, keepdim=True)
+    weights = p if keep is None else p * keep
+    acc.mul_(correction).baddbmm_(weights if round_weights is None else round_weights(weights), v)
+    return OnlineSoftmaxStep(m_new, l, acc, m_tile, correction, p)
+
+
+def recompute_step(
+    s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """First half of one backward tile: P = exp(S - lse), dV += P^T dO, dP = dO V^T. Returns (p, dp).
+
+    Args:
+        s: scores [n, block_q, block_k]. Overwritten with p.
+        v: values [n, block_k, head_dim_v].
+        lse: [n, block_q, 1], finite: 0 stands for a row whose scores are all -inf.
+        do: gradient of the output [n, block_q, head_dim_v].
+        dv: [n, block_k, head_dim_v], added to in place.
+        keep: dropout factor, as in `online_softmax_step`; dp carries it.
+    """
+    p = s.sub_(lse).exp_()
+    dv.baddbmm_((p if keep is None else p * keep).mT, do)
+    dp = torch.bmm(do, v.mT)
+    if keep is not None:
+        dp *= keep
+    return p, dp
+
+
+def gradient_step(
+    p: Tensor,
+    dp: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    tanh: Tensor | None = None,
+) -> Tensor:
+    """Second half of one backward tile: dS = P * (dP - delta), dQ += dS K, dK += dS^T Q. Returns ds.
+
+    Args:
+        p, dp: of `recompute_step`. dp is overwritten with ds.
+        delta: rowsum(dO * O) - dlse [n, block_q, 1].
+        q, k: [n, block_q, head_dim], [n, block_k, head_dim].
+        dq, dk: shaped like q and k, added to in place.
+        tanh: of the softcapped scores; the scores before the cap have the gradient ds * (1 - tanh^2).
+    """
+    ds = dp.sub_(delta).mul_(p)
+    ds_uncapped = ds if tanh is None else (1 - tanh * tanh).mul_(ds)
+    dq.baddbmm_(ds_uncapped, k)
+    dk.baddbmm_(ds_uncapped.mT, q)
+    return ds
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out, contiguous, query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total)."""
+    query = inputs.query
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    lse_shape = (query.shape[1], query.shape[0]) if problem.is_packed else _lse_shape(problem)
+    lse = query.new_empty(lse_shape, dtype=problem.compute_dtype)
+    for segment in segments(problem, inputs):
+        tiles = Tiles(problem, inputs, segment)
+        out_rows, lse_rows = tiles.rows(out), tiles.lse_rows(lse)
+        for i0, i1 in tiles.query_tiles():
+            tile_out, tile_lse = _forward_tile(tiles, i0, i1)
+            out_rows[:, :, i0:i1] = tile_out.view(out_rows[:, :, i0:i1].shape)
+            lse_rows[:, :, i0:i1] = tile_lse.view(lse_rows[:, :, i0:i1].shape)
+    return out, lse
+
+
+def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
+    q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
+    m, l = tiles.initial_statistics(i0, i1)
+    acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
+    for j0, j1 in tiles.key_tiles(i0, i1):
+        s, _ = tiles.scores(q, i0, i1, j0, j1)
+        keep = tiles.keep(i0, i1, j0, j1)
+        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep, tiles.round_weights)
+    lse = m + torch.log(l)
+    acc /= l.masked_fill(l == 0, 1.0)
+    return acc, lse
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Gradients by recomputation from lse; each has the dtype of its input. Deterministic."""
+    dq, dk, dv = (t.new_zeros(t.shape) for t in (inputs.query, inputs.key, inputs.value))
+    bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    for segment in segments(problem, inputs):
+        tiles = Tiles(problem, inputs, segment)
+        n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
+        dk_sum = dq.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
+        dv_sum = dq.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
+        dq_rows, out_rows, do_rows = tiles.rows(dq), tiles.rows(out), tiles.rows(dout)
+        lse_rows, dlse_rows = tiles.lse_rows(lse), None if dlse is None else tiles.lse_rows(dlse)
+        for i0, i1 in tiles.query_tiles():
+            do = tiles.fold(do_rows[:, :, i0:i1])  # [n, group * block_q, head_dim_v]
+            delta = (do * tiles.fold(out_rows[:, :, i0:i1])).sum(-1, keepdim=True)
+            if dlse_rows is not None:
+                delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
+            row_lse = tiles.fold(lse_rows[:, :, i0:i1, None])
+            dq_tile = _backward_tile(tiles, i0, i1, do, delta, row_lse, dk_sum, dv_sum, dbias)
+            dq_rows[:, :, i0:i1] = dq_tile.view(dq_rows[:, :, i0:i1].shape)
+            if dsinks is not None:
+                p_sink = torch.exp(tiles.sink_column(i0, i1) - row_lse)
+                per_head = (p_sink * delta).view(len(segment.sequences), problem.num_heads, -1)
+                dsinks -= per_head.sum((0, 2))
+        tiles.store_key_rows(dk, dk_sum)
+        tiles.store_key_rows(dv, dv_sum)
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+        None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
+    )
+
+
+def _backward_tile(
+    tiles: Tiles,
+    i0: int,
+    i1: int,
+    do: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    dk_sum: Tensor,
+    dv_sum: Tensor,
+    dbias: Tensor | None,
+) -> Tensor:
+    """Add one query tile's part to dk_sum, dv_sum and dbias; return its dq."""
+    q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
+    dq = torch.zeros_like(q)
+    lse = lse.masked_fill(lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
+    for j0, j1 in tiles.key_tiles(i0, i1):
+        k, v = tiles.key(j0, j1), tiles.value(j0, j1)
+        s, tanh = tiles.scores(q, i0, i1, j0, j1)
+        keep = tiles.keep(i0, i1, j0, j1)
+        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep)
+        ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
+        if dbias is not None:
+            add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
+    return dq.mul_(tiles.problem.scale)
+
+
+def _lse_shape(problem: AttentionProblem) -> tuple[int, int, int]:
+    return problem.batch, problem.num_heads, problem.seqlen_q
