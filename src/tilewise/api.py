@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import repeat, repeat_cached
-from tilewise.autograd import functions as autograd
+from tilewise.autograd import functions
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_number, check_tensors, shown
-from tilewise.core.problem import Inputs, Options, describe
-from tilewise.dispatch import choice as dispatch
+from tilewise.core.problem import Inputs, Options
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -91,25 +89,15 @@ def attention(
         tensor([1.0000, 1.5000, 2.0000])
     """
     bounds = NO_WINDOW if window is None else window_bounds(window)
-    signature = None
-    if mask is bias is alibi_slopes is sinks is generator is None:
-        signature, repeated = repeat.attempt(
-            query, key, value, causal, bounds, softcap, dropout_p, scale, layout, return_lse, deterministic,
-            precision, backend,
-        )  # fmt: skip
-        if repeated is not None:
-            return repeated  # type: ignore[no-any-return]
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
-    out, lse = autograd.attention(inputs, options, backend)
+    out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)
-    if signature is not None:
-        repeat.keep(signature, (query, key, value), inputs, options, backend, layout, return_lse)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def attention_varlen(
@@ -172,8 +160,8 @@ def attention_varlen(
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
-    out, lse = autograd.attention(inputs, options, backend)
-    return (out, lse) if return_lse else out
+    out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def attention_with_cache(
@@ -246,32 +234,23 @@ def attention_with_cache(
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
     options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
     step = cached_step(cache, batch, query, key, value)
-    tensors = step.tensors(query, alibi_slopes, sinks) if mask is bias is None else None
-    others = (key, value, rotary_cos, rotary_sin)
-    signature, attend = repeat_cached.attempt(tensors, others, "attention_with_cache", options, backend)
     try:
         if rotary is not None:
             step.check_rotary(rotary)
-        if attend is None:
-            inputs = canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks)
-            inputs = step.inputs(inputs)
-            if not torch.compiler.is_compiling():
-                dispatch.choose(describe(inputs, options), backend)  # before the cache changes
+        inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks))
+        if not torch.compiler.is_compiling():
+            functions.check(inputs, options, backend)  # before the cache changes
         query = step.store(query, key, value, rotary)
     except Exception:
         step.undo()
         raise
-    if attend is not None:
-        assert tensors is not None
-        out, lse = attend(tensors._replace(query=query))
-    else:
-        inputs = inputs._replace(query=query)
-        out, lse = autograd.attention(inputs, options, backend, step.are_lengths_known())
-        if signature is not None:
-            repeat_cached.keep(signature, inputs, options, backend)
+    are_known = step.are_lengths_known()
+    out, lse = functions.attention(
+        inputs._replace(query=query), options, backend, wants_lse=return_lse, are_values_known=are_known
+    )
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def canonical_inputs(

@@ -15,7 +15,6 @@ from tilewise.cache.pages import PADDING, PagedBatch, integers
 from tilewise.core.problem import Inputs
 from tilewise.core.rotary import apply_rotary
 from tilewise.gpu.launch.launch_plan import has_triton
-from tilewise.gpu.launch.repeated_launch import CachedTensors
 
 
 def cached_step(
@@ -92,10 +91,6 @@ class Step(ABC, Generic[C]):
         """The call's tensors with the cache's lengths and pages."""
 
     @abstractmethod
-    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors | None:
-        """The same for a call that may be repeated; None if there are more."""
-
-    @abstractmethod
     def write(self, key: Tensor, value: Tensor | None) -> None:
         """Store the new tokens."""
 
@@ -167,10 +162,6 @@ class ContiguousStep(Step[KVCache]):
     def inputs(self, inputs: Inputs) -> Inputs:
         return inputs._replace(seqlens_k=self.cache.lengths)
 
-    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors:
-        cache = self.cache
-        return CachedTensors(query, cache.key, cache.value, cache.lengths, None, slopes, sinks)
-
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value)
 
@@ -214,12 +205,6 @@ class PagedStep(Step[PagedKVCache]):
             key_scale=self.cache.key_scale,
             value_scale=self.cache.value_scale,
         )
-
-    def tensors(self, query: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> CachedTensors | None:
-        cache, batch = self.cache, self.batch
-        if query.ndim == 3 or cache.key_scale is not None:
-            return None
-        return CachedTensors(query, cache.key, cache.value, batch.lengths, batch.page_table, slopes, sinks)
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value, self.batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,9 @@ from tilewise.core.checks import (
     check_scalars,
     check_score_tensors,
     check_shapes,
-    check_types,
 )
 from tilewise.core.mask import Visibility
+from tilewise.core.signature import Signature, TensorSignature, named
 
 
 class Inputs(NamedTuple):
@@ -136,6 +136,11 @@ class AttentionProblem:
         return self.is_packed and not self.is_cached
 
     @property
+    def has_values(self) -> bool:
+        """Whether offsets, lengths or pages have values to be checked in every call."""
+        return self.is_packed or self.is_cached
+
+    @property
     def is_paged(self) -> bool:
         return self.page_size is not None
 
@@ -159,59 +164,53 @@ class AttentionProblem:
 def describe(inputs: Inputs, options: Options) -> AttentionProblem:
     """Validate a call and describe it.
 
-    Checks everything that shapes, dtypes, devices and scalars can tell; `values.check_values` checks what
-    only values can. The answer is cached on exactly what it depends on, so a repeated call costs one lookup.
+    Checks everything that shapes, dtypes, devices and scalars can tell, of tensors that are being traced too;
+    `values.check_values` checks what only values can.
 
     Raises:
         ValueError: an argument has a wrong shape or value; the message names it and says what is right.
         TypeError: an argument has a wrong dtype.
         NotImplementedError: a gradient that does not exist is asked for.
     """
-    try:
-        return _describe(_signatures(inputs), options, _is_value_in_key(inputs.key, inputs.value))
-    except TypeError:
-        check_types(options)  # names what cannot be hashed
-        raise
-
-
-def validate(inputs: Inputs, options: Options) -> None:
-    """The checks of `describe` for tensors that are being traced, whose sizes may be symbols."""
-    _describe.__wrapped__(_signatures(inputs), options)
-
-
-def _signatures(inputs: Inputs) -> tuple[Any, ...]:
     grad_enabled = torch.is_grad_enabled()
-    return tuple(
-        None if t is None else (t.shape, t.dtype, t.device, grad_enabled and t.requires_grad) for t in inputs
+    tensors = [
+        None if t is None
+        else TensorSignature(t.shape, (), t.dtype, t.device, 0, grad_enabled and t.requires_grad)
+        for t in inputs
+    ]  # fmt: skip
+    return describe_tensors(Inputs(*tensors), options, _is_value_in_key(inputs.key, inputs.value))  # type: ignore[arg-type]
+
+
+def describe_signature(signature: Signature) -> AttentionProblem:
+    """The problem of a call's signature. Raises as `describe`."""
+    tensors: Any = Inputs(*named(signature.inputs))
+    key, value = tensors.key, tensors.value
+    is_value_in_key = (
+        signature.shares_memory and key.shape[-1:] > value.shape[-1:] and key.strides == value.strides
     )
-
-
-class _Signature(NamedTuple):
-    """What a tensor shows without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    problem = describe_tensors(tensors, signature.options, is_value_in_key)
+    if signature.direction == "forward":
+        return problem
+    return replace(
+        problem,
+        bias_needs_grad=signature.needs_bias_gradient,
+        lse_needs_grad=signature.results[-1] is not None,
+    )
 
 
 def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
     """Whether the values are a view of the keys' first columns."""
     return (
-        key.shape[-1:] > value.shape[-1:]
+        not torch.compiler.is_compiling()
+        and key.shape[-1:] > value.shape[-1:]
         and key.stride() == value.stride()
         and key.storage_offset() == value.storage_offset()
         and key.untyped_storage()._cdata == value.untyped_storage()._cdata
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _describe(raw: tuple[Any, ...], options: Options, is_value_in_key: bool = False) -> AttentionProblem:
-    signatures: Any = Inputs(*(None if s is None else _Signature(*s) for s in raw))  # type: ignore[arg-type]
+def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -> AttentionProblem:
+    """`describe` for the `TensorSignature`s of `Inputs`."""
     query, key, value = signatures.query, signatures.key, signatures.value
     check_dtypes_and_devices(signatures)
     is_packed = signatures.cu_seqlens_q is not None

@@ -1,0 +1,1 @@
+"""From a call to the backend and the plan that serve it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise import repeat_cached
 from tilewise.api import canonical_inputs
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.rotary import apply_rotary
@@ -30,7 +29,6 @@ from tilewise.faces.kv_cache_arguments import (
     rotary_of,
 )
 from tilewise.gpu.launch.launch_plan import has_triton
-from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors
 
 
 @torch.no_grad()
@@ -46,10 +44,6 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     Raises:
         ValueError, TypeError: an argument does not fit; nothing has been written then.
     """
-    tensors, others = _plain_tensors(call), (call.k, call.v, call.rotary_cos, call.rotary_sin)
-    signature, attend = repeat_cached.attempt(tensors, others, call.table_name, options)
-    if tensors is not None and attend is not None:
-        return _again(call, tensors, attend)
     check_tensors(call)
     queries = query_layout(call)
     batch, device = queries.batch, call.q.device
@@ -82,34 +76,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
         inputs = inputs._replace(query=query, key=key)
     out, lse = chunks.attention(inputs, options, call.attention_chunk)
-    if signature is not None and not is_fp8 and (new is None or is_fused):
-        repeat_cached.keep(signature, inputs, options, None)
     return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
-
-
-def _plain_tensors(call: KVCacheCall) -> CachedTensors | None:
-    """What a call attends with that may be repeated; None if there is more to it."""
-    lengths = call.cache_seqlens
-    further = (
-        call.cache_batch_idx, call.cache_leftpad, call.cu_seqlens_q, call.cu_seqlens_k_new,
-        call.rotary_seqlens, call.qv, *call.descale,
-    )  # fmt: skip
-    if not isinstance(lengths, Tensor) or call.attention_chunk or any(t is not None for t in further):
-        return None
-    return CachedTensors(call.q, call.k_cache, call.v_cache, lengths, call.page_table, call.alibi_slopes)
-
-
-def _again(call: KVCacheCall, tensors: CachedTensors, attend: Attend) -> tuple[Tensor, Tensor]:
-    """A call whose like was found right: nothing but lengths and pages could be wrong, which are not read."""
-    held = tensors.seqlens_k
-    assert held is not None
-    if call.page_table is None and len(call.k_cache) > len(held):
-        tensors = tensors._replace(key=call.k_cache[: len(held)], value=call.v_cache[: len(held)])
-    if call.k is not None:
-        lengths = torch.empty_like(held)
-        query = _append_at_once(call, held, lengths, call.page_table, rotary_of(call, held))
-        tensors = tensors._replace(query=query, seqlens_k=lengths)
-    return attend(tensors)
 
 
 def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:

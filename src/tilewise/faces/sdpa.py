@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import repeat
-from tilewise.api import attention, canonical_inputs
+from tilewise.api import canonical_inputs
+from tilewise.autograd import functions
 from tilewise.core.checks import check_tensors
 from tilewise.core.problem import Options
+from tilewise.core.torch_private import is_any_autocast_enabled
 from tilewise.faces.autocast import autocast
 from tilewise.faces.jagged import is_jagged, jagged_attention
 
@@ -44,7 +45,8 @@ def scaled_dot_product_attention(
         enable_gqa: allow fewer key heads than query heads.
 
     Returns:
-        (..., num_heads, seqlen_q, head_dim_v), nested if query is. A query that sees no key gives 0.
+        (..., num_heads, seqlen_q, head_dim_v), nested if query is, its memory in query's order as torch's. A
+        query that sees no key gives 0.
 
     Raises:
         ValueError, TypeError: as `tilewise.attention`, and is_causal together with attn_mask.
@@ -56,57 +58,52 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0].flatten()
         tensor([0.0000, 0.5000, 1.0000])
     """
-    signature = None
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
     if is_jagged(query, key, value):
         return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is None:
-        scalars = ("sdpa", dropout_p, is_causal, scale, enable_gqa)
-        signature, repeated = repeat.attempt(query, key, value, *scalars)
-        if repeated is not None:
-            return repeated  # type: ignore[no-any-return]
     check_tensors(query=query, key=key, value=value)
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True must be False when attn_mask is given")
+    q, k, v, leading = _batched(query, key, value, enable_gqa)
+    mask = bias = None
+    if attn_mask is not None:
+        attn_mask = _flatten_mask(attn_mask, (*(leading or q.shape[:1]), q.shape[1], q.shape[2], k.shape[2]))
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+    right = None
+    if is_causal and q.shape[2] != k.shape[2]:
+        # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
+        # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+        right, is_causal = q.shape[2] - k.shape[2], False
+    if dropout_p == 1:  # torch allows it: no weight survives
+        v, dropout_p = v * 0, 0.0
+    inputs = canonical_inputs(q, k, v, mask, bias, dropout_p=dropout_p, layout="bhsd")
+    options = Options(is_causal, None, right, dropout_p=dropout_p, scale=scale)
+    order = "bhsd" if q.stride(1) >= q.stride(2) else "bshd"  # query's, as torch does
+    out = functions.attention(inputs, options, None, order, wants_lse=False)[0].transpose(1, 2)
+    if leading is None:
+        return out
+    if max(query.ndim, key.ndim, value.ndim) == 2:
+        return out[0, 0]
+    return out.reshape(*leading, *out.shape[1:])
+
+
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, torch.Size | None]:
+    """All three as (batch, heads, seqlen, dim), and the leading dimensions that the batch stands for: None
+    where they are so already."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim < 2:
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} must have at least 2 dimensions: (..., seqlen, head_dim)"
             )
-    if is_causal and attn_mask is not None:
-        raise ValueError("is_causal=True must be False when attn_mask is given")
+    if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return query, key, value, None
     leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_four_dimensions(t, leading) for t in (query, key, value))
-    q, k, v = _match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)
-    mask = bias = None
-    if attn_mask is not None:
-        attn_mask = _flatten_mask(attn_mask, (*leading, q.shape[1], q.shape[2], k.shape[2]))
-        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
-    window = None
-    if is_causal:
-        # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
-        # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
-        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        window = (None, q.shape[2] - k.shape[2])
-    if dropout_p == 1:  # torch allows it: no weight survives
-        v, dropout_p = v * 0, 0.0
-    is_square = is_causal and q.shape[2] == k.shape[2]
-    out = attention(
-        q, k, v, layout="bhsd", mask=mask, bias=bias, dropout_p=dropout_p, scale=scale,
-        causal=is_square, window=None if is_square else window,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    is_as_given = all(
-        a.shape == b.shape and a.stride() == b.stride() for a, b in ((q, query), (k, key), (v, value))
-    )
-    is_one_problem = dropout_p == 0 and is_square == is_causal  # what `options` below can say
-    if signature is not None and is_as_given and is_one_problem:
-        inputs = canonical_inputs(q, k, v, layout="bhsd")
-        options = Options(causal=is_causal, scale=scale)
-        repeat.keep(signature, (query, key, value), inputs, options, None, "bhsd", return_lse=False)
-        return out
-    if max(query.ndim, key.ndim, value.ndim) == 2:
-        return out[0, 0]
-    return out.reshape(*leading, *out.shape[1:])
+    return *(_match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)), leading
 
 
 def _cast(*tensors: Any) -> list[Any]:

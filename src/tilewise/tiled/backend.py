@@ -21,13 +21,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.signature import Signature
+from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments
 
 
-def supports(problem: AttentionProblem) -> str | None:
-    """Every problem is served."""
-    return None
+def plan(problem: AttentionProblem, signature: Signature) -> Plan:
+    """Every problem is served; tiles are cut anew in every call."""
+    if signature.direction == "backward":
+        return FunctionPlan(problem, _backward_call)
+    return FunctionPlan(problem, _forward_call)
+
+
+def saves(problem: AttentionProblem) -> Saves:
+    return Saves()
+
+
+def _forward_call(problem: AttentionProblem, inputs: Inputs) -> Results:
+    with own_dtypes(problem.device_type):
+        return Results(*forward(problem, inputs))
+
+
+def _backward_call(
+    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    assert results.out is not None and results.lse is not None
+    with own_dtypes(problem.device_type):
+        return backward(problem, inputs, results.out, results.lse, dout, dlse)
 
 
 class OnlineSoftmaxStep(NamedTuple):

@@ -22,21 +22,15 @@ INTEGERS = (
     "own_heads", "shared_heads", "sharing",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
-    "seed", "threshold", "exchange", "kernel", "zeroed",
+    "seed", "threshold",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
 NOT_CUT = SLOTS + 1  # not 0: numbers too large or too small to be cut
-ENTERED = SLOTS + 2  # not 0: the tensors are what `entry.py` expects
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
-# What `entry.py` expects of each tensor: device, type and dimensions, up to 4 sizes, up to 4 strides.
-GIVEN, GIVEN_BACKWARD = ("q", "k", "v"), ("q", "k", "v", "out", "lse", "do")
-GIVEN_RECOMPUTED = ("q", "k", "v", "do")
-EXPECTED, EXPECTED_WORDS = FIRST + len(FIELDS), 10
-DLTENSOR = EXPECTED + len(GIVEN_BACKWARD) * EXPECTED_WORDS  # room for the struct, 6 words
-WORDS = DLTENSOR + 6
+WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30
 
 
@@ -70,20 +64,23 @@ class Config:
         return self.pieces > 0
 
 
-@dataclass(frozen=True)
-class EntryConfig:
-    """Of the function that looks at tensors: their names."""
-
-    names: tuple[str, ...]
-
-
 class Block:
-    """The words of one call, in memory that stays where it is."""
+    """The words of one call, in memory that stays where it is.
+
+    `template`: the block whose words these are, but for those of the last call.
+    """
 
     def __init__(self) -> None:
+        self.template: Block | None = None
         memory = ctypes.create_string_buffer(8 * WORDS + 64)
         self.words = (ctypes.c_int64 * WORDS).from_buffer(memory, -ctypes.addressof(memory) % 64)  # keeps it
         self.address = ctypes.addressof(self.words)
+
+    def fill(self, template: Block) -> None:
+        """Take a template's words, if they are not here yet."""
+        if self.template is not template:
+            ctypes.memmove(self.address, template.address, 8 * WORDS)
+            self.template = template
 
     def update(self, **values: Any) -> None:
         for name, value in values.items():

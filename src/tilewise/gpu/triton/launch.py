@@ -15,18 +15,13 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.gpu.launch import repeated_launch
 from tilewise.gpu.launch.launch_plan import (
     Launch,
     Step,
     Tensors,
-    find,
-    has_triton,
-    is_interpreted,
     run,
     run_steps,
 )
-from tilewise.gpu.launch.repeated_launch import RepeatedBackward, Whole
 from tilewise.gpu.triton import launch_decode
 from tilewise.gpu.triton.arguments import STAT_ROWS, BiasSizes, ScoreTensor
 from tilewise.gpu.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
@@ -39,19 +34,6 @@ ENOUGH_PROGRAMS = 1024
 SHORT_QUERY = 16
 
 Tiles = dict[str, KernelTile]
-
-
-def supports(problem: AttentionProblem) -> str | None:
-    """None if the Triton kernels serve the problem, else why not."""
-    if not has_triton():
-        return "needs the package triton, which is not installed"
-    if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
-        return f"runs on GPUs, not on device type {problem.device_type!r}"
-    if problem.dtype == torch.float64:
-        return "has no float64, only float32, bfloat16 and float16"
-    if problem.precision == "fp8":
-        return "has no 8-bit products"
-    return None
 
 
 def forward(
@@ -69,25 +51,6 @@ def forward(
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
     run(_forward_launch, problem, inputs, tile, fresh=(out, lse))
     return out, lse
-
-
-def repeatable(
-    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """A function of query, key and value in the caller's layout, for calls that differ in values only.
-
-    None where a seed is drawn or one of them has to be copied first.
-    """
-    is_copied = any(with_dense_rows(t) is not t for t in inputs[:3])
-    plan = find(_forward_launch, problem, inputs, None, fresh=inputs[:2])
-    if problem.dropout_p > 0 or is_copied or plan is None:
-        return None
-    others = inputs[3:]
-
-    def arrange(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensors:
-        return (q, k, v, *others, out, lse)
-
-    return repeated_launch.repeatable(problem, inputs.query, layout, return_lse, plan, arrange)
 
 
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
@@ -153,19 +116,6 @@ def backward(
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
     return Gradients(dq, dk, dv, dbias, dsinks)
-
-
-def repeatable_backward(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
-    """See `tilewise.autograd.operators.repeatable_backward`."""
-
-    def steps(given: Sequence[Tensor], new: Sequence[Tensor]) -> list[Step]:
-        query, key, value, out, lse, dout = given
-        dq, dk, dv, lse_log2, delta = new
-        results = Results(out, lse, dout, None, lse_log2, delta, None, dq, dk, dv)
-        return _steps(problem, Inputs(query, key, value), results, {})
-
-    rows = _padded_rows(problem, (problem.batch, problem.num_heads, problem.seqlen_q))
-    return RepeatedBackward(problem, layout, whole, steps, (rows, rows), lambda t: with_dense_rows(t) is t)
 
 
 def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

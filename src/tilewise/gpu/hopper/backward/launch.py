@@ -29,12 +29,9 @@ from tilewise.gpu.hopper.forward.launch import (
     order_sequences,
     scheduler_counter,
     section_size,
-    shared_counter,
-    shared_counters,
     tma_ready,
 )
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
-from tilewise.gpu.launch.repeated_launch import RepeatedBackward, Whole
 
 NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
 
@@ -96,24 +93,6 @@ def steps(
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
         Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, turns, ordered[1], dk, dv, key_sums)),
     ]
-
-
-def repeatable(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
-    """`backward` for calls that differ in values only: see `operators.repeatable_backward`."""
-    if problem.head_dim > NARROW:
-        from tilewise.gpu.hopper.backward import wide_launch as wide
-
-        wide_cfg = wide.wide_config(problem)
-        launches = functools.partial(wide.steps, problem, wide_cfg)
-        scratch: list[tuple[int, ...]] = [stats_shape(problem, wide_cfg)]
-        shared = shared_counters
-    else:
-        cfg = backward_config(problem)
-        division = divide(problem, cfg, num_sms(torch.cuda.current_device()))
-        launches = functools.partial(steps, problem, cfg, division)
-        scratch = scratch_shapes(problem, cfg, division)
-        shared = shared_counter
-    return RepeatedBackward(problem, layout, whole, launches, scratch, lambda t: tma_ready(t) is t, shared)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
-from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors, repeatable_cached
 
 FEW_QUERIES = 16  # of a cache
 SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
@@ -28,6 +27,18 @@ MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiproces
 USUAL_SMS = 132
 MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
 GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
+
+
+class CachedTensors(NamedTuple):
+    """What a call with a cache attends with: see `tilewise.core.problem.Inputs`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seqlens_k: Tensor | None
+    page_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -99,15 +110,6 @@ def attend(
     fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
     run_steps(problem, launches(given, fresh))
     return fresh[-2], fresh[-1]
-
-
-def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
-    """See `tilewise.repeat_cached`."""
-    cfg = decode_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device)
-    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
-    launches = functools.partial(steps, cfg, workers)
-    return repeatable_cached(problem, inputs, given, launches, new_tensors(problem, cfg, workers))
 
 
 def steps(

@@ -16,6 +16,7 @@ from tilewise.gpu.hopper.decode.launch import (
     MIN_KEYS,
     START_UNITS,
     USUAL_SMS,
+    CachedTensors,
     attend,
     cached_tensors,
     decode_sizes,
@@ -27,7 +28,6 @@ from tilewise.gpu.hopper.decode.launch import (
     too_many_units,
 )
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors
-from tilewise.gpu.launch.repeated_launch import Attend, CachedTensors, repeatable_cached
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
@@ -72,16 +72,6 @@ def forward(
     workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
     given = cached_tensors(inputs._replace(value=inputs.key))
     return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
-
-
-def repeatable(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
-    """See `tilewise.repeat_cached`."""
-    cfg = mla_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
-    inputs = inputs._replace(value=inputs.key)
-    launches = functools.partial(steps, cfg, workers)
-    new = new_tensors(problem, cfg, workers)
-    return repeatable_cached(problem, inputs, cached_tensors(inputs), launches, new)
 
 
 def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]) -> tuple[Step, Step]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
-from tilewise.gpu.launch import repeated_launch
-from tilewise.gpu.launch.launch_plan import Launch, Tensors, find, has_triton, run
-from tilewise.gpu.launch.repeated_launch import Attend, RepeatedBackward, Whole
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
 
@@ -37,14 +34,15 @@ def _is_hopper(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
-def supports(problem: AttentionProblem) -> str | None:
-    """None if the Hopper kernels serve the problem, else why not."""
-    if not has_triton():
-        return "needs the package triton, which is not installed"
+def missing_device(problem: AttentionProblem) -> str | None:
+    """None on a Hopper GPU, else what is asked for."""
     if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
         return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, not {problem.dtype}"
+    return None
+
+
+def unserved_shape(problem: AttentionProblem) -> str | None:
+    """None if one of the Hopper kernels takes the problem's sizes and options, else why not."""
     sizes = (problem.head_dim, problem.head_dim_v)
     has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
     is_latent = problem.is_cached and sizes == decode_mla_launch.HEAD_DIMS
@@ -88,13 +86,6 @@ def backward(
     return backward_launch.backward(problem, inputs, out, lse, dout, dlse)
 
 
-def repeatable_backward(problem: AttentionProblem, layout: str, whole: Whole) -> RepeatedBackward:
-    """See `tilewise.autograd.operators.repeatable_backward`."""
-    from tilewise.gpu.hopper.backward import launch as backward_launch
-
-    return backward_launch.repeatable(problem, layout, whole)
-
-
 def forward(
     problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -127,30 +118,6 @@ def forward(
     return out, lse
 
 
-def repeatable(
-    problem: AttentionProblem, inputs: Inputs, layout: str, return_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """A function of query, key and value in the caller's layout, for calls that differ in values only.
-
-    None where one of them has to be copied first.
-    """
-    if any(tma_ready(t) is not t for t in inputs[:3]) or problem.precision == "fp8":
-        return None
-    if decode_launch.is_faster(problem):
-        attend = decode_launch.repeatable(problem, inputs)
-        return None if attend is None else repeated_launch.without_cache(attend, layout, return_lse)
-    query, none = inputs.query, (None,) * 5
-    fresh = (query, query, None, None, query)
-    plan = find(_forward_launch, problem, (*inputs[:3], *none), forward_config(problem), fresh=fresh)
-    if plan is None:
-        return None
-
-    def arrange(q: Any, k: Any, v: Any, out: Any, lse: Any, counter: Any) -> Tensors:
-        return (q, k, v, *none, out, lse, None, None, counter)
-
-    return repeated_launch.repeatable(problem, query, layout, return_lse, plan, arrange, shared_counter)
-
-
 def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
     """What the launches of a stream share."""
     return (scheduler_counter(device),)
@@ -159,13 +126,6 @@ def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
 def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
     """The same for two kernels that run side by side."""
     return scheduler_counter(device), scheduler_counter(device, 1)
-
-
-def repeatable_cached(problem: AttentionProblem, inputs: Inputs) -> Attend | None:
-    """What attends for calls that differ from this one in values only: see `tilewise.repeat_cached`."""
-    if problem.head_dim > MAX_HEAD_DIM:
-        return decode_mla_launch.repeatable(problem, inputs)
-    return decode_launch.repeatable(problem, inputs) if decode_launch.is_faster(problem) else None
 
 
 def order_sequences(

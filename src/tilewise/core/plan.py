@@ -1,0 +1,69 @@
+"""What serves a call: a plan, made once for a signature and run for every call that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+
+
+class Results(NamedTuple):
+    """What a forward gives; what nobody asked for is None."""
+
+    out: Tensor | None
+    lse: Tensor | None = None
+    residual: Tensor | None = None  # lse + residual is the exact log-sum-exp
+
+
+class Saves(NamedTuple):
+    """What a backward reads of its forward's results."""
+
+    results: bool = True  # out and lse; if not, the backward takes the softmax again
+    residual: bool = False
+
+
+class Retry(NamedTuple):
+    """The tensors hold numbers that the plan's kernel cannot; this one's can. What was written is void."""
+
+    plan: Plan
+
+
+class Plan(Protocol):
+    """Immutable, shared between threads. Arguments and scratch memory come from a pool of the thread."""
+
+    problem: AttentionProblem
+
+    def run(
+        self,
+        inputs: Inputs,
+        results: Results | None = None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> Results | Gradients | Retry:
+        """A forward takes inputs and gives `Results`; a backward takes all and gives `Gradients`.
+
+        The tensors must have the plan's signature. `dlse` may be None.
+        """
+
+
+@dataclass(frozen=True)
+class FunctionPlan:
+    """A plan that keeps nothing but the problem: `function(problem, ...)` does all."""
+
+    problem: AttentionProblem
+    function: Callable[..., Results | Gradients | Retry]
+
+    def run(
+        self,
+        inputs: Inputs,
+        results: Results | None = None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> Results | Gradients | Retry:
+        if results is None:
+            return self.function(self.problem, inputs)
+        return self.function(self.problem, inputs, results, dout, dlse)

@@ -1,0 +1,206 @@
+"""What forward and backward plans of the CPU share: the argument block, and how a call fills it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, named
+from tilewise.cpu.host import parallel
+from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
+from tilewise.cpu.host.compile import Kernel
+from tilewise.cpu.host.pool import CPU, pool
+
+GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
+MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
+
+
+class Division(NamedTuple):
+    """How the work of a call is divided; of packed sequences, which differ in every call, found anew."""
+
+    items: int  # of work
+    threads: int
+    thread_bytes: int  # of scratch
+    words: dict[str, int]  # of the argument block
+
+
+class CallPlan:
+    """The words of a call that follow from its signature, in `template`, and the kernel that reads them."""
+
+    kernel: Kernel
+
+    def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
+        self.problem = problem
+        self.given = inputs = dense_inputs(signature)
+        self.is_ragged = problem.is_packed or problem.is_cached
+        options = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.page_table)
+        self.has_options = self.is_ragged or problem.dropout_p > 0 or any(t is not None for t in options)
+        rows = 0 if problem.is_packed else problem.batch * problem.num_heads * problem.seqlen_q
+        self.work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)  # 0 if packed
+        self.wanted_threads = self.worth(signature.threads)
+        self.are_heads_adjacent = inputs.key.strides[-2] <= inputs.key.strides[-3]
+        self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
+        self.template = Block()
+        self._describe_problem()
+        for name, t in zip("qkv", inputs[:3]):
+            self.set_strides(name, t.strides)
+
+    def _describe_problem(self) -> None:
+        problem, visibility = self.problem, self.problem.visibility()
+        self.template.update(
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            group=problem.group_size,
+            left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
+            right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+            spans=ctypes.addressof(self.dense_span),
+            scale=problem.scale,
+            q_factor=problem.scale / problem.softcap if problem.softcap else problem.scale,
+            softcap=problem.softcap,
+            lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
+            lse_h=self.given.query.shape[0] if problem.is_packed else problem.seqlen_q,
+            score_k0=int(not problem.has_packed_keys),
+            threshold=int(problem.dropout_p * 2**32),
+            inverse_keep=1 / (1 - problem.dropout_p),
+        )
+
+    def set_strides(self, name: str, strides: tuple[int, ...]) -> None:
+        """Strides of a query- or key-shaped tensor; a packed one has a single batch entry."""
+        strides = (0, *strides) if len(strides) == 3 else strides
+        self.template.update(**axes(name, "bnh", strides))
+
+    def item_heads(self, items: int, threads: int) -> int:
+        """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
+        most = self.kernel.facts["item_heads"] if self.are_heads_adjacent else 1
+        if threads > 1:
+            most = min(most, items // (4 * threads))
+        return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
+
+    def worth(self, threads: int) -> int:
+        """How many of so many threads the work is worth."""
+        return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
+
+    def bind(self, block: Block, inputs: Inputs) -> list[Any]:
+        """Write what a call's optional tensors say into the block; the result must outlive the kernel."""
+        problem, dtype, kept = self.problem, self.problem.compute_dtype, []
+        if self.is_ragged:
+            spans = _spans(problem, inputs)
+            block.update(spans=spans.data_ptr(), span_stride=4)
+            kept.append(spans)
+        for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
+            if t is not None:
+                t = _last_dimension_dense(t, problem)
+                block.update(**{name: t.data_ptr()}, **axes(name, "bhi", broadcast_strides(t)))
+                kept.append(t)
+        if inputs.alibi_slopes is not None:
+            slopes = inputs.alibi_slopes.to(dtype).contiguous()
+            block.update(slopes=slopes.data_ptr(), slopes_b=problem.num_heads if slopes.ndim == 2 else 0)
+            kept.append(slopes)
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.to(dtype).contiguous()
+            block.update(sinks=sinks.data_ptr())
+            kept.append(sinks)
+        if inputs.page_table is not None:
+            table = inputs.page_table.to(torch.int32).contiguous()
+            block.update(page_table=table.data_ptr(), page_b=table.shape[1])
+            kept.append(table)
+        if problem.dropout_p > 0:
+            block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
+        return kept
+
+    def launch(self, block: Block, threads: int) -> bool:
+        """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void."""
+        if threads == 1:
+            self.kernel.call(block.address)
+        else:
+            parallel.run(self.kernel, block.address, threads)
+        pool.scratch.trim()
+        return not (self.cuts and block.words[NOT_CUT])
+
+    @functools.cached_property
+    def cuts(self) -> bool:
+        """Whether the kernel cuts numbers in pieces for tile registers."""
+        return bool(self.kernel.facts.get("cuts"))
+
+
+def dense_inputs(signature: Signature) -> Any:
+    """`Inputs` of signatures as kernels read them: query, key and value with a contiguous last dimension."""
+    tensors = named(signature.inputs)
+    return Inputs(*map(dense, tensors[:3]), *tensors[3:])  # type: ignore[arg-type]
+
+
+def dense(t: TensorSignature) -> TensorSignature:
+    """Of what `rows_dense` gives."""
+    return t if t.strides[-1] == 1 else t._replace(strides=contiguous_strides(t.shape))
+
+
+def rows_dense(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def allocator(
+    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Callable[[], Tensor]:
+    """Makes new tensors, contiguous if no strides are given. `empty_like` of a model is the cheapest way; the
+    model has memory of its own for a moment."""
+    strides = contiguous_strides(shape) if strides is None else strides
+    new = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=CPU)
+    if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
+        return new
+    with torch.inference_mode(False):
+        model = new()
+    model.untyped_storage().resize_(0)
+    return functools.partial(torch.empty_like, model)
+
+
+def broadcast_strides(t: Tensor) -> list[int]:
+    """Of a mask, a bias or its gradient, but for the last dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
+
+
+def lse_shape(problem: AttentionProblem, query: TensorSignature) -> tuple[int, ...]:
+    if problem.is_packed:
+        return problem.num_heads, query.shape[0]
+    return problem.batch, problem.num_heads, problem.seqlen_q
+
+
+def axes(name: str, letters: str, strides: Any) -> dict[str, int]:
+    """Words of a tensor's strides."""
+    return {f"{name}_{axis}": stride for axis, stride in zip(letters, strides)}
+
+
+def longest(cu_seqlens: Tensor | None) -> int:
+    assert cu_seqlens is not None
+    return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+
+
+def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
+    """int64 (batch, 4): each sequence's first query row, queries, first key row and keys."""
+    spans = torch.zeros((problem.batch, 4), dtype=torch.int64, device=CPU)
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_q is None:
+        spans[:, 1] = problem.seqlen_q
+    else:
+        spans[:, 0], spans[:, 1] = cu_q[:-1], cu_q.diff()
+    if cu_k is not None:
+        spans[:, 2], spans[:, 3] = cu_k[:-1], cu_k.diff()
+        return spans
+    spans[:, 3] = problem.seqlen_k if inputs.seqlens_k is None else inputs.seqlens_k
+    if inputs.leftpad_k is not None:
+        spans[:, 2] = inputs.leftpad_k
+        spans[:, 3] -= spans[:, 2]
+    return spans
+
+
+def _last_dimension_dense(t: Tensor, problem: AttentionProblem) -> Tensor:
+    """A mask or bias whose last dimension spans the keys with stride 1."""
+    if t.shape[3] == 1:
+        t = t.expand(-1, -1, -1, max(1, problem.seqlen_k))
+    return t if t.stride(3) == 1 else t.contiguous()

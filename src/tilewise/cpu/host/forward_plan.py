@@ -1,0 +1,169 @@
+"""Plans of a forward: its work items, its scratch memory, and what a call tells the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.core.plan import Results, Retry
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import Signature, contiguous_strides
+from tilewise.cpu.host.arguments import CHANGING
+from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape, rows_dense
+from tilewise.cpu.host.compile import current_target, load
+from tilewise.cpu.host.configs import decode_config, forward_config, short_config, waiting_share
+from tilewise.cpu.host.pool import pool
+
+BLOCK_K = 64  # a split of the keys is a multiple
+DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
+NEAR_BYTES = 48 << 20  # of keys and values at most, that may come from a cache
+ASKED_NEAR, ASKED_FAR = 2 << 10, 16  # bytes of them, or rows, to ask for at each of 16 keys
+
+# The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
+put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
+
+
+class OutputPlan(CallPlan):
+    """What plans of out and lse share.
+
+    The scratch of a call: each thread's own, partial results of splits and counters of those that are done,
+    lse if it is not wanted.
+    """
+
+    division: Division | None = None  # None: packed sequences, divided by their lengths in each call
+    partial_bytes = turn_bytes = 0
+
+    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+        super().__init__(problem, signature)
+        self.signature, self.may_cut = signature, may_cut
+        query, request = self.given.query, signature.request
+        out_shape = (*query.shape[:-1], problem.head_dim_v)
+        out_strides = contiguous_strides(out_shape)
+        if request.order == "bhsd" and len(out_shape) == 4:
+            batch, rows, heads, dim = out_shape
+            out_strides = (heads * rows * dim, dim, rows * dim, 1)
+        self.set_strides("out", out_strides)
+        self.new_out = allocator(out_shape, problem.dtype, out_strides)
+        shape = lse_shape(problem, query)
+        self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
+        self.new_lse = allocator(shape, problem.compute_dtype) if request.lse else None
+
+    def divide(self, seqlen_q: int) -> Division:
+        """Work items for packed sequences of at most seqlen_q queries."""
+        raise NotImplementedError
+
+    def run(
+        self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
+    ) -> Results | Retry:
+        q, k, v = map(rows_dense, inputs[:3])
+        out, lse = self.new_out(), None if self.new_lse is None else self.new_lse()
+        division = self.division or self.divide(longest(inputs.cu_seqlens_q))
+        if not division.items:
+            return Results(out, lse)
+        block = pool.block
+        block.fill(self.template)
+        if self.division is None:
+            block.update(**division.words)
+        partial_offset = division.threads * division.thread_bytes
+        turn_offset = partial_offset + self.partial_bytes
+        lse_offset = turn_offset + self.turn_bytes
+        scratch = pool.scratch.reserve(lse_offset + self.lse_bytes)
+        put_addresses(
+            block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            scratch + lse_offset if lse is None else lse.data_ptr(), scratch, scratch + partial_offset,
+        )  # fmt: skip
+        if self.turn_bytes:
+            block.update(turn=scratch + turn_offset)
+            ctypes.memset(scratch + turn_offset, 0, self.turn_bytes)
+        kept = self.bind(block, inputs) if self.has_options else None
+        is_done = self.launch(block, division.threads)
+        del kept
+        return Results(out, lse) if is_done else Retry(self.uncut)
+
+    @functools.cached_property
+    def uncut(self) -> OutputPlan:
+        """The plan for numbers that cannot be cut."""
+        return type(self)(self.problem, self.signature, may_cut=False)
+
+
+class ForwardPlan(OutputPlan):
+    """A forward in tiles of queries."""
+
+    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+        super().__init__(problem, signature, may_cut)
+        self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.wanted_threads))
+        if not problem.is_packed:
+            self.division = self.divide(problem.seqlen_q)
+            self.template.update(**self.division.words)
+
+    def divide(self, seqlen_q: int) -> Division:
+        facts, heads = self.kernel.facts, self.problem.batch * self.problem.num_heads
+        tiles_all = -(-seqlen_q // facts["block_q"])
+        tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, self.problem.causal, facts)
+        chunks = -(-tiles_all // tiles)
+        items, thread_bytes = heads * chunks, facts["scratch_bytes"] + tiles * facts["tile_bytes"]
+        words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
+        return Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
+
+
+class DecodePlan(OutputPlan):
+    """Few queries, split over keys."""
+
+    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+        super().__init__(problem, signature, may_cut)
+        config, threads = decode_config(problem, self.given, may_cut), self.wanted_threads
+        self.kernel = load("decode", config)
+        heads = problem.batch * problem.num_kv_heads
+        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        is_far = heads * problem.seqlen_k * row_bytes > NEAR_BYTES
+        splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
+        split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
+        splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
+        item_heads = self.item_heads(heads * splits, threads)
+        items, thread_bytes = heads * splits // item_heads, self.kernel.facts["scratch_bytes"]
+        self.partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
+        self.turn_bytes = 8 * heads  # splits that are done of each group of heads
+        words = {"items": items, "scratch_bytes": thread_bytes}
+        self.division = Division(items, max(1, min(threads, items)), thread_bytes, words)
+        self.template.update(
+            **words,
+            splits=splits,
+            split_keys=split_keys,
+            item_heads=item_heads,
+            asked=ASKED_FAR if is_far else max(1, ASKED_NEAR // row_bytes),
+        )
+
+
+class ShortPlan(OutputPlan):
+    """So few queries and keys that a key head is one work item."""
+
+    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+        super().__init__(problem, signature, may_cut)
+        self.kernel = load("short", short_config(problem, self.given, "forward"))
+        items, thread_bytes = problem.batch * problem.num_kv_heads, self.kernel.facts["scratch_bytes"]
+        words = {"items": items, "scratch_bytes": thread_bytes}
+        self.division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
+        self.template.update(**words)
+
+
+def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, facts: dict[str, int]) -> int:
+    """As many tiles as share a K/V block well and fit the cache, in items that keep all threads at work."""
+    cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
+    most = max(1, min(facts["most_tiles"], tiles_all, cache // facts["tile_bytes"]))
+    fewest_chunks = max(1, -(-tiles_all // most))
+
+    def time(chunks: int) -> float:
+        """At most, in tiles, where a thread that is free takes the next item."""
+        converting = facts["converting"] / facts["block_q"]
+        tiles, items = -(-tiles_all // chunks), heads * chunks
+        largest = tiles * (2 if is_causal and chunks > 1 else 1) + converting
+        is_even = items % threads == 0 and (chunks == 1 or not is_causal)
+        return (heads * tiles_all + items * converting) / threads + largest * waiting_share(threads, is_even)
+
+    most_chunks = max(fewest_chunks, min(tiles_all, 4 * threads))
+    return max(1, -(-tiles_all // min(range(fewest_chunks, most_chunks + 1), key=time)))

@@ -1,0 +1,45 @@
+"""What a thread's calls share: scratch memory and the argument block, of which each call needs one at a time."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from tilewise.cpu.host.arguments import Block
+
+CPU = torch.device("cpu")
+KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
+
+
+class Scratch:
+    """Memory for one call at a time."""
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self.memory, self.size, self.address = torch.empty(0), -1, 0
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes, until the next `reserve`, `trim` or `release`."""
+        if size > self.size:
+            self.release()  # before there is more
+            self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+            self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
+        return self.address
+
+    def trim(self) -> None:
+        """After a call: give back what is too much to keep."""
+        if self.size > KEPT_SCRATCH:
+            self.release()
+
+
+class Pool(threading.local):
+    """Each thread has its own, so that two threads may run one plan at once."""
+
+    def __init__(self) -> None:
+        self.block, self.scratch = Block(), Scratch()
+
+
+pool = Pool()

@@ -1,0 +1,127 @@
+"""What each backend can do, as data: what `dispatch`, `explain`, the tests and the documents read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tilewise.core.problem import AttentionProblem
+
+BACKENDS = ("hopper", "triton", "llvm", "aten", "tiled")  # "tiled" serves everything
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Row(NamedTuple):
+    """A feature, when a problem has it, and why a backend refuses it: by its name, or "name backward".
+
+    A reason may use the problem's fields as `{p.dtype}`.
+    """
+
+    feature: str
+    applies: Callable[[AttentionProblem], object]
+    reasons: dict[str, str]
+
+
+def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
+    return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
+
+
+def _is_shared_with_padding(p: AttentionProblem) -> bool:
+    """Sequences that share a bias have blocks of keys that differ by their left padding."""
+    return bool(p.bias_shape) and p.bias_needs_grad and p.has_leftpad and p.bias_shape[0] < p.batch  # type: ignore[index]
+
+
+def _is_empty(p: AttentionProblem) -> bool:
+    return 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads)
+
+
+ROWS = (
+    Row("GPU", lambda p: p.device_type != "cpu", {"llvm": "runs on the CPU only", "aten": "runs on the CPU only"}),
+    Row("float64", lambda p: p.dtype == torch.float64, {
+        "triton": "has no float64, only float32, bfloat16 and float16",
+        "hopper": "takes bfloat16 and float16, not {p.dtype}",
+    }),
+    Row("float32", lambda p: p.dtype == torch.float32, {"hopper": "takes bfloat16 and float16, not {p.dtype}"}),
+    Row("8-bit products", lambda p: p.precision == "fp8", {
+        "triton": "has no 8-bit products", "llvm": "has no 8-bit products", "aten": "has no 8-bit products",
+    }),
+    Row("8-bit pages", lambda p: p.is_quantized, {"llvm": "has no quantized caches"}),
+    Row("packed sequences", lambda p: p.is_packed, {"aten": "has no packed sequences"}),
+    Row("caches and pages", lambda p: p.is_cached or p.is_paged, {
+        "aten": "has no caches or pages", "hopper backward": "has no gradient of keys in a cache",
+    }),
+    Row("gradient of pages", lambda p: p.is_paged, {
+        f"{name} backward": "has no gradient of keys in pages" for name in BACKENDS[:-1]
+    }),
+    Row("gradient of packed queries with a cache", lambda p: p.is_packed and p.is_cached, {
+        f"{name} backward": "has no gradient of packed queries with a cache" for name in BACKENDS[:-1]
+    }),
+    Row("window", lambda p: p.has_window, {"aten": "has no window"}),
+    Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
+    Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
+    Row("ALiBi", lambda p: p.has_alibi, {"aten": "has no ALiBi"}),
+    Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),
+    Row("head_dim_v", lambda p: p.head_dim != p.head_dim_v, {"aten": "needs head_dim == head_dim_v"}),
+    Row("causal, bottom-right", lambda p: p.causal and p.seqlen_q != p.seqlen_k, {
+        "aten": "aligns causal masks top-left",
+    }),
+    Row("mask and bias", lambda p: p.mask_shape is not None and p.bias_shape is not None, {
+        "aten": "takes a mask or a bias, not both",
+    }),
+    Row("gradient of a bias", lambda p: p.bias_needs_grad, {"aten": "has no bias gradient"}),
+    Row("gradient of a bias that is broadcast over keys", _is_broadcast_over_keys, {
+        "llvm": "has no gradient of a bias that is broadcast over keys",
+    }),
+    Row("gradient of a bias that sequences with left padding share", _is_shared_with_padding, {
+        "llvm": "has no gradient of a bias that sequences with left padding share",
+    }),
+    Row("gradient of lse", lambda p: p.lse_needs_grad, {"aten": "has no lse gradient"}),
+    Row("empty tensors", _is_empty, {"aten": "fails on empty tensors"}),
+)  # fmt: skip
+
+
+def refusal(name: str, problem: AttentionProblem, direction: str) -> str | None:
+    """Why a backend does not serve a problem: what the machine lacks, what the table says, what its kernels'
+    shapes are. None if it serves."""
+    return _machine(name, problem) or _feature(name, problem, direction) or _shapes(name, problem)
+
+
+def _feature(name: str, problem: AttentionProblem, direction: str) -> str | None:
+    for row in ROWS:
+        reason = row.reasons.get(name)
+        if reason is None and direction == BACKWARD:
+            reason = row.reasons.get(f"{name} backward")
+        if reason is not None and row.applies(problem):
+            return reason.format(p=problem)
+    return None
+
+
+def _machine(name: str, problem: AttentionProblem) -> str | None:
+    """What the package or the device lacks, whatever the problem."""
+    if name == "llvm" and problem.device_type == "cpu":
+        from tilewise.cpu.host.compile import unavailable
+
+        return unavailable()
+    if name in ("triton", "hopper"):
+        from tilewise.gpu.launch.launch_plan import has_triton, is_interpreted
+
+        if not has_triton():
+            return "needs the package triton, which is not installed"
+        if name == "hopper":
+            from tilewise.gpu.hopper.forward.launch import missing_device
+
+            return missing_device(problem)
+        if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
+            return f"runs on GPUs, not on device type {problem.device_type!r}"
+    return None
+
+
+def _shapes(name: str, problem: AttentionProblem) -> str | None:
+    """Which sizes and combinations a backend's kernels take, where the table's features do not say it."""
+    if name != "hopper":
+        return None
+    from tilewise.gpu.hopper.forward.launch import unserved_shape
+
+    return unserved_shape(problem)

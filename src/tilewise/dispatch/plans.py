@@ -1,0 +1,165 @@
+"""The one way from a call to what serves it: its signature finds a plan, or makes one; the plan runs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.checks import refuse_gradient
+from tilewise.core.plan import Plan, Results, Retry, Saves
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe_signature
+from tilewise.core.signature import Request, Signature, look
+from tilewise.core.values import check_values
+from tilewise.dispatch.choice import choose, load
+
+MAX_PLANS = 2048
+
+
+class Entry:
+    """A plan in the cache, and who made it.
+
+    Attributes:
+        plan: what serves calls of one signature.
+        backend: the name of the backend that made it.
+        saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
+    """
+
+    __slots__ = ("backend", "last_use", "plan", "saves")
+
+    def __init__(self, plan: Plan, backend: str, saves: Saves) -> None:
+        self.plan, self.backend, self.saves, self.last_use = plan, backend, saves, 0
+
+
+_entries: dict[Signature, Entry] = {}
+_clock = itertools.count()
+_lock = threading.Lock()
+
+
+def find(signature: Signature, make: Callable[[Signature], Entry]) -> Entry:
+    """The plan of a signature. Those not used for the longest time make room for new ones."""
+    try:
+        entry = _entries.get(signature)
+    except TypeError:  # an option that cannot be hashed is of a wrong type: the checks name it
+        make(signature)
+        raise
+    if entry is None:
+        entry = make(signature)
+        with _lock:
+            if len(_entries) >= MAX_PLANS:
+                by_age = sorted(_entries, key=lambda s: _entries[s].last_use)
+                for oldest in by_age[: MAX_PLANS // 8]:  # several at once, so that few calls sort
+                    del _entries[oldest]
+            _entries[signature] = entry
+    entry.last_use = next(_clock)
+    return entry
+
+
+def clear() -> None:
+    """Forget all plans: after a change of what backends can serve, or of the instruction set asked for."""
+    with _lock:
+        _entries.clear()
+
+
+def forward_plan(inputs: Inputs, options: Options, backend: str | None, request: Request) -> Entry:
+    """The plan of a forward; it also gives what a backward needs, if gradients are asked for.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: the call is wrong, or the backend refuses it.
+        RuntimeError, AttributeError: a tensor has no memory, or is none.
+    """
+    return find(
+        Signature(
+            "forward", look(inputs, torch.is_grad_enabled()), (), inputs[1].data_ptr() == inputs[2].data_ptr(),
+            options, backend, request, False, torch.get_num_threads(),
+        ),
+        _make_forward,
+    )  # fmt: skip
+
+
+def _make_forward(signature: Signature) -> Entry:
+    problem = describe_signature(signature)
+    name = choose(problem, signature.backend)
+    saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
+    lse, residual, order = signature.request
+    request = Request(lse or saves.results, residual or saves.residual, order)
+    return Entry(load(name).plan(problem, signature._replace(request=request)), name, saves)
+
+
+def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
+    """What the backward of a problem reads of its forward's results, if lse gets no gradient."""
+    backward = replace(problem, needs_grad=False, lse_needs_grad=False)
+    return load(choose(backward, backend, is_backward=True)).saves(backward)  # type: ignore[no-any-return]
+
+
+def backward_plan(
+    inputs: Inputs,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: Options,
+    backend: str | None,
+    needs_bias_gradient: bool,
+) -> Entry:
+    """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
+    return find(
+        Signature(
+            "backward", look(inputs, False), look((*results, dout, dlse), False),
+            inputs[1].data_ptr() == inputs[2].data_ptr(), options, backend, Request(), needs_bias_gradient,
+            torch.get_num_threads(),
+        ),
+        _make_backward,
+    )  # fmt: skip
+
+
+def _make_backward(signature: Signature) -> Entry:
+    problem = describe_signature(signature)
+    refuse_gradient(problem.precision)
+    name = choose(problem, signature.backend, is_backward=True)
+    module = load(name)
+    return Entry(module.plan(problem, signature), name, module.saves(problem))
+
+
+def run(plan: Plan, *arguments: Any) -> Any:
+    """`Results` of a forward's plan, `Gradients` of a backward's."""
+    found = plan.run(*arguments)
+    while type(found) is Retry:
+        found = found.plan.run(*arguments)
+    return found
+
+
+def attend(
+    inputs: Inputs,
+    options: Options,
+    backend: str | None,
+    request: Request = Request(),  # noqa: B008  # immutable
+    are_values_known: bool = False,
+) -> Results:
+    """A forward, from its inputs. `are_values_known`: a cache has checked lengths and pages itself."""
+    plan = forward_plan(inputs, options, backend, request).plan
+    if plan.problem.has_values and not are_values_known:
+        check_values(plan.problem, inputs, options)
+    return run(plan, inputs)  # type: ignore[no-any-return]
+
+
+def differentiate(
+    inputs: Inputs,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: Options,
+    backend: str | None,
+    needs_bias_gradient: bool,
+) -> Gradients:
+    """A backward, from what its forward took and gave. Results that nobody saved are computed again."""
+    arguments = (dout, dlse, options, backend, needs_bias_gradient)
+    entry = backward_plan(inputs, results, *arguments)
+    if results.out is None and entry.saves.results:
+        results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)
+        entry = backward_plan(inputs, results, *arguments)
+    return run(entry.plan, inputs, results, dout, dlse)  # type: ignore[no-any-return]

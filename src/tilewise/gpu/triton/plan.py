@@ -1,0 +1,31 @@
+"""The one entry of these kernels: which plan serves a call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.signature import Signature
+from tilewise.gpu.triton import launch
+
+
+def plan(problem: AttentionProblem, signature: Signature) -> Plan:
+    if signature.direction == "backward":
+        return FunctionPlan(problem, _backward)
+    return FunctionPlan(problem, _forward)
+
+
+def saves(problem: AttentionProblem) -> Saves:
+    return Saves()
+
+
+def _forward(problem: AttentionProblem, inputs: Inputs) -> Results:
+    return Results(*launch.forward(problem, inputs))
+
+
+def _backward(
+    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    assert results.out is not None and results.lse is not None
+    return launch.backward(problem, inputs, results.out, results.lse, dout, dlse)
