@@ -266,17 +266,13 @@ def canonical_inputs(
     layout: str = "bshd",
     generator: torch.Generator | None = None,
 ) -> Inputs:
-    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views with a contiguous last
-    dimension, masks with four dimensions, and a dropout seed if one is needed."""
-    query, key, value = _to_bshd(layout, query=query, key=key, value=value)
-    scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    check_tensors(**{name: t for name, t in scores.items() if t is not None})
+    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
+    and a dropout seed if one is needed."""
+    if layout != "bshd":
+        query, key, value = _to_bshd(layout, query=query, key=key, value=value)
     seed = None
-    check_number("dropout_p", dropout_p)
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
-    if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
+    if dropout_p != 0 or generator is not None:
+        seed = _draw_seed(query, dropout_p, generator)
     return Inputs(
         query,
         key,
@@ -289,17 +285,24 @@ def canonical_inputs(
     )
 
 
+def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:
+    check_tensors(query=query)
+    check_number("dropout_p", dropout_p)
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
+    if not dropout_p > 0:
+        return None
+    return torch.randint(2**63 - 1, (), device=query.device, generator=generator)
+
+
 def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
-    """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
+    """Views (batch, seqlen, heads, dim) of tensors in a layout; of packed ones there is only one."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
     check_tensors(**tensors)
-    views = []
-    for t in tensors.values():
-        if t.ndim and t.stride(-1) != 1 and t.shape[-1] > 1:
-            t = t.contiguous()
-        views.append(t.transpose(1, 2) if layout == "bhsd" and t.ndim == 4 else t)
-    return views
+    if layout == "bshd":
+        return list(tensors.values())
+    return [t.transpose(1, 2) if t.ndim == 4 else t for t in tensors.values()]
 
 
 def read_length(name: str, length: int | Tensor | None) -> int | None:
@@ -312,7 +315,9 @@ def read_length(name: str, length: int | Tensor | None) -> int | None:
 
 
 def _four_dimensions(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.ndim >= 4 else t.reshape((1,) * (4 - t.ndim) + t.shape)
+    if not isinstance(t, Tensor) or t.ndim >= 4:  # no tensor: the checks name it
+        return t
+    return t.reshape((1,) * (4 - t.ndim) + t.shape)
 
 
 def window_bounds(window: Window | None) -> Window:

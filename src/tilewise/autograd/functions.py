@@ -1,7 +1,7 @@
 """Differentiation of the operators: reverse mode, twice, forward mode, vmap and torch.func.
 
 Two `autograd.Function`s stand over one plan. `LeanAttention` serves plain eager code. `Attention`, whose
-formulas compiled code shares, serves whatever watches: torch.func, forward mode, vmap, gradients of gradients.
+formulas compiled code shares, serves all that watches: torch.func, forward mode, vmap, higher gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor, library
 
 from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
+from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.signature import Request
+from tilewise.core.signature import NotInMemory, Request
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
@@ -51,10 +52,12 @@ def attention(
     request = _LSE if wants_lse else _NO_LSE
     if order != "bshd":
         request = Request(wants_lse, order=order)
-    inputs = Inputs(*all_resolved(inputs))
     try:
         entry = plans.forward_plan(inputs, options, backend, request)
-    except (RuntimeError, AttributeError):  # a tensor without memory
+    except NotInMemory:
+        inputs = Inputs(*all_resolved(inputs))
+        entry = plans.forward_plan(inputs, options, backend, request)
+    except (RuntimeError, AttributeError):  # a tensor without memory, or none
         return _watched_attention(inputs, options, backend, order)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:
@@ -67,6 +70,7 @@ def attention(
 
 def check(inputs: Inputs, options: Options, backend: str | None) -> None:
     """Raise what `attention` would, but for values."""
+    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None})
     choice.choose(describe(inputs, options), backend)
 
 
@@ -74,8 +78,8 @@ def _watched_attention(
     inputs: Inputs, options: Options, backend: str | None, order: str
 ) -> tuple[Tensor, Tensor]:
     """By the operator, where something has to see it."""
-    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if torch.compiler.is_compiling():
+        saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return torch.ops.tilewise.attention(*inputs, *options, order, saves, backend)[:2]  # type: ignore[no-any-return]
     check(inputs, options, backend)
     return Attention.apply(*inputs, *options, order, True, backend)[:2]  # type: ignore[no-any-return]
@@ -277,7 +281,7 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the new dimension into the batch where the problem is dense; otherwise run one by one.
 
-    `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs` and always have a batch dimension.
+    `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs`; each has a batch dimension.
     """
     inputs, dims = arguments[leading : leading + NUM_INPUTS], in_dims[leading : leading + NUM_INPUTS]
     folds = all(

@@ -57,18 +57,26 @@ def named(raw: Sequence[Any]) -> list[Any]:
     return [None if t is None else TensorSignature(*t) for t in raw]
 
 
+class NotInMemory(Exception):
+    """A tensor's numbers are not what its memory holds: see `core.lazy`."""
+
+
 def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...]:
     """What a plan may know of tensors.
 
     Raises:
+        NotInMemory: one is to be resolved first.
         RuntimeError, AttributeError: one has no memory, or is no tensor.
     """
-    return tuple([
-        None
-        if t is None
-        else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT, t.requires_grad and grad_enabled)
-        for t in tensors
-    ])  # fmt: skip
+    return tuple([None if t is None else _look_at(t, grad_enabled) for t in tensors])
+
+
+def _look_at(t: Tensor, grad_enabled: bool) -> tuple[Any, ...]:
+    address = t.data_ptr()
+    if t.is_neg() or (address == 0 and t._is_zerotensor()):
+        raise NotInMemory
+    needs_grad = grad_enabled and t.requires_grad
+    return t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

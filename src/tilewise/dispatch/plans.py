@@ -19,6 +19,7 @@ from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
 
 MAX_PLANS = 2048
+NO_REQUEST = Request()
 
 
 class Entry:
@@ -73,13 +74,12 @@ def forward_plan(inputs: Inputs, options: Options, backend: str | None, request:
         ValueError, TypeError, NotImplementedError: the call is wrong, or the backend refuses it.
         RuntimeError, AttributeError: a tensor has no memory, or is none.
     """
-    return find(
-        Signature(
-            "forward", look(inputs, torch.is_grad_enabled()), (), inputs[1].data_ptr() == inputs[2].data_ptr(),
-            options, backend, request, False, torch.get_num_threads(),
-        ),
-        _make_forward,
+    tensors, shares_memory = look(inputs, torch.is_grad_enabled()), _share_memory(inputs)
+    threads = torch.get_num_threads()
+    signature = Signature(
+        "forward", tensors, (), shares_memory, options, backend, request, False, threads
     )  # fmt: skip
+    return find(signature, _make_forward)
 
 
 def _make_forward(signature: Signature) -> Entry:
@@ -107,14 +107,15 @@ def backward_plan(
     needs_bias_gradient: bool,
 ) -> Entry:
     """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
-    return find(
-        Signature(
-            "backward", look(inputs, False), look((*results, dout, dlse), False),
-            inputs[1].data_ptr() == inputs[2].data_ptr(), options, backend, Request(), needs_bias_gradient,
-            torch.get_num_threads(),
-        ),
-        _make_backward,
+    signature = Signature(
+        "backward", look(inputs, False), look((*results, dout, dlse), False), _share_memory(inputs),
+        options, backend, NO_REQUEST, needs_bias_gradient, torch.get_num_threads(),
     )  # fmt: skip
+    return find(signature, _make_backward)
+
+
+def _share_memory(inputs: Inputs) -> bool:
+    return inputs.key.data_ptr() == inputs.value.data_ptr()
 
 
 def _make_backward(signature: Signature) -> Entry:
@@ -137,7 +138,7 @@ def attend(
     inputs: Inputs,
     options: Options,
     backend: str | None,
-    request: Request = Request(),  # noqa: B008  # immutable
+    request: Request = NO_REQUEST,
     are_values_known: bool = False,
 ) -> Results:
     """A forward, from its inputs. `are_values_known`: a cache has checked lengths and pages itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ import torch
 from tilewise.cpu.host import compile as kernels
 from tilewise.cpu.host.arguments import Config
 
+TESTS = Path(__file__).parents[2]
 CALL = """
 import sys, torch
-from tilewise.cpu.host import launch
+from backends import Backend
+llvm = Backend("llvm")
 from tilewise.core.problem import Inputs, Options, describe
 torch.manual_seed(0)
 inputs = Inputs(*(torch.randn(1, 40, 2, 16) for _ in range(3)))
-out, lse = launch.forward(describe(inputs, Options()), inputs)
+out, lse = llvm.forward(describe(inputs, Options()), inputs)
 q, k, v = (t.transpose(1, 2) for t in inputs[:3])
 torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(q, k, v))
 """
@@ -26,6 +29,7 @@ torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_p
 
 def start(code: str, cache) -> subprocess.Popen:
     environment = os.environ | {"TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -108,10 +112,10 @@ def test_a_forked_child_calls_and_answers(tmp_path):
     code = CALL + (
         "import os\n"
         "torch.set_num_threads(2)\n"
-        "launch.forward(describe(inputs, Options()), inputs)\n"
+        "llvm.forward(describe(inputs, Options()), inputs)\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    again, _ = launch.forward(describe(inputs, Options()), inputs)\n"
+        "    again, _ = llvm.forward(describe(inputs, Options()), inputs)\n"
         "    os._exit(0 if torch.equal(again, out) else 1)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )

@@ -47,7 +47,7 @@ put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
 class Layout:
-    """Offsets into a backward's scratch: each thread's own, zeros (turns, and dlse if there is none), sums of dq."""
+    """Offsets into scratch: after each thread's own, zeros (turns; dlse if there is none), sums of dq."""
 
     def __init__(self, division: Division, turns: int, dlse_bytes: int, sum_bytes: int) -> None:
         self.zeros = division.threads * division.thread_bytes

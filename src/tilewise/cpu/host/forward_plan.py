@@ -45,7 +45,7 @@ class OutputPlan(CallPlan):
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
         if request.order == "bhsd" and len(out_shape) == 4:
-            batch, rows, heads, dim = out_shape
+            _, rows, heads, dim = out_shape
             out_strides = (heads * rows * dim, dim, rows * dim, 1)
         self.set_strides("out", out_strides)
         self.new_out = allocator(out_shape, problem.dtype, out_strides)
