@@ -18,7 +18,7 @@ from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.signature import NotInMemory, Request
+from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
@@ -54,10 +54,10 @@ def attention(
         request = Request(wants_lse, order=order)
     try:
         entry = plans.forward_plan(inputs, options, backend, request)
-    except NotInMemory:
+    except LazyTensor:
         inputs = Inputs(*all_resolved(inputs))
         entry = plans.forward_plan(inputs, options, backend, request)
-    except (RuntimeError, AttributeError):  # a tensor without memory, or none
+    except NoMemory:
         return _watched_attention(inputs, options, backend, order)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:

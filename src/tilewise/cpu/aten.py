@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature
+from tilewise.core.signature import Signature, rows_dense
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
@@ -23,7 +23,7 @@ def saves(problem: AttentionProblem) -> Saves:
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> Results:
     """out and lse."""
-    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+    q, k, v = (rows_dense(t).transpose(1, 2) for t in inputs[:3])
     attn_mask = _additive_mask(inputs)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, problem.causal, attn_mask=attn_mask, scale=problem.scale
@@ -39,7 +39,7 @@ def backward(
     """Gradients of query, key and value; dlse is None."""
     out, lse, _ = results
     assert out is not None and lse is not None
-    q, k, v, out, dout = (t.transpose(1, 2) for t in (*inputs[:3], out, dout))
+    q, k, v, out, dout = (rows_dense(t).transpose(1, 2) for t in (*inputs[:3], out, dout))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse.masked_fill(lse == float("-inf"), 0.0), 0.0, problem.causal,
         attn_mask=_additive_mask(inputs), scale=problem.scale,

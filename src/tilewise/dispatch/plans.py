@@ -72,7 +72,7 @@ def forward_plan(inputs: Inputs, options: Options, backend: str | None, request:
 
     Raises:
         ValueError, TypeError, NotImplementedError: the call is wrong, or the backend refuses it.
-        RuntimeError, AttributeError: a tensor has no memory, or is none.
+        LazyTensor, NoMemory: see `core.signature.look`.
     """
     tensors, shares_memory = look(inputs, torch.is_grad_enabled()), _share_memory(inputs)
     threads = torch.get_num_threads()

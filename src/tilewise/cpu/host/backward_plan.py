@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature, contiguous_strides, named
+from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
 from tilewise.cpu.host.arguments import CHANGING_BACKWARD
 from tilewise.cpu.host.call_plan import (
     CallPlan,
@@ -25,7 +25,6 @@ from tilewise.cpu.host.call_plan import (
     dense,
     longest,
     lse_shape,
-    rows_dense,
 )
 from tilewise.cpu.host.compile import Kernel, load
 from tilewise.cpu.host.configs import (

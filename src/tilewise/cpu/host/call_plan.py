@@ -141,10 +141,6 @@ def dense(t: TensorSignature) -> TensorSignature:
     return t if t.strides[-1] == 1 else t._replace(strides=contiguous_strides(t.shape))
 
 
-def rows_dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
-
-
 def allocator(
     shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
 ) -> Callable[[], Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, contiguous_strides
+from tilewise.core.signature import Signature, contiguous_strides, rows_dense
 from tilewise.cpu.host.arguments import CHANGING
-from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape, rows_dense
+from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config, short_config, waiting_share
 from tilewise.cpu.host.pool import pool
