@@ -19,6 +19,7 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.problem import Inputs, Options
 
 Window = tuple[int | None, int | None]
@@ -248,6 +249,7 @@ def attention_with_cache(
     out, lse = functions.attention(
         inputs._replace(query=query), options, backend, wants_lse=return_lse, are_values_known=are_known
     )
+    check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out  # type: ignore[return-value]

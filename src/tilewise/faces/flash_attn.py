@@ -300,6 +300,7 @@ def flash_attn_with_kvcache(
             cache_seqlens. Only with k and v.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+            With k and v none may occur twice: refused on the CPU; on a GPU one entry's tokens are lost.
         cache_leftpad: (batch,) leading cache rows to ignore.
         block_table: (batch, pages a sequence).
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).

@@ -260,6 +260,7 @@ def flash_attn_with_kvcache(
             stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+            With k and v none may occur twice: refused on the CPU; on a GPU one entry's tokens are lost.
         cache_leftpad: (batch,) leading cache rows to ignore.
         page_table: (batch, pages a sequence).
         cu_seqlens_q, cu_seqlens_k_new: (batch + 1,): each packed sequence's first row, and the total. Queries

@@ -146,6 +146,10 @@ def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
     is_read = not index.is_cuda and not torch.compiler.is_compiling()
     if is_read and not all(0 <= i < rows for i in index.tolist()):
         raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
+    if is_read and call.k is not None and len(set(index.tolist())) < batch:
+        raise ValueError(
+            f"cache_batch_idx={index.tolist()} must not name a sequence twice when k and v are appended"
+        )
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
     return call.cache_batch_idx[:, None]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
+from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.rotary import apply_rotary
 from tilewise.core.values import check_values
@@ -35,8 +36,8 @@ from tilewise.gpu.launch.launch_plan import has_triton
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
 
-    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code they are not read, so
-    that nothing waits and a graph can hold the call.
+    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code the host does not read
+    them, so that nothing waits and a graph can hold the call: see `tilewise.check_errors`.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -76,6 +77,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
         inputs = inputs._replace(query=query, key=key)
     out, lse = chunks.attention(inputs, options, call.attention_chunk)
+    check_if_debugging()
     return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
 
 
