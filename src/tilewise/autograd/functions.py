@@ -111,9 +111,9 @@ class LeanAttention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (4 + NUM_INPUTS)
-        tensors, results = ctx.saved_tensors[:NUM_INPUTS], Results(*ctx.saved_tensors[NUM_INPUTS:])
+        saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
+        inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
         options, backend, needs_bias_gradient = ctx.call
-        inputs = Inputs(*tensors)
         is_watched = _is_watched(dout, dlse)
         if results.out is None and (is_watched or dout is None):
             with torch.no_grad():
