@@ -18,8 +18,9 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
-from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
 
 Window = tuple[int | None, int | None]
@@ -90,6 +91,8 @@ def attention(
         tensor([1.0000, 1.5000, 2.0000])
     """
     bounds = NO_WINDOW if window is None else window_bounds(window)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
@@ -154,6 +157,7 @@ def attention_varlen(
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -226,8 +230,13 @@ def attention_with_cache(
         (torch.Size([1, 3, 1, 4]), [3])
     """
     check_tensors(query=query)
+    check_flag("return_lse", return_lse)
+    check_flag("rotary_interleaved", rotary_interleaved)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
+    if not torch.compiler.is_compiling():
+        query, key, value, rotary_cos, rotary_sin = all_resolved((query, key, value, rotary_cos, rotary_sin))
+        alibi_slopes, sinks = resolved(alibi_slopes), resolved(sinks)
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
     views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
     query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
@@ -331,5 +340,4 @@ def window_bounds(window: Window | None) -> Window:
         raise ValueError(
             f"window={shown(window)} must be (left, right), each None or an integer of at least 0"
         )
-    left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
-    return left, right
+    return window_bound(window[0]), window_bound(window[1])

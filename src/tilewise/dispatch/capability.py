@@ -64,6 +64,7 @@ ROWS = (
     }),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
+    Row("scale of 0 or less", lambda p: p.scale <= 0, {"aten": "masks before it scales, by 0 or less"}),
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
     Row("ALiBi", lambda p: p.has_alibi, {"aten": "has no ALiBi"}),
     Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),

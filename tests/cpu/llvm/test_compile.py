@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -82,6 +84,29 @@ def test_a_damaged_file_is_compiled_again(stored, monkeypatch, damage):
     )
     assert builds(config, monkeypatch)
     assert not builds(config, monkeypatch)  # and the file is whole again
+
+
+@pytest.mark.parametrize("header", [b"{", b"\xff", b"[]", b"{}", b'{"facts": {}}', b"KEY", b'"facts"'])
+def test_a_header_of_another_form_is_compiled_again(stored, monkeypatch, header):
+    config, path = stored
+    if header == b"KEY":  # the right key alone
+        content = path.read_bytes()[len(kernels.MAGIC) + 32 :]
+        right = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = json.dumps({"key": right["key"]}).encode()
+    body = len(header).to_bytes(8, "little") + header
+    path.write_bytes(kernels.MAGIC + hashlib.sha256(body).digest() + body)
+    assert builds(config, monkeypatch)
+    assert not builds(config, monkeypatch)
+
+
+def test_a_full_disk_leaves_nothing_behind(monkeypatch, tmp_path):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels.os, "replace", no_space)
+    assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_made_for_something_else_is_not_loaded(stored, monkeypatch):
