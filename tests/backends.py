@@ -26,8 +26,7 @@ class Backend:
         return self.results(problem, inputs)[:2]
 
     def results(self, problem: AttentionProblem, inputs: Inputs) -> Results:
-        plan = choice.load(self.name).plan(problem, self._signature("forward", problem, inputs))
-        return plans.run(plan, inputs)
+        return plans.run(self._entry(problem, self._signature("forward", problem, inputs)), inputs)
 
     def backward(
         self,
@@ -41,8 +40,12 @@ class Backend:
     ) -> Gradients:
         results = Results(out, lse, residual)
         given = (*results, dout, dlse)
-        plan = choice.load(self.name).plan(problem, self._signature("backward", problem, inputs, given))
-        return plans.run(plan, inputs, results, dout, dlse)
+        signature = self._signature("backward", problem, inputs, given)
+        return plans.run(self._entry(problem, signature), inputs, results, dout, dlse)
+
+    def _entry(self, problem: AttentionProblem, signature: Signature) -> plans.Entry:
+        module = choice.load(self.name)
+        return plans.Entry(module.plan(problem, signature), signature, self.name, module.saves(problem))
 
     def _signature(
         self, direction: str, problem: AttentionProblem, inputs: Inputs, results: tuple = ()

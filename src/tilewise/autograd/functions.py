@@ -63,7 +63,7 @@ def attention(
     if problem.has_values and not are_values_known:
         check_values(problem, inputs, options)
     if not problem.needs_grad:
-        return plans.run(entry.plan, inputs)[:2]  # type: ignore[no-any-return]
+        return plans.run(entry, inputs)[:2]  # type: ignore[no-any-return]
     found = _apply_lean(entry, options, backend, wants_lse, *inputs)
     return found if wants_lse else (found, None)
 
@@ -97,7 +97,7 @@ class LeanAttention(torch.autograd.Function):
         wants_lse: bool,
         *tensors: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        results: Results = plans.run(entry.plan, Inputs(*tensors))  # type: ignore[arg-type]
+        results: Results = plans.run(entry, Inputs(*tensors))  # type: ignore[arg-type]
         ctx.call = options, backend, entry.plan.problem.bias_needs_grad
         ctx.set_materialize_grads(False)
         saved = results if entry.saves.results else Results(None)

@@ -123,9 +123,9 @@ def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 5 :])
     problem = describe(inputs, options)
     directions = _fill_tangents(inputs, tangents)
-    out, lse, _ = results
+    out, lse, residual = results
     with own_dtypes(problem.device_type):
-        grads = second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions)
+        grads = second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions, residual)
     return _no_none(grads, dout)
 
 
@@ -136,12 +136,12 @@ def _attention_double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _attention_jvp(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tangents, (out, lse, _) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 3]
+    tangents, (out, lse, residual) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 3]
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 3 :])
     refuse_gradient(options.precision)
     problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
     with own_dtypes(problem.device_type):
-        return second_order.jvp(problem, inputs, out, lse, directions)
+        return second_order.jvp(problem, inputs, out, lse, directions, residual)
 
 
 def _attention_jvp_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

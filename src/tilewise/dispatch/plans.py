@@ -27,14 +27,16 @@ class Entry:
 
     Attributes:
         plan: what serves calls of one signature.
+        signature: that.
         backend: the name of the backend that made it.
         saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
     """
 
-    __slots__ = ("backend", "last_use", "plan", "saves")
+    __slots__ = ("backend", "last_use", "plan", "saves", "signature")
 
-    def __init__(self, plan: Plan, backend: str, saves: Saves) -> None:
-        self.plan, self.backend, self.saves, self.last_use = plan, backend, saves, 0
+    def __init__(self, plan: Plan, signature: Signature, backend: str, saves: Saves) -> None:
+        self.plan, self.signature, self.backend, self.saves = plan, signature, backend, saves
+        self.last_use = 0
 
 
 _entries: dict[Signature, Entry] = {}
@@ -88,7 +90,8 @@ def _make_forward(signature: Signature) -> Entry:
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
     lse, residual, order = signature.request
     request = Request(lse or saves.results, residual or saves.residual, order)
-    return Entry(load(name).plan(problem, signature._replace(request=request)), name, saves)
+    signature = signature._replace(request=request)
+    return Entry(load(name).plan(problem, signature), signature, name, saves)
 
 
 def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
@@ -123,14 +126,17 @@ def _make_backward(signature: Signature) -> Entry:
     refuse_gradient(problem.precision)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
-    return Entry(module.plan(problem, signature), name, module.saves(problem))
+    return Entry(module.plan(problem, signature), signature, name, module.saves(problem))
 
 
-def run(plan: Plan, *arguments: Any) -> Any:
-    """`Results` of a forward's plan, `Gradients` of a backward's."""
-    found = plan.run(*arguments)
+def run(entry: Entry, *arguments: Any) -> Any:
+    """`Results` of a forward, `Gradients` of a backward."""
+    found = entry.plan.run(*arguments)
     while type(found) is Retry:
-        found = found.plan.run(*arguments)
+        plan = found.by
+        if isinstance(plan, str):
+            plan = load(plan).plan(entry.plan.problem, entry.signature)
+        found = plan.run(*arguments)  # type: ignore[union-attr]
     return found
 
 
@@ -142,10 +148,10 @@ def attend(
     are_values_known: bool = False,
 ) -> Results:
     """A forward, from its inputs. `are_values_known`: a cache has checked lengths and pages itself."""
-    plan = forward_plan(inputs, options, backend, request).plan
-    if plan.problem.has_values and not are_values_known:
-        check_values(plan.problem, inputs, options)
-    return run(plan, inputs)  # type: ignore[no-any-return]
+    entry = forward_plan(inputs, options, backend, request)
+    if entry.plan.problem.has_values and not are_values_known:
+        check_values(entry.plan.problem, inputs, options)
+    return run(entry, inputs)  # type: ignore[no-any-return]
 
 
 def differentiate(
@@ -163,4 +169,4 @@ def differentiate(
     if results.out is None and entry.saves.results:
         results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)
         entry = backward_plan(inputs, results, *arguments)
-    return run(entry.plan, inputs, results, dout, dlse)  # type: ignore[no-any-return]
+    return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

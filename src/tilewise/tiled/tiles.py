@@ -106,6 +106,12 @@ class Tiles:
             return t[None, :, self.segment.rows_q]
         return t[self.segment.sequences.start : self.segment.sequences.stop]
 
+    def row_lse(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
+        """lse and its residual, folded like the scores, for `weights`: finite, 0 for a row without a key."""
+        row_lse = self.fold(self.lse_rows(lse)[:, :, i0:i1, None])
+        row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
+        return row_lse, None if residual is None else self.fold(self.lse_rows(residual)[:, :, i0:i1, None])
+
     def fold(self, t: Tensor) -> Tensor:
         """(batch, heads, rows, dim) -> [batch * kv heads, group * rows, dim] in the compute dtype."""
         n = t.shape[0] * self.problem.num_kv_heads
@@ -201,6 +207,16 @@ class Tiles:
             return None
         kept = keep_mask(seed, problem.dropout_p, self.segment.sequences, problem.num_heads, i0, i1, j0, j1)
         return self.fold(kept) / (1 - problem.dropout_p)
+
+
+def weights(s: Tensor, lse: Tensor, residual: Tensor | None) -> Tensor:
+    """exp(s - lse - residual), in the place of s.
+
+    s - lse is exact where both are huge, and the residual is what float32 could not hold of lse beside that:
+    log(sum of exponentials).
+    """
+    s.sub_(lse)
+    return (s if residual is None else s.sub_(residual)).exp_()
 
 
 def add_reduced(total: Tensor, tile: Tensor) -> None:

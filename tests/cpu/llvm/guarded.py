@@ -80,10 +80,10 @@ def run(case: random_cases.Case, at_end: bool) -> None:
     )
     patched = [mock.patch.object(module, "torch", stand_in) for module in (backward_plan, call_plan, pool)]
     with patched[0], patched[1], patched[2]:
-        out, lse = random_cases.llvm.forward(problem, inputs)
+        out, lse, residual = random_cases.llvm.results(problem, inputs)
         if not problem.is_paged:
             dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)
-            random_cases.llvm.backward(problem, inputs, out, lse, dout, dlse)
+            random_cases.llvm.backward(problem, inputs, out, lse, dout, dlse, residual)
 
 
 if __name__ == "__main__":

@@ -276,16 +276,16 @@ def check(case: Case) -> list[str]:
     if reason is not None:
         return [] if "gradient of a bias" in reason and problem.bias_needs_grad else [f"refused: {reason}"]
     inputs = inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())
-    out, lse = llvm.forward(problem, inputs)
+    out, lse, residual = llvm.results(problem, inputs)
     exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
     reports = [_compare("out", out, exact[0], baseline[0]), _compare("lse", lse, exact[1], baseline[1])]
     if not problem.is_paged:
         names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
-        grads = llvm.backward(problem, inputs, out, lse, case.dout, case.dlse)
+        grads = llvm.backward(problem, inputs, out, lse, case.dout, case.dlse, residual)
         triples = [tuple(getattr(g, name) for g in (grads, exact[2], baseline[2])) for name in names]
         gradients = [_compare(f"d{name}", *triple) for name, triple in zip(names, triples)]
         if not all(report.is_within for report in gradients):
-            tiles = tiled.backward(problem, inputs, out, lse, case.dout, case.dlse)
+            tiles = tiled.backward(problem, inputs, out, lse, case.dout, case.dlse, residual)
             same = [_compare("", t[0], t[1], getattr(tiles, name)) for name, t in zip(names, triples)]
             largest = max(report.max_budget for report in (*gradients, *same))
             gradients = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -76,11 +77,12 @@ def exp(x: Operand, degree: int) -> Value:
     return power * (fraction + 1.0)
 
 
-def exp_of_difference(x: Operand, y: Operand, degree: int) -> Value:
-    """e^(x - y) as if x - y were not rounded, which would count more than all else where y is a large lse."""
-    high = x - y
-    part = x - high
-    low = (x - (high + part)) + (part - y)  # what rounding left out; NaN where x or y is infinite
+def exp_of_difference(x: Operand, y: Operand, rest: Operand, degree: int) -> Value:
+    """e^(x - y - rest) as if x - y were not rounded, which would count more than all else where y is a large
+    lse. The rest is the residual of that lse: less than a rounding of y."""
+    high, low = exact_sum(x, -y)
+    high, lower = exact_sum(high, -rest)
+    low = low + lower  # what rounding left out; NaN where x or y is infinite
     power = exp(high, degree)
     return fma(power, select(low.equals(low), low, 0.0), power)
 
@@ -179,6 +181,36 @@ def log(x: Operand) -> Value:
     for k in range(f.log_terms - 2, -1, -1):
         series = fma(series, square, like(2 / (2 * k + 1), x))
     return select(x.equals(x), fma(exponent, like(math.log(2), x), series * t), x)
+
+
+def log_sum_exp(m: Operand, l: Operand, unit: float = 1.0) -> tuple[Value, Value]:
+    """lse = unit * m + ln(l), and what rounding has left out of it; (m, 0) where l is 0.
+
+    Their sum is right to the last bit of ln(l), which lse alone loses beside a large m.
+    """
+    log_l, is_empty = log(l), l.equals(0.0)
+    lse = fma(m, like(unit, m), log_l)
+    high, low = product(m, unit)
+    total, rest = exact_sum(high, log_l)
+    residual = ((total - lse) + rest) + low
+    residual = select(residual.equals(residual), residual, 0.0)  # NaN where lse is infinite, or NaN itself
+    return select(is_empty, m, lse), select(is_empty, 0.0, residual)
+
+
+def product(x: Operand, factor: float) -> tuple[Value, Value]:
+    """x * factor, and what rounding has left out of it, that of the factor included."""
+    if factor == 1.0:
+        return Value(x.raw), Value(like(0.0, x).raw)
+    high = x * factor
+    known = factor if element_of(x.type) == F64 else ctypes.c_float(factor).value
+    return high, fma(x, like(factor - known, x), fma(x, like(known, x), -high))
+
+
+def exact_sum(x: Operand, y: Operand) -> tuple[Value, Value]:
+    """x + y, and what rounding has left out of it."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
 
 
 def quotient(x: Operand, y: Operand, inverse: Operand) -> Value:

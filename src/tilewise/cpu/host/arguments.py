@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-CHANGING = ("q", "k", "v", "out", "lse", "scratch", "partial")  # first: every forward call writes them
+CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
 CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
 POINTERS = (*CHANGING_BACKWARD, "mask", "bias", "slopes", "sinks", "spans", "page_table")
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")

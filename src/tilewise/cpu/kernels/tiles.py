@@ -317,9 +317,16 @@ class Head:
         return row
 
     def statistic(self, name: str, i: Scalar) -> Ptr:
-        """Query i's entry of lse or dlse."""
+        """Query i's entry of lse, its residual, dlse or delta."""
         row = self.batch * self.args.lse_b + self.head * self.args.lse_h + self.q_row0 + i
         return self.args.ptr(name, self.shape.kind)[row]
+
+    def store_lse(self, i: Scalar, lse: Value, residual: Value) -> None:
+        """Query i's log-sum-exp, and where it is wanted what a float32 (float64) does not hold of it."""
+        self.statistic("lse", i).store(lse)
+        residuals = self.statistic("lse_residual", i)
+        with when(self.args.ptr("lse_residual", self.shape.kind).is_given):
+            residuals.store(residual)
 
     def sink(self) -> Value:
         """The head's sink logit in every lane."""
