@@ -1,6 +1,6 @@
-"""Rows whose scores are all huge: what the forward saves for the backward does not lose the sum.
+"""Rows whose scores are all huge: what is saved for the backward does not lose the sum.
 
-log(sum exp S) is a maximum and the logarithm of a sum. Beside a maximum of 1e9 float32 has no room for it.
+log(sum exp S) is a maximum plus the log of a sum. Beside a maximum of 1e9 a float32 has no room for that.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ def test_products_that_are_large(seqlen_k, seqlen_q, backend, dtype):
     query = torch.randint(-9, 10, (1, seqlen_q, 2, 16)).to(dtype)
     key = torch.randint(-9, 10, (1, 1, 2, 16)).to(dtype).expand(-1, seqlen_k, -1, -1)
     value = torch.randn(1, seqlen_k, 2, 16).to(dtype)
-    for scale in (64.0, 2.0**20, -(2.0**30)):
+    for scale in (
+        64.0,
+        2.0**20,
+        *([] if backend == "aten" else [-(2.0**30)]),
+    ):  # which takes no negative scale
         reports = differences(query, key, value, backend, scale)
         assert all(report.is_within for report in reports), "\n".join(map(str, reports))
 
 
 def differences(query, key, value, backend, scale):
-    """The gradients by a backend against the formula: of value and query, which is 0 as keys are equal."""
+    """The gradient of value by a backend against the formula."""
     leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
     out = tilewise.attention(*leaves, scale=scale, backend=backend)
     dout = torch.randn_like(out)

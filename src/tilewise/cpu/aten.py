@@ -11,8 +11,8 @@ from tilewise.core.plan import FunctionPlan, Plan, Results, Retry, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, rows_dense
 
-# The most that the rounding of lse may put into a weight, relative: what `tilewise.testing` allows for
-# rounding to the type. float32 has more, since scores of 2^10 are themselves rounded as coarsely.
+# The most that the rounding of lse may put into a weight, relative: what `tilewise.testing` allows for a
+# rounding to the type; in float32 more, since scores of 2^10 are themselves rounded as coarsely.
 MOST_LOSS = {
     torch.float32: 2.0**-14, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11,
 }  # fmt: skip

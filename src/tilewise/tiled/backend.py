@@ -9,7 +9,8 @@ Forward, for each tile of queries (FlashAttention-2's order; Dao 2023, section 3
         l     = c * l + rowsum(p),  acc = c * acc + p v
     out = acc / l,  lse = m + log(l),  residual = m + log(l) - lse (what rounding leaves out)
 
-Backward, the same walk, recomputing p = exp(s - lse - residual) (section 3.2): delta = rowsum(dO * O) - dlse,
+Backward, the same walk, recomputing p = exp(s - lse) exp(-residual) (section 3.2):
+delta = rowsum(dO * O) - dlse,
 dP = dO V^T, dS = P * (dP - delta), dV += P^T dO, dQ += dS K, dK += dS^T Q. What a tile holds is in `tiles`.
 """
 
@@ -102,7 +103,7 @@ def log_sum_exp(m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
 
 def recompute_step(
     s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None,
-    residual: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """First half of one backward tile: P = exp(S - lse), dV += P^T dO, dP = dO V^T. Returns (p, dp).
 
@@ -113,9 +114,9 @@ def recompute_step(
         do: gradient of the output [n, block_q, head_dim_v].
         dv: [n, block_k, head_dim_v], added to in place.
         keep: dropout factor, as in `online_softmax_step`; dp carries it.
-        residual: what rounding has left out of lse.
+        factor: exp(-residual), for what rounding has left out of lse.
     """
-    p = weights(s, lse, residual)
+    p = weights(s, lse, factor)
     dv.baddbmm_((p if keep is None else p * keep).mT, do)
     dp = torch.bmm(do, v.mT)
     if keep is not None:
@@ -241,12 +242,12 @@ def _backward_tile(
     """Add one query tile's part to dk_sum, dv_sum and dbias; return its dq."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     dq = torch.zeros_like(q)
-    lse, residual = row_lse
+    lse, factor = row_lse
     for j0, j1 in tiles.key_tiles(i0, i1):
         k, v = tiles.key(j0, j1), tiles.value(j0, j1)
         s, tanh = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
-        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep, residual)
+        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep, factor)
         ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
         if dbias is not None:
             add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))

@@ -2,7 +2,7 @@
 
 With tangents marked by a dot, f the softcap and Z the dropout factor, one row i reads
 
-    a = scale * q k^T,  S = f(a) + bias,  S. = f'(a) a. + bias.,  P = exp(S - lse - residual)
+    a = scale * q k^T,  S = f(a) + bias,  S. = f'(a) a. + bias.,  P = exp(S - lse) exp(-residual)
     lse. = sum_j P S. (+ p_sink sink.),   O. = (Z P (S. - lse.)) V + (Z P) V.
 
 The backward is the transpose of that map, so for its cotangents (dO, dlse) and the tangents the scalar
@@ -45,7 +45,7 @@ class _Rows(NamedTuple):
     i1: int
     q: Tensor  # scaled
     q_dot: Tensor  # scaled
-    lse: tuple[Tensor, Tensor | None]  # with its residual; finite
+    lse: tuple[Tensor, Tensor | None]  # finite; exp(-residual)
     p_sink: Tensor | None
     sink_dot: Tensor | None
     do: Tensor | None  # None: tangents only

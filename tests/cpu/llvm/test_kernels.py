@@ -219,6 +219,18 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
 
 
+@pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
+@pytest.mark.parametrize("builder", [forward_amx, backward_amx])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias_kind": "f32", "has_mask": True, "row_scores": ("mask", "bias")}]
+)
+def test_amx_code_without_options_or_with_rows_of_them_compiles(builder, kind, pieces, options):
+    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
+    ir_text, _ = builder.build(Config(kind, 40, 64, 2, pieces=pieces, **options), xeon)
+    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 62
+
+
 @pytest.mark.parametrize("rows", [4, 12, 32])
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_amx_decoding_compiles(rows, is_paged):

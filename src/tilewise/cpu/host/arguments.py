@@ -47,6 +47,7 @@ class Config:
     has_sinks: bool = False
     has_mask: bool = False
     bias_kind: str = ""
+    row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     page_size: int = 0  # 0: not in pages

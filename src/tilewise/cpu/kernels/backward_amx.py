@@ -139,7 +139,7 @@ class AmxBackwardKernel(BackwardKernel):
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
 
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
-        """p = exp(s_t - lse - residual), ds = p (dp_t - delta) of 32 keys, in the products' forms."""
+        """p = exp(s_t - lse) exp(-residual), ds = p (dp_t - delta) of 32 keys, in the products' forms."""
         if self.scores.has_options:
             self.round_tile(scores, dropout, first, c, self.weight)
             return
@@ -155,8 +155,8 @@ class AmxBackwardKernel(BackwardKernel):
         weight: Callable[[Value, Value, Value], Value],
     ) -> None:  # fmt: skip
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        statistics = (self.lse, self.residual, self.delta)
-        lse, residual, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
+        statistics = (self.lse, self.factor, self.delta)
+        lse, factor, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, self.scale, self.cap_slope)
@@ -166,7 +166,7 @@ class AmxBackwardKernel(BackwardKernel):
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
-                    p = [weight(*x) for x in zip(s, lse, residual)]
+                    p = [weight(*x) for x in zip(s, lse, factor)]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
@@ -182,12 +182,12 @@ class AmxBackwardKernel(BackwardKernel):
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
 
-    def weight(self, s: Value, lse: Value, residual: Value) -> Value:
-        """exp(s - lse - residual), s without its scale if there are no options."""
+    def weight(self, s: Value, lse: Value, factor: Value) -> Value:
+        """factor * exp(s - lse), s without its scale if there are no options."""
         s = s if self.scores.has_options else s * self.scale
-        return exp2_avx512(((s - lse) - residual) * LOG2_E, DEGREES[self.config.kind])
+        return exp2_avx512((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
 
-    def near_weight(self, s: Value, lse: Value, residual: Value) -> Value:
+    def near_weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """The same where lse is so small that bfloat16 needs nothing beside it."""
         return exp2_avx512(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
 
@@ -241,13 +241,19 @@ class CutBackwardKernel(AmxBackwardKernel):
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         self.round_tile(scores, dropout, first, c, self.weight)
 
-    def weight(self, s: Value, lse: Value, residual: Value) -> Value:
-        """exp(s - lse - residual); in units of log 2, lse is a sum of two."""
+    def weight(self, s: Value, lse: Value, factor: Value) -> Value:
+        """factor * exp(s - lse), in units of log 2 factor * 2^(s - lse / log 2)."""
+        degree = DEGREES[self.config.kind]
+        power = exp_avx512(s - lse, degree) if self.unit == 1.0 else exp2_avx512(s - lse * LOG2_E, degree)
+        return power * factor
+
+    def factor_of(self, lse: Value, residual: Value) -> Value:
+        """Also what rounding has left out of lse / log 2, if that is the unit."""
         if self.unit == 1.0:
-            return exp_avx512((s - lse) - residual, DEGREES[self.config.kind])
+            return super().factor_of(lse, residual)
         high, low = product(lse, LOG2_E)
         low = select(absolute(high) < INF, fma(residual, like(LOG2_E, residual), low), 0.0)
-        return exp2_avx512((s - high) - low, DEGREES[self.config.kind])
+        return exp2_avx512(-low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
         return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit

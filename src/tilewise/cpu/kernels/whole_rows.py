@@ -26,7 +26,7 @@ class WholeRows:
     config: Config
     dropout: Dropout | None
     lse: Rows
-    residual: Rows
+    factor: Rows
     delta: Rows
     dlse: Rows
     norm: Rows
@@ -56,11 +56,11 @@ class WholeRows:
         is_one = (q0 < q1) & t.equals((q1 - 1) // block_q) & args.group.equals(1)
         return is_one & (k0 <= j0) & (k1 >= end)
 
-    def sink_weight(self, head: Head, lse: Operand, residual: Operand) -> Value:
+    def sink_weight(self, head: Head, lse: Operand, factor: Operand) -> Value:
         """What a sink takes of the weights of some queries."""
         if not self.config.has_sinks:
             return self.shape.constant(0.0)
-        return exp((head.sink() - lse) - residual, self.shape.exp_degree)
+        return exp(head.sink() - lse, self.shape.exp_degree, factor)
 
     def normalize(self, totals: list[Var], end: Value) -> None:
         """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
@@ -97,9 +97,9 @@ class WholeRows:
 
     def row_sum(self, head: Head, c: int) -> Value:
         """What rows of ds add up to, of the queries from c on."""
-        statistics = (self.lse, self.residual, self.delta, self.dlse, self.norm)
-        lse, residual, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
-        sink = self.sink_weight(head, lse, residual)
+        statistics = (self.lse, self.factor, self.delta, self.dlse, self.norm)
+        lse, factor, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
+        sink = self.sink_weight(head, lse, factor)
         return fma(sink * norm, delta, dlse) if self.config.has_sinks else dlse
 
     def write_query_gradients(self, head: Head, q0: Value, j: Value, end: Value) -> None:
