@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import reference, repeat, repeat_cached
+from tilewise import reference
+from tilewise.dispatch import plans
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,7 +33,7 @@ def check(out, q, k, v, **options):
 def backend(request):
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    repeat.clear()
+    plans.clear()
     return request.param
 
 
@@ -49,7 +50,7 @@ def test_new_freed_and_reused_memory(backend, layout, dim):
             del tensors, given, out
             gc.collect()
             torch.cuda.empty_cache()
-    assert len(repeat._local.runs) == 1 and None not in repeat._local.runs.values()
+    assert len(plans._entries) == 1
 
 
 def test_one_address_with_other_shapes_and_strides(backend):
@@ -155,14 +156,10 @@ def test_nothing_kept_holds_tensors(backend):
 
 
 @pytest.fixture
-def wholes(monkeypatch):
-    """The cached calls that took the whole path."""
-    from tilewise.autograd import functions as autograd
-
-    calls, attention = [], autograd.attention
-    monkeypatch.setattr(autograd, "attention", lambda *call: calls.append(call) or attention(*call))
-    monkeypatch.setattr(repeat_cached, "_found", {})
-    return calls
+def made():
+    """The plans that a test has made."""
+    plans.clear()
+    return plans._entries
 
 
 def check_rows(out, lse, q, keys, values, **options):
@@ -186,7 +183,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("extra", ["none", "sinks", "alibi", "rotary"])
 @pytest.mark.parametrize("kind", ["rows", "pages16", "pages256"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_repeated_steps_of_a_cache(dim, kind, extra, wholes):
+def test_repeated_steps_of_a_cache(dim, kind, extra, made):
     """Sequences of other lengths grow by tokens of other addresses, and every step is right."""
     held, capacity, page = [300, 77, 512], 640, 0 if kind == "rows" else int(kind[5:])
     tables = tilewise.rotary.rotary_tables(torch.arange(capacity, device="cuda"), dim)
@@ -220,12 +217,12 @@ def test_repeated_steps_of_a_cache(dim, kind, extra, wholes):
             [torch.cat([old, x[b]]) for b, old in enumerate(own)] for own, x in ((keys, k), (values, v))
         )
         check_rows(out, lse, q, keys, values, **options)
-    assert len(wholes) == 1
+    assert len(made) == 1
 
 
 @needs_hopper
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
-def test_repeated_calls_of_flash_attn(is_paged, wholes):
+def test_repeated_calls_of_flash_attn(is_paged, made):
     from tilewise.flash_attn import flash_attn_with_kvcache
 
     for _ in range(4):
@@ -242,11 +239,11 @@ def test_repeated_calls_of_flash_attn(is_paged, wholes):
             q, key, value, cache_seqlens=lengths, block_table=table, causal=True, return_softmax_lse=True
         )
         check_rows(out, lse.masked_fill(lse == torch.inf, -torch.inf), q, *own)
-    assert len(wholes) == 1
+    assert len(made) == 1
 
 
 @needs_hopper
-def test_repeated_latent_decoding(wholes):
+def test_repeated_latent_decoding(made):
     for n in (300, 1000, 4000):
         cache = tilewise.KVCache(
             2, 4096, 1, 576, head_dim_v=512, dtype=torch.bfloat16, device="cuda", value_in_key=True
@@ -256,11 +253,11 @@ def test_repeated_latent_decoding(wholes):
         q = draw(2, 1, 16, 576)
         out, lse = tilewise.attention_with_cache(q, cache, return_lse=True)
         check_rows(out, lse, q, k, k[..., :512])
-    assert len(wholes) == 1
+    assert len(made) == 1
 
 
 @needs_hopper
-def test_a_refused_repeated_step_leaves_the_cache(wholes):
+def test_a_refused_repeated_step_leaves_the_cache(made):
     cache = tilewise.KVCache(1, 300, 2, 64, dtype=torch.bfloat16, device="cuda")
     cache.append(draw(1, 298, 2, 64), draw(1, 298, 2, 64))
     step = [draw(1, 1, 8, 64), cache, draw(1, 1, 2, 64), draw(1, 1, 2, 64)]
@@ -269,7 +266,7 @@ def test_a_refused_repeated_step_leaves_the_cache(wholes):
     before = cache.key.clone(), cache.value.clone()
     with pytest.raises(ValueError, match="do not fit"):
         tilewise.attention_with_cache(*step)
-    assert cache.lengths.tolist() == [300] and len(wholes) == 1
+    assert cache.lengths.tolist() == [300] and len(made) == 1
     assert torch.equal(cache.key, before[0]) and torch.equal(cache.value, before[1])
     query = step[0].clone().requires_grad_()  # takes the whole path
     for _ in range(2):
@@ -279,7 +276,7 @@ def test_a_refused_repeated_step_leaves_the_cache(wholes):
 
 
 @needs_hopper
-def test_a_graph_of_a_repeated_step(wholes):
+def test_a_graph_of_a_repeated_step(made):
     cache = tilewise.KVCache(2, 600, 2, 128, dtype=torch.bfloat16, device="cuda")
     keys, values = draw(2, 300, 2, 128), draw(2, 300, 2, 128)
     cache.append(keys, values)
@@ -295,11 +292,11 @@ def test_a_graph_of_a_repeated_step(wholes):
             step()
             keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
     torch.cuda.current_stream().wait_stream(stream)
-    assert len(wholes) == 1
+    assert len(made) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = step()
-    assert len(wholes) == 1
+    assert len(made) == 1
     for _ in range(3):
         for t in (q, k, v):
             t.copy_(draw(*t.shape))
@@ -311,11 +308,10 @@ def test_a_graph_of_a_repeated_step(wholes):
 @needs_hopper
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_repeated_calls_of_few_queries(layout):
-    repeat.clear()
+    plans.clear()
     order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     for _ in range(4):
         q, k, v = draw(2, 3, 8, 128), draw(2, 2000, 2, 128), draw(2, 2000, 2, 64)
         given = [t.permute(order) for t in (q, k, v)]
         check(tilewise.attention(*given, causal=True, layout=layout).permute(order), q, k, v, causal=True)
         check_attention(q, k, v, causal=True)
-    assert None not in repeat._local.runs.values()

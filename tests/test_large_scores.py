@@ -61,11 +61,9 @@ def test_products_that_are_large(seqlen_k, seqlen_q, backend, dtype):
     query = torch.randint(-9, 10, (1, seqlen_q, 2, 16)).to(dtype)
     key = torch.randint(-9, 10, (1, 1, 2, 16)).to(dtype).expand(-1, seqlen_k, -1, -1)
     value = torch.randn(1, seqlen_k, 2, 16).to(dtype)
-    for scale in (
-        64.0,
-        2.0**20,
-        *([] if backend == "aten" else [-(2.0**30)]),
-    ):  # which takes no negative scale
+    for scale in (64.0, 2.0**20, -(2.0**30)):
+        if backend == "aten" and scale < 0:
+            continue  # refused
         reports = differences(query, key, value, backend, scale)
         assert all(report.is_within for report in reports), "\n".join(map(str, reports))
 

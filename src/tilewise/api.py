@@ -101,7 +101,7 @@ def attention(
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out  # type: ignore[return-value]
+    return (out, lse) if return_lse else out
 
 
 def attention_varlen(
@@ -166,7 +166,7 @@ def attention_varlen(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
-    return (out, lse) if return_lse else out  # type: ignore[return-value]
+    return (out, lse) if return_lse else out
 
 
 def attention_with_cache(
@@ -261,7 +261,7 @@ def attention_with_cache(
     check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out  # type: ignore[return-value]
+    return (out, lse) if return_lse else out
 
 
 def canonical_inputs(

@@ -35,7 +35,7 @@ def attention(
     order: str = "bshd",
     wants_lse: bool = True,
     are_values_known: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """out and lse, differentiable: the one entry that the public API calls.
 
     Args:

@@ -35,7 +35,8 @@ class Retry(NamedTuple):
 class Plan(Protocol):
     """Immutable, shared between threads. Arguments and scratch memory come from a pool of the thread."""
 
-    problem: AttentionProblem
+    @property
+    def problem(self) -> AttentionProblem: ...
 
     def run(
         self,

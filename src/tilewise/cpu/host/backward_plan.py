@@ -154,7 +154,8 @@ class BackwardPlan(CallPlan):
             return Retry(self.uncut)
         if dbias is not None:
             dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
-        return Gradients(*gradients, dbias, _sink_gradient(inputs.sinks, lse, residual, delta))  # type: ignore[arg-type]
+        dq, dk, dv = gradients
+        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs.sinks, lse, residual, delta))
 
     def _launch(
         self,
