@@ -294,3 +294,18 @@ def test_errors(call, error, message):
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("seqlen", [1, 5, 80])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_out_has_the_memory_order_of_query(by_head, seqlen):
+    q, k, v = (torch.randn(2, 3, seqlen, 16) for _ in range(3))
+    if not by_head:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for mask in (None, torch.zeros(seqlen, seqlen)):
+        out = scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(out, expected)
+        assert (out if by_head else out.transpose(1, 2)).is_contiguous()
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert compiled.stride() == out.stride()

@@ -24,7 +24,7 @@ from tilewise.core.checks import refuse_gradient
 from tilewise.core.lazy import all_resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
-from tilewise.core.signature import Request
+from tilewise.core.signature import Request, new_out
 from tilewise.core.torch_private import is_plain_eager, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order
@@ -83,14 +83,6 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, (seqlen, heads) = query.shape[:-3], query.shape[-3:-1]
     lse = query.new_empty((*batch, heads, seqlen), dtype=lse_dtype)
     return new_out(query, inputs.value.shape[-1], order), lse, lse.new_empty(lse.shape if saves else 0)
-
-
-def new_out(query: Tensor, head_dim_v: int, order: str) -> Tensor:
-    """(..., seqlen, heads, head_dim_v), its memory in an order: see `Request`."""
-    *batch, seqlen, heads, _ = query.shape
-    if order == "bhsd" and batch:
-        return query.new_empty((*batch, heads, seqlen, head_dim_v)).transpose(1, 2)
-    return query.new_empty((*batch, seqlen, heads, head_dim_v))
 
 
 def _attention_backward(

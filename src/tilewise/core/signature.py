@@ -98,3 +98,19 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def rows_dense(t: Tensor) -> Tensor:
     """t, or a copy if its last dimension is not contiguous."""
     return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def new_out(query: Tensor, head_dim_v: int, order: str) -> Tensor:
+    """(..., seqlen, heads, head_dim_v), its memory in an order: see `Request`."""
+    *batch, seqlen, heads, _ = query.shape
+    if order == "bhsd" and batch:
+        return query.new_empty((*batch, heads, seqlen, head_dim_v)).transpose(1, 2)
+    return query.new_empty((*batch, seqlen, heads, head_dim_v))
+
+
+def in_order(out: Tensor, order: str) -> Tensor:
+    """out, or a copy whose memory is in the order: for kernels that store in one order only."""
+    by_head = out.transpose(-3, -2)
+    if order == "bshd" or out.ndim == 3 or by_head.is_contiguous():
+        return out
+    return by_head.contiguous().transpose(-3, -2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Retry, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature, rows_dense
+from tilewise.core.signature import Request, Signature, in_order, rows_dense
 
 # The most that the rounding of lse may put into a weight, relative: what `tilewise.testing` allows for a
 # rounding to the type; in float32 more, since scores of 2^10 are themselves rounded as coarsely.
@@ -22,7 +22,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """One call of PyTorch's operator."""
     if signature.direction == "backward":
         return FunctionPlan(problem, backward)
-    return FunctionPlan(problem, functools.partial(forward, saves=signature.request.residual))
+    return FunctionPlan(problem, functools.partial(forward, request=signature.request))
 
 
 def saves(problem: AttentionProblem) -> Saves:
@@ -39,19 +39,20 @@ def _loses_digits(problem: AttentionProblem, lse: Tensor) -> bool:
     return bool(torch.maximum(-low, high) > limit)
 
 
-def forward(problem: AttentionProblem, inputs: Inputs, saves: bool) -> Results | Retry:
+def forward(problem: AttentionProblem, inputs: Inputs, request: Request) -> Results | Retry:
     """out and lse; the residual of lse has to be made elsewhere where a backward needs it."""
     q, k, v = (rows_dense(t).transpose(1, 2) for t in inputs[:3])
     attn_mask = _additive_mask(inputs)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, problem.causal, attn_mask=attn_mask, scale=problem.scale
     )
-    if saves and _loses_digits(problem, lse):
+    if request.residual and _loses_digits(problem, lse):
         return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
         lse = lse.masked_fill((attn_mask == float("-inf")).all(-1), float("-inf"))
     lse = lse.contiguous()
-    return Results(out.transpose(1, 2).contiguous(), lse, torch.zeros_like(lse) if saves else None)
+    out = in_order(out.transpose(1, 2).contiguous(), request.order)
+    return Results(out, lse, torch.zeros_like(lse) if request.residual else None)
 
 
 def backward(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature
+from tilewise.core.signature import Request, Signature, in_order
 from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
@@ -34,16 +34,17 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Every problem is served; tiles are cut anew in every call."""
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward_call)
-    return FunctionPlan(problem, functools.partial(_forward_call, saves=signature.request.residual))
+    return FunctionPlan(problem, functools.partial(_forward_call, request=signature.request))
 
 
 def saves(problem: AttentionProblem) -> Saves:
     return Saves(residual=True)
 
 
-def _forward_call(problem: AttentionProblem, inputs: Inputs, saves: bool) -> Results:
+def _forward_call(problem: AttentionProblem, inputs: Inputs, request: Request) -> Results:
     with own_dtypes(problem.device_type):
-        return Results(*forward(problem, inputs, saves))
+        out, *statistics = forward(problem, inputs, request.residual)
+    return Results(in_order(out, request.order), *statistics)
 
 
 def _backward_call(

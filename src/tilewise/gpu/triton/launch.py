@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.signature import new_out
 from tilewise.gpu.launch.launch_plan import (
     Launch,
     Step,
@@ -37,7 +38,7 @@ Tiles = dict[str, KernelTile]
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None
+    problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None, order: str = "bshd"
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
     if tile is None and launch_decode.serves(problem):
@@ -47,9 +48,9 @@ def forward(
     inputs = launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
-    out = query.new_empty((*batch, seqlen, heads, problem.head_dim_v))
+    out = new_out(query, problem.head_dim_v, order)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
-    run(_forward_launch, problem, inputs, tile, fresh=(out, lse))
+    run(forward_launch, problem, inputs, tile, fresh=(out, lse))
     return out, lse
 
 
@@ -69,7 +70,7 @@ def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPr
     )
 
 
-def _forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
     from tilewise.gpu.triton.forward import attn_fwd_kernel
 
     call = Call(problem, tensors)
@@ -120,14 +121,29 @@ def backward(
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
+def plain_backward_steps(
+    problem: AttentionProblem, given: Sequence[Tensor], new: Sequence[Tensor]
+) -> list[Step]:
+    """The launches of a dense backward without optional tensors.
+
+    Args:
+        given: query, key, value, out, lse, dout.
+        new: dq, dk, dv, lse_log2 and delta.
+    """
+    query, key, value, out, lse, dout = given
+    dq, dk, dv, lse_log2, delta = new
+    results = Results(out, lse, dout, None, lse_log2, delta, None, dq, dk, dv)
+    return _steps(problem, Inputs(query, key, value), results, {})
+
+
 def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """lse_log2 and delta, and the parts of dsinks."""
-    *heads, rows = _padded_rows(problem, lse.shape)
+    *heads, rows = padded_rows(problem, lse.shape)
     lse_log2, delta = lse.new_empty(2, *heads, rows)
     return lse_log2, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
 
 
-def _padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, ...]:
+def padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of lse_log2 and delta for an lse: rows in blocks of STAT_ROWS."""
     *heads, seqlen = shape
     blocks = seqlen // STAT_ROWS + problem.batch if problem.is_packed else -(-seqlen // STAT_ROWS)

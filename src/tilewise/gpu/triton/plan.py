@@ -1,27 +1,53 @@
-"""The one entry of these kernels: which plan serves a call."""
+"""The one entry of the Triton kernels: which plan serves a call."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
+from tilewise.core.plan import Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature
-from tilewise.gpu.triton import launch
+from tilewise.core.signature import Signature, in_order
+from tilewise.gpu.launch.launch_plan import Step
+from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward
+from tilewise.gpu.triton import launch, launch_decode
+from tilewise.gpu.triton.call import with_dense_rows
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
+    """Calls without optional tensors are launched again as they were; others are readied anew."""
     if signature.direction == "backward":
-        return FunctionPlan(problem, _backward)
-    return FunctionPlan(problem, _forward)
+        again = functools.partial(_again_backward, problem)
+        return GpuPlan(problem, signature, _backward, again, _given_to_backward)
+    order = signature.request.order
+    first = functools.partial(_forward, order=order)
+    again = functools.partial(_again_forward, problem, order)
+    return GpuPlan(problem, signature, first, again, _given_to_forward)
 
 
 def saves(problem: AttentionProblem) -> Saves:
     return Saves()
 
 
-def _forward(problem: AttentionProblem, inputs: Inputs) -> Results:
-    return Results(*launch.forward(problem, inputs))
+def _forward(problem: AttentionProblem, inputs: Inputs, order: str) -> Results:
+    out, lse = launch.forward(problem, inputs, order=order)
+    return Results(in_order(out, order), lse)
+
+
+def _given_to_forward(inputs: Inputs) -> Given | None:
+    return None if any(t is not None for t in inputs[3:]) else inputs[:3]
+
+
+def _again_forward(problem: AttentionProblem, order: str, given: Given) -> Again | None:
+    if any(with_dense_rows(t) is not t for t in given) or launch_decode.serves(problem):
+        return None
+
+    def steps(given: Given, new: Given) -> list[Step]:
+        return [Step(launch.forward_launch, Inputs(*given), (None,), tuple(new))]
+
+    return again_forward(problem, order, given, steps)
 
 
 def _backward(
@@ -29,3 +55,20 @@ def _backward(
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
     return launch.backward(problem, inputs, results.out, results.lse, dout, dlse)
+
+
+def _given_to_backward(
+    inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
+) -> Sequence[Tensor] | None:
+    if dlse is not None or any(t is not None for t in inputs[3:]):
+        return None
+    return (*inputs[:3], results.out, results.lse, dout)  # type: ignore[return-value]
+
+
+def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
+    lse = given[4]
+    if not lse.is_contiguous() or any(with_dense_rows(t) is not t for t in (*given[:4], given[5])):
+        return None
+    rows = launch.padded_rows(problem, lse.shape)
+    steps = functools.partial(launch.plain_backward_steps, problem)
+    return again_backward(problem, given, steps, (rows, rows))

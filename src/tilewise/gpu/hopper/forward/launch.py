@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import new_out
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -77,17 +78,11 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
     return None
 
 
-def backward(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> Gradients:
-    """Gradients by recomputation from lse, which may be any backend's; each in the dtype of its input."""
-    from tilewise.gpu.hopper.backward import launch as backward_launch
-
-    return backward_launch.backward(problem, inputs, out, lse, dout, dlse)
-
-
 def forward(
-    problem: AttentionProblem, inputs: Inputs, config: ForwardConfig | None = None
+    problem: AttentionProblem,
+    inputs: Inputs,
+    config: ForwardConfig | None = None,
+    order: str = "bshd",
 ) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
     if problem.precision == "fp8":
@@ -102,7 +97,7 @@ def forward(
     ready = decode_launch.keys_ready if problem.is_cached else tma_ready
     query, key, value = tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
     rows = query.shape[:-2]
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    out = new_out(query, problem.head_dim_v, order)
     stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
     lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
     cu_q, cu_k, lengths, table, sinks = (
@@ -114,7 +109,7 @@ def forward(
     ordered = order_sequences(problem, cu_q, cu_k if lengths is None else lengths, cfg.BLOCK_M // cfg.PACK)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
     fresh = (out, lse, *ordered, scheduler_counter(query.device))
-    run(_forward_launch, problem, tensors, cfg, fresh=fresh)
+    run(forward_launch, problem, tensors, cfg, fresh=fresh)
     return out, lse
 
 
@@ -154,7 +149,7 @@ def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Lau
     return Launch(order_sequences_kernel, 1, (tiled, other, *fresh, *numbers), num_warps=4)
 
 
-def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
+def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
     query, key, value, sinks, cu_q, cu_k, *cache, out, lse, order, first_tile, counter = tensors

@@ -1,0 +1,203 @@
+"""Plans of GPU launches: the first call of a signature finds its launches, later ones only start them.
+
+The first call goes through `first`, which readies tensors, allocates, and has Triton compile what is new. If
+the launches of later calls then follow from addresses alone, `again` does those: allocations, the launches'
+arguments by the addresses of their tensors, and their start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.plan import Results
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.signature import ALIGNMENT, Signature, contiguous_strides, named
+from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
+
+MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
+SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
+Given = Sequence[Tensor]
+Again = Callable[[Given], Any]  # None: the first way has to serve
+Shared = Callable[[torch.device], tuple[Tensor, ...]]
+
+
+class GpuPlan:
+    """See the module.
+
+    Args:
+        first: takes inputs and, in a backward, results, dout and dlse.
+        find_again: from the tensors of a call that has gone the first way, what serves later ones by theirs;
+            None if nothing does.
+        given: the tensors of a call that `find_again`'s answer takes; None for calls that have others.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        signature: Signature,
+        first: Callable[..., Any],
+        find_again: Callable[[Given], Again | None],
+        given: Callable[..., Given | None],
+    ) -> None:
+        self.problem, self._first, self._find_again, self._given = problem, first, find_again, given
+        tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
+        self._may_repeat = all(t.misalignment == 0 and t.device.type == "cuda" for t in tensors)
+        self._device = tensors[0].device.index
+        self._again: Again | None = None
+        self._was_asked = False
+
+    def run(
+        self,
+        inputs: Inputs,
+        results: Results | None = None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> Any:
+        arguments = (inputs,) if results is None else (inputs, results, dout, dlse)
+        if self._again is not None and torch.cuda.current_device() == self._device:
+            found = self._again(self._given(*arguments))  # type: ignore[arg-type]
+            if found is not None:
+                return found
+        found = self._first(self.problem, *arguments)
+        if self._may_repeat and not self._was_asked and torch.cuda.current_device() == self._device:
+            self._was_asked = True
+            tensors = self._given(*arguments)
+            # views, as the same tensor may have been given twice
+            self._again = None if tensors is None else self._find_again([t.detach() for t in tensors])
+        return found
+
+
+class Place(NamedTuple):
+    """Where a tensor of a launch lies: in which tensor of the call, how many bytes from its beginning."""
+
+    tensor: int
+    offset: int = 0
+
+
+class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
+    """The launches of a call by the addresses of its tensors: plans, and all arguments of each."""
+
+    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Place | None]]]) -> None:
+        """`plans`: each with the places of its tensors."""
+        self._plans = plans
+
+    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        launches = []
+        if all(address % ALIGNMENT == 0 for address in addresses):
+            for plan, places in self._plans:
+                placed = [None if p is None else addresses[p.tensor] + p.offset for p in places]
+                launches.append((plan, plan.arguments(placed)))
+        self[addresses] = launches
+        return launches
+
+    def start(self, tensors: Given) -> bool:
+        """Whether they were started: not if a profiler wants to be told, or a tensor is not aligned."""
+        if self._plans[0][0].is_watched():
+            return False
+        launches = self[tuple([t.data_ptr() for t in tensors])]
+        for plan, arguments in launches:
+            plan.start(arguments)
+        return bool(launches)
+
+
+def plan_steps(
+    problem: AttentionProblem, steps: Sequence[Step], places: dict[int, Place | None]
+) -> PlannedLaunches | None:
+    """What the first call has planned for steps, by the places of their tensors; None if it has not."""
+    found = []
+    for step in steps:
+        plan = find(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+        if plan is None:
+            return None
+        found.append((plan, [places[id(t)] for t in (*step.tensors, *step.fresh)]))
+    return PlannedLaunches(found)
+
+
+def again_forward(
+    problem: AttentionProblem,
+    order: str,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    shared: Shared = lambda device: (),
+) -> Again | None:
+    """A dense forward of query, key and value.
+
+    Args:
+        steps: all launches, from those three, and out, lse and what is shared.
+        shared: tensors that the current stream's launches share.
+    """
+    query = given[0]
+    batch, seqlen, heads = query.shape[:-1]
+    new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, order)
+    new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
+    new = [new_out(), new_lse(), *shared(query.device)]
+    places: dict[int, Place | None] = {id(None): None}
+    places |= {id(t): Place(n) for n, t in enumerate((*given, *new))}
+    planned = plan_steps(problem, steps(given, new), places)
+    if planned is None:
+        return None
+
+    def again(given: Given) -> Results | None:
+        out, lse = new_out(), new_lse()
+        is_started = planned.start((*given, out, lse, *shared(out.device)))
+        return Results(out, lse) if is_started else None
+
+    return again
+
+
+def again_backward(
+    problem: AttentionProblem,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    scratch: Sequence[tuple[int, ...]],
+    shared: Shared = lambda device: (),
+) -> Again | None:
+    """A dense backward of query, key, value, out, lse and dout without optional tensors.
+
+    Args:
+        steps: all launches, from those six, and dq, dk, dv, scratch and what is shared.
+        scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
+        shared: tensors that the current stream's launches share.
+    """
+    query = given[0]
+    sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
+    *offsets, size = itertools.accumulate(sizes, initial=0)
+    allocators = [allocator(query, t.shape, t.dtype) for t in given[:3]]
+    allocators.append(allocator(query, (size // 4,), torch.float32))
+    gradients = [t.new_empty(t.shape, device="meta") for t in given[:3]]
+    parts = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
+    new, shared_now = [*gradients, *parts], shared(query.device)
+    last = len(given) + 3  # the place of all scratch
+    places: dict[int, Place | None] = {id(None): None}
+    places |= {id(t): Place(n) for n, t in enumerate((*given, *gradients))}
+    places |= {id(t): Place(last, offset) for t, offset in zip(parts, offsets, strict=True)}
+    places |= {id(t): Place(last + 1 + n) for n, t in enumerate(shared_now)}
+    planned = plan_steps(problem, steps(given, [*new, *shared_now]), places)
+    if planned is None:
+        return None
+
+    def again(given: Given) -> Gradients | None:
+        dq, dk, dv, memory = [allocate() for allocate in allocators]
+        is_started = planned.start((*given, dq, dk, dv, memory, *shared(dq.device)))
+        return Gradients(dq, dk, dv) if is_started else None
+
+    return again
+
+
+def allocator(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: str = "bshd"
+) -> Callable[[], Tensor]:
+    """Makes new tensors, contiguous as `shape` says or, (batch, seqlen, heads, dim), in an order."""
+    shape, strides, device = tuple(shape), contiguous_strides(shape), like.device
+    if order == "bhsd":
+        _, seqlen, heads, dim = shape
+        strides = (heads * seqlen * dim, dim, seqlen * dim, 1)
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
