@@ -22,7 +22,7 @@ from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
-Given = Sequence[Tensor]
+Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
 Shared = Callable[[torch.device], tuple[Tensor, ...]]
 
@@ -69,7 +69,8 @@ class GpuPlan:
             self._was_asked = True
             tensors = self._given(*arguments)
             # views, as the same tensor may have been given twice
-            self._again = None if tensors is None else self._find_again([t.detach() for t in tensors])
+            if tensors is not None:
+                self._again = self._find_again([None if t is None else t.detach() for t in tensors])
         return found
 
 
