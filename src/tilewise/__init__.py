@@ -1,6 +1,9 @@
 """tilewise: exact attention, tile by tile."""
 
-from tilewise import _renamed, nn, reference  # noqa: F401
+import importlib
+from types import ModuleType
+
+from tilewise import _renamed, nn, reference
 from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
@@ -28,3 +31,10 @@ __all__ = [
     "scaled_dot_product_attention",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Modules that had other names, as attributes: `tilewise.rotary`."""
+    if f"tilewise.{name}" not in _renamed.MODULES:
+        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+    return importlib.import_module(f"tilewise.{name}")

@@ -6,6 +6,7 @@ formulas compiled code shares, serves all that watches: torch.func, forward mode
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,10 @@ def attention(
 
 def check(inputs: Inputs, options: Options, backend: str | None) -> None:
     """Raise what `attention` would, but for values."""
+    if is_plain_eager(inputs.query):
+        with contextlib.suppress(LazyTensor, NoMemory):
+            plans.forward_plan(inputs, options, backend, _LSE)
+            return
     check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None})
     choice.choose(describe(inputs, options), backend)
 

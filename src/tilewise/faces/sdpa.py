@@ -62,11 +62,13 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
     if is_jagged(query, key, value):
         return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    check_tensors(query=query, key=key, value=value)
+    if not (type(query) is type(key) is type(value) is Tensor):
+        check_tensors(query=query, key=key, value=value)
     if is_causal is not False or enable_gqa is not False:
         check_flag("is_causal", is_causal)
         check_flag("enable_gqa", enable_gqa)
-    check_number("dropout_p", dropout_p)
+    if dropout_p != 0:
+        check_number("dropout_p", dropout_p)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True must be False when attn_mask is given")
     q, k, v, leading = _batched(query, key, value, enable_gqa)
@@ -84,9 +86,10 @@ def scaled_dot_product_attention(
         right, is_causal = q.shape[2] - k.shape[2], False
     if dropout_p == 1:  # torch allows it: no weight survives
         v, dropout_p = v * 0, 0.0
-    inputs = canonical_inputs(q, k, v, mask, bias, dropout_p=dropout_p, layout="bhsd")
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    inputs = canonical_inputs(q, k, v, mask, bias, dropout_p=dropout_p)
     options = Options(is_causal, None, right, dropout_p=dropout_p, scale=scale)
-    order = "bhsd" if q.stride(1) >= q.stride(2) else "bshd"  # query's, as torch does
+    order = "bhsd" if q.stride(2) >= q.stride(1) else "bshd"  # query's, as torch does
     out = functions.attention(inputs, options, None, order, wants_lse=False)[0].transpose(1, 2)
     if leading is None:
         return out
@@ -100,13 +103,13 @@ def _batched(
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size | None]:
     """All three as (batch, heads, seqlen, dim), and the leading dimensions that the batch stands for: None
     where they are so already."""
+    if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return query, key, value, None
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim < 2:
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} must have at least 2 dimensions: (..., seqlen, head_dim)"
             )
-    if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return query, key, value, None
     try:
         leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     except RuntimeError:

@@ -173,7 +173,7 @@ def again_backward(
     *offsets, size = itertools.accumulate(sizes, initial=0)
     allocators = [allocator(query, t.shape, t.dtype) for t in given[:3]]
     allocators.append(allocator(query, (size // 4,), torch.float32))
-    gradients = [t.new_empty(t.shape, device="meta") for t in given[:3]]
+    gradients = [allocate() for allocate in allocators[:3]]
     parts = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
     new, shared_now = [*gradients, *parts], shared(query.device)
     last = len(given) + 3  # the place of all scratch
