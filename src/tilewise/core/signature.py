@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.torch_private import PLAIN_TYPES
+
 ALIGNMENT = 16  # bytes: what GPU copies and Triton's specialization ask of an address
 
 
@@ -74,6 +76,8 @@ def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...
 
 
 def _look_at(t: Tensor, grad_enabled: bool) -> tuple[Any, ...]:
+    if type(t) not in PLAIN_TYPES:
+        raise NoMemory
     address = t.data_ptr()
     if t.is_neg() or (address == 0 and t._is_zerotensor()):
         raise LazyTensor
