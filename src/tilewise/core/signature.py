@@ -81,6 +81,8 @@ def _look_at(t: Tensor, grad_enabled: bool) -> tuple[Any, ...]:
     address = t.data_ptr()
     if t.is_neg() or (address == 0 and t._is_zerotensor()):
         raise LazyTensor
+    if address == 0 and t.is_meta:
+        raise NoMemory
     needs_grad = grad_enabled and t.requires_grad
     return t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad
 
