@@ -9,8 +9,7 @@ Forward, for each tile of queries (FlashAttention-2's order; Dao 2023, section 3
         l     = c * l + rowsum(p),  acc = c * acc + p v
     out = acc / l,  lse = m + log(l),  residual = m + log(l) - lse (what rounding leaves out)
 
-Backward, the same walk, recomputing p = exp(s - lse) exp(-residual) (section 3.2):
-delta = rowsum(dO * O) - dlse,
+Backward, the same walk, recomputing p = exp(s - lse - residual) (section 3.2): delta = rowsum(dO * O) - dlse,
 dP = dO V^T, dS = P * (dP - delta), dV += P^T dO, dQ += dS K, dK += dS^T Q. What a tile holds is in `tiles`.
 """
 
@@ -103,21 +102,21 @@ def log_sum_exp(m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recompute_step(
-    s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None,
-    factor: Tensor | None = None,
+    s: Tensor, v: Tensor, shift: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None,
+    factor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """First half of one backward tile: P = exp(S - lse), dV += P^T dO, dP = dO V^T. Returns (p, dp).
+    """First half of one backward tile: P = exp(S - shift) factor, dV += P^T dO, dP = dO V^T. Returns (p, dp).
 
     Args:
         s: scores [n, block_q, block_k]. Overwritten with p.
         v: values [n, block_k, head_dim_v].
-        lse: [n, block_q, 1], finite: 0 stands for a row whose scores are all -inf.
+        shift: [n, block_q, 1], finite: lse, or with a factor what `Tiles.row_shift` gives.
         do: gradient of the output [n, block_q, head_dim_v].
         dv: [n, block_k, head_dim_v], added to in place.
         keep: dropout factor, as in `online_softmax_step`; dp carries it.
-        factor: exp(-residual), for what rounding has left out of lse.
+        factor: [n, block_q, 1], or 1 where the shift is lse.
     """
-    p = weights(s, lse, factor)
+    p = weights(s, shift, factor)
     dv.baddbmm_((p if keep is None else p * keep).mT, do)
     dp = torch.bmm(do, v.mT)
     if keep is not None:
@@ -211,11 +210,11 @@ def backward(
             delta = (do * tiles.fold(out_rows[:, :, i0:i1])).sum(-1, keepdim=True)
             if dlse_rows is not None:
                 delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
-            row_lse = tiles.row_lse(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, do, delta, row_lse, dk_sum, dv_sum, dbias)
+            shift = tiles.row_shift(lse, residual, i0, i1)
+            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, dbias)
             dq_rows[:, :, i0:i1] = dq_tile.view(dq_rows[:, :, i0:i1].shape)
             if dsinks is not None:
-                p_sink = weights(tiles.sink_column(i0, i1).clone(), *row_lse)
+                p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
                 per_head = (p_sink * delta).view(len(segment.sequences), problem.num_heads, -1)
                 dsinks -= per_head.sum((0, 2))
         tiles.store_key_rows(dk, dk_sum)
@@ -235,7 +234,7 @@ def _backward_tile(
     i1: int,
     do: Tensor,
     delta: Tensor,
-    row_lse: tuple[Tensor, Tensor | None],
+    row_shift: tuple[Tensor, Tensor],
     dk_sum: Tensor,
     dv_sum: Tensor,
     dbias: Tensor | None,
@@ -243,12 +242,12 @@ def _backward_tile(
     """Add one query tile's part to dk_sum, dv_sum and dbias; return its dq."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     dq = torch.zeros_like(q)
-    lse, factor = row_lse
+    shift, factor = row_shift
     for j0, j1 in tiles.key_tiles(i0, i1):
         k, v = tiles.key(j0, j1), tiles.value(j0, j1)
         s, tanh = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
-        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep, factor)
+        p, dp = recompute_step(s, v, shift, do, dv_sum[:, j0:j1], keep, factor)
         ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
         if dbias is not None:
             add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))

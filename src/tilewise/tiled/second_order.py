@@ -45,7 +45,7 @@ class _Rows(NamedTuple):
     i1: int
     q: Tensor  # scaled
     q_dot: Tensor  # scaled
-    lse: tuple[Tensor, Tensor | None]  # finite; exp(-residual)
+    shift: tuple[Tensor, Tensor]  # what `weights` takes
     p_sink: Tensor | None
     sink_dot: Tensor | None
     do: Tensor | None  # None: tangents only
@@ -75,7 +75,7 @@ def jvp(
     for segment in segments(problem, inputs):
         tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
         for i0, i1 in tiles.query_tiles():
-            rows = _rows(tiles, dots, i0, i1, tiles.row_lse(lse, residual, i0, i1), None)
+            rows = _rows(tiles, dots, i0, i1, tiles.row_shift(lse, residual, i0, i1), None)
             row_lse_dot, row_out_dot, _ = _tangent_walk(tiles, dots, rows, tiles.rows(out))
             _store(tiles.rows(out_dot), i0, i1, row_out_dot)
             _store(tiles.lse_rows(lse_dot)[..., None], i0, i1, row_lse_dot)
@@ -110,7 +110,7 @@ def double_backward(
         gv = out.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
         for i0, i1 in tiles.query_tiles():
             do = tiles.fold(tiles.rows(dout)[:, :, i0:i1])
-            rows = _rows(tiles, dots, i0, i1, tiles.row_lse(lse, residual, i0, i1), do)
+            rows = _rows(tiles, dots, i0, i1, tiles.row_shift(lse, residual, i0, i1), do)
             lse_dot, out_dot, r = _tangent_walk(tiles, dots, rows, tiles.rows(out))
             _store(tiles.rows(result.dout), i0, i1, out_dot)
             _store(tiles.lse_rows(result.dlse)[..., None], i0, i1, lse_dot)
@@ -141,19 +141,19 @@ def _store(rows: Tensor, i0: int, i1: int, tile: Tensor) -> None:
 
 
 def _rows(
-    tiles: Tiles, dots: Tiles, i0: int, i1: int, row_lse: tuple[Tensor, Tensor | None], do: Tensor | None
+    tiles: Tiles, dots: Tiles, i0: int, i1: int, shift: tuple[Tensor, Tensor], do: Tensor | None
 ) -> _Rows:
     p_sink = sink_dot = None
     if tiles.inputs.sinks is not None:
-        p_sink = weights(tiles.sink_column(i0, i1).clone(), *row_lse)
+        p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
         sink_dot = torch.zeros_like(p_sink) if dots.inputs.sinks is None else dots.sink_column(i0, i1)
-    return _Rows(i0, i1, tiles.query(i0, i1), dots.query(i0, i1), row_lse, p_sink, sink_dot, do)
+    return _Rows(i0, i1, tiles.query(i0, i1), dots.query(i0, i1), shift, p_sink, sink_dot, do)
 
 
 def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
     i0, i1 = rows.i0, rows.i1
     s, tanh = tiles.scores(rows.q, i0, i1, j0, j1)
-    p = weights(s, *rows.lse)
+    p = weights(s, *rows.shift)
     a_dot = torch.bmm(rows.q_dot, tiles.key(j0, j1).mT).baddbmm_(rows.q, dots.key(j0, j1).mT)
     slope = curvature = None
     s_dot = a_dot
@@ -169,7 +169,7 @@ def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
 
 def _tangent_walk(tiles: Tiles, dots: Tiles, rows: _Rows, out_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """First walk: lse. [n, rows, 1], O. [n, rows, head_dim_v] and, with dO, r [n, rows, 1]."""
-    lse_dot = torch.zeros_like(rows.lse[0])
+    lse_dot = torch.zeros_like(rows.shift[0])
     if rows.p_sink is not None and rows.sink_dot is not None:
         lse_dot += rows.p_sink * rows.sink_dot
     acc = rows.q.new_zeros((*rows.q.shape[:2], tiles.problem.head_dim_v))

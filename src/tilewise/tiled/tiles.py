@@ -19,6 +19,7 @@ from tilewise.core.problem import AttentionProblem, Inputs, spans
 from tilewise.tiled.config import tiled_plan
 
 NEG_INF = float("-inf")
+SHIFT = 3  # below lse: about where the scores of some hundred keys are
 
 
 class Segment(NamedTuple):
@@ -106,13 +107,19 @@ class Tiles:
             return t[None, :, self.segment.rows_q]
         return t[self.segment.sequences.start : self.segment.sequences.stop]
 
-    def row_lse(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
-        """lse and exp(-residual), folded like the scores, for `weights`; 0 for a row without a key."""
+    def row_shift(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor]:
+        """What `weights` takes off the scores of each row, and what it multiplies by; folded like the scores.
+
+        Their product with exp(s) is exp(s - lse - residual). A shift among the scores, not above them as lse is,
+        leaves the differences small, which rounds them less.
+        """
         row_lse = self.fold(self.lse_rows(lse)[:, :, i0:i1, None])
         row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
-        if residual is None:
-            return row_lse, None
-        return row_lse, torch.exp(-self.fold(self.lse_rows(residual)[:, :, i0:i1, None]))
+        shift = torch.floor(row_lse) - SHIFT
+        exponent = (shift - row_lse).masked_fill_(row_lse.isinf(), 0.0)
+        if residual is not None:
+            exponent -= self.fold(self.lse_rows(residual)[:, :, i0:i1, None])
+        return shift, exponent.exp_()
 
     def fold(self, t: Tensor) -> Tensor:
         """(batch, heads, rows, dim) -> [batch * kv heads, group * rows, dim] in the compute dtype."""
@@ -211,14 +218,12 @@ class Tiles:
         return self.fold(kept) / (1 - problem.dropout_p)
 
 
-def weights(s: Tensor, lse: Tensor, factor: Tensor | None) -> Tensor:
-    """exp(s - lse) * factor, in the place of s.
+def weights(s: Tensor, shift: Tensor, factor: Tensor | float) -> Tensor:
+    """exp(s - shift) * factor, in the place of s: see `Tiles.row_shift`.
 
-    s - lse is exact where both are huge. The factor is exp(-residual), of what float32 does not hold of lse:
-    there log(sum of exponentials). Beside s - lse, a small residual would be rounded off.
+    s - shift is exact where both are huge; what float32 does not hold of lse there is in the factor.
     """
-    p = s.sub_(lse).exp_()
-    return p if factor is None else p.mul_(factor)
+    return s.sub_(shift).exp_().mul_(factor)
 
 
 def add_reduced(total: Tensor, tile: Tensor) -> None:
