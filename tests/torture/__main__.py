@@ -40,7 +40,7 @@ def main() -> int:
     if share:
         model = importlib.import_module("tests.torture.cache_model")
         try:
-            steps = model.run(arguments.seconds * share, seed)
+            steps = model.run(seconds=arguments.seconds * share, seed=seed)
         except Exception:
             failures.append(("cache model", traceback.format_exc(), None))
     for name, what, _ in failures:
