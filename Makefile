@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # The oldest Triton that the kernels are written for; the newest is in constraints/dev.txt.
 OLD_TRITON := $(VENV)/triton-3.6.0
 
-.PHONY: install demo test test-all lint clean
+.PHONY: install demo test test-all torture lint clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ test: $(STAMP) $(OLD_TRITON)
 test-all: $(STAMP) $(OLD_TRITON)
 	$(BIN)/python -m pytest -n 2 -m ''
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py
+
+# Random sequences of calls: make torture ARGS="--seconds 60 --seed 1".
+torture: $(STAMP)
+	$(BIN)/python -m tests.torture $(ARGS)
 
 $(OLD_TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0

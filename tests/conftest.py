@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tilewise.gpu.launch import repeated_launch
-from tilewise.gpu.launch.launch_plan import LaunchPlan
+sys.path.insert(0, str(Path(__file__).parent))  # tests share backends.py
 
 settings.register_profile(
     "tilewise",
@@ -44,35 +44,6 @@ def _poison_uninitialized_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def _plans_fit_their_tensors(monkeypatch: pytest.MonkeyPatch):
-    """A launch that is repeated has tensors of the sizes that it was planned for, also those it allocates."""
-    plan_init, plan_call = LaunchPlan.__init__, LaunchPlan.__call__
-
-    def sizes(tensors: Any) -> list[Any]:
-        return [None if t is None else (t.numel(), t.dtype) for t in tensors]
-
-    def init(plan: Any, launch: Any, bound: Any, tensors: Any, rebuild: Any) -> None:
-        plan_init(plan, launch, bound, tensors, rebuild)
-        plan.sizes = sizes(tensors)  # it may outlive this test
-
-    def call(plan: Any, tensors: Any) -> None:
-        assert sizes(tensors) == plan.sizes, plan._rebuild
-        plan_call(plan, tensors)
-
-    def find(build: Any, problem: Any, tensors: Any, *choices: Any, fresh: Any) -> LaunchPlan | None:
-        plan = plan_find(build, problem, tensors, *choices, fresh=fresh)
-        if plan is not None and any(t is not None and t.is_meta for t in fresh):  # known by their bytes alone
-            planned = [None if size is None else size[0] * size[1].itemsize for size in plan.sizes]
-            assert [None if t is None else t.nbytes for t in (*tensors, *fresh)] == planned
-        return plan
-
-    plan_find = repeated_launch.find
-    monkeypatch.setattr(repeated_launch, "find", find)
-    monkeypatch.setattr(LaunchPlan, "__init__", init)
-    monkeypatch.setattr(LaunchPlan, "__call__", call)
 
 
 @pytest.fixture(scope="module")

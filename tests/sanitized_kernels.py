@@ -96,12 +96,62 @@ def prefill(dim: int, backend: str) -> None:
     paged(dim, backend, queries=130)
 
 
+def hostile(dim: int, backend: str) -> None:
+    """Lengths and pages that lead far outside: nothing there is touched, and every call is reported."""
+    far = 1 << 30
+    heads, page = (2, 64) if dim <= 256 else (1, 64)
+    for lengths, places in (
+        ([300, -1, 385, far], {}),
+        ([300, 40, 385 - 1, 7], {(0, 4): -1, (1, 0): 24, (2, 5): far, (3, 0): -far}),
+    ):
+        table = torch.arange(24, dtype=torch.int32).view(4, 6)
+        for place, number in places.items():
+            table[place] = number
+        for queries in (1, 4, 70):
+            if dim > 256 and queries > 4:
+                continue
+            k, v = draw(24, page, heads, dim), draw(24, page, heads, dim)
+            query, key, value = (draw(4, queries, n, dim) for n in (8, heads, heads))
+            held = torch.tensor(lengths, dtype=torch.int32).cuda()
+            tilewise.flash_attn.flash_attn_with_kvcache(
+                query, k, v, key, value, cache_seqlens=held, block_table=table.cuda(), causal=True
+            )
+            out = tilewise.flash_attn.flash_attn_with_kvcache(
+                query, k, v, cache_seqlens=held, block_table=table.cuda(), causal=True
+            )
+            torch.cuda.synchronize()
+            assert out[1].isnan().all() or places  # type: ignore[index]
+            try:
+                tilewise.check_errors()
+            except ValueError:
+                continue
+            raise AssertionError("nothing was reported")
+
+
+def hostile_rows(dim: int, backend: str) -> None:
+    """The same of a cache without pages, in a full one too, and of rows by `cache_batch_idx`."""
+    for lengths, index in (([-5, 300, 1 << 30], None), ([10, 300, 20], [0, -3, 1 << 30])):
+        k, v = draw(3, 300, 2, dim), draw(3, 300, 2, dim)
+        for queries in (1, 70):
+            query, key, value = (draw(3, queries, n, dim) for n in (8, 2, 2))
+            tilewise.flash_attn.flash_attn_with_kvcache(
+                query, k, v, key, value, cache_seqlens=torch.tensor(lengths, dtype=torch.int32).cuda(),
+                cache_batch_idx=None if index is None else torch.tensor(index, dtype=torch.int32).cuda(),
+                causal=True,
+            )  # fmt: skip
+            try:
+                tilewise.check_errors()
+            except ValueError:
+                continue
+            raise AssertionError("nothing was reported")
+
+
 def eight_bit(dim: int, backend: str) -> None:
     paged(dim, backend, dtype=torch.float8_e4m3fn)
 
 
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit"):
+    if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit", "hostile", "hostile_rows"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "latent":
         latent(512, backend)
@@ -136,6 +186,8 @@ CASES = {
         "ragged",
         "eight_bit",
         "latent",
+        "hostile",
+        "hostile_rows",
     ),
     "hopper": (
         "d64_causal",
@@ -151,6 +203,8 @@ CASES = {
         "latent",
         "prefill",
         "fp8",
+        "hostile",
+        "hostile_rows",
     ),
 }
 

@@ -259,6 +259,34 @@ def test_the_longest_length_may_be_a_tensor():
     assert torch.equal(found, tilewise.attention_varlen(x, x, x, starts, starts, 4, 4))
 
 
+@pytest.mark.parametrize("backend", ["llvm", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_mask_and_a_bias_that_are_broadcast_over_keys(backend, dtype):
+    q, k, v = (torch.randn(2, n, h, 24).to(dtype) for n, h in ((150, 4), (230, 2), (230, 2)))
+    for heads, rows in ((1, 150), (4, 1), (4, 150)):
+        mask, bias = torch.rand(2, 1, 150, 1) > 0.3, 3 * torch.randn(1, heads, rows, 1)
+        check_attention(q, k, v, mask=mask, backend=backend, holds_mean=False, causal=True)
+        with torch.no_grad():
+            out, lse = tilewise.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend=backend)
+        for name, found, of in (("out", out, 0), ("lse", lse, 1)):
+            exact, base = (
+                reference.attention(q, k, v, mask=mask, bias=bias, dtype=d)[of]
+                for d in (torch.float64, dtype)
+            )
+            assert compare(name, found, exact, base).is_within
+
+
+@pytest.mark.parametrize("backend", [None, "tiled"])
+def test_a_longest_length_beyond_all_memory(backend):
+    """It is a bound: nothing is allocated for so many keys."""
+    x, starts = torch.randn(10, 2, 8, requires_grad=True), torch.tensor([0, 4, 10])
+    mask, found = torch.rand(1, 1, 10, 1) > 0.3, []
+    for longest in (10, 2**40):
+        out = tilewise.attention_varlen(x, x, x, starts, starts, 10, longest, mask=mask, backend=backend)
+        found.append((out, *torch.autograd.grad(out.sum(), x)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_windows_in_numpy_integers():
     q = torch.randn(1, 9, 2, 8)
     exact = tilewise.attention(q, q, q, window=(2, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import library
+from torch import Tensor, library
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -196,7 +196,8 @@ def test_compiling_a_bad_call_is_an_error():
         torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager")(q, k, k)
 
 
-def test_inductor_runs_the_operators():
+def test_inductor_runs_the_operators(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # its cache does not know the schemas
     q, k, v = (t.requires_grad_() for t in small(torch.float32))
     compiled = torch.compile(loss, fullgraph=True)
     torch.testing.assert_close(
@@ -212,27 +213,48 @@ def test_opcheck(bhsd):
     bias, sinks = torch.randn(1, 2, 5, 5, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
     for t in (q, k, v, bias, sinks):
         t.requires_grad_()
-    scalars = (*Options(causal=True, softcap=2.0), None)
+    options = Options(causal=True, softcap=2.0)
     inputs = Inputs(q, k, v, bias=bias, sinks=sinks)
-    library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
-    out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for saves in (True, False):
+        for order in ("bshd", "bhsd"):
+            arguments = (*inputs, *options, order, saves, None)
+            library.opcheck(
+                torch.ops.tilewise.attention.default,
+                arguments if saves else tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments),
+            )
+    results = [t.detach() for t in torch.ops.tilewise.attention(*inputs, *options, "bshd", True, None)]
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    scalars = (*options, None)
     library.opcheck(
-        torch.ops.tilewise.attention_backward.default, (dout, dlse, out, lse, *inputs, *scalars, True)
+        torch.ops.tilewise.attention_backward.default, (dout, dlse, *results, *inputs, *scalars, True)
     )
     tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks)]
     detached = Inputs(*(None if t is None else t.detach() for t in inputs))
     library.opcheck(
         torch.ops.tilewise.attention_double_backward.default,
-        (tangents, dout, dlse, out, lse, *detached, *scalars),
+        (*tangents, dout, dlse, *results, *detached, *scalars),
     )
-    library.opcheck(torch.ops.tilewise.attention_jvp.default, (tangents, out, lse, *detached, *scalars))
+    library.opcheck(torch.ops.tilewise.attention_jvp.default, (*tangents, *results, *detached, *scalars))
+
+
+def test_derivatives_in_batches():
+    """By PyTorch's older vmap: gradients of gradients and forward mode, of everything that has them."""
+    bias, sinks = torch.randn(1, 2, 1, 5, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (*small(), bias, sinks)]
+
+    def attend(query, key, value, bias, sinks):
+        return tilewise.attention(query, key, value, bias=bias, sinks=sinks, return_lse=True)
+
+    every = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(attend, leaves, fast_mode=True, **every)
+    assert gradgradcheck(attend, leaves, fast_mode=True, check_fwd_over_rev=True, check_batched_grad=True)
 
 
 def test_opcheck_packed():
     x, cu = torch.randn(9, 2, 4, requires_grad=True), torch.tensor([0, 4, 9])
     inputs = Inputs(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *Options(causal=True), None))
+    arguments = (*inputs, *Options(causal=True), "bshd", True, None)
+    library.opcheck(torch.ops.tilewise.attention.default, arguments)
 
 
 def test_gradients_come_in_the_dtype_of_their_input():

@@ -9,6 +9,7 @@ import tilewise
 from tilewise import flash_attn
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.values import check_values
+from tilewise.merge import merge
 from tilewise.rotary import apply_rotary, rotary_tables
 
 
@@ -46,6 +47,13 @@ ATTENTION = {
     "generator": (dict(generator=3), TypeError, "generator=3 must be None or a torch.Generator"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap=-1.0 must be 0 (off) or a positive finite number"),
     "softcap nan": (dict(softcap=float("nan")), ValueError, "softcap=nan must be 0 (off) or a positive"),
+    "softcap too small": (dict(softcap=1e-300), ValueError, "softcap=1e-300 must be 0 (off) or at least 1e-20"),
+    "softcap too large": (dict(softcap=1e300), ValueError, "softcap=1e+300 must be at most 3.4e+38"),
+    "scale too large": (dict(scale=-1e39), ValueError, "scale=-1e+39 must be at most 3.4e+38"),
+    "scale of many bits": (dict(scale=10**400), ValueError, "scale=1000000000000000000000"),
+    "softcap of many bits": (dict(softcap=10**400), ValueError, "softcap=1000000000000000000000"),
+    "causal 2": (dict(causal=2), TypeError, "causal=2 must be True or False"),
+    "causal nan": (dict(causal=float("nan")), TypeError, "causal=nan must be True or False"),
     "dropout 1": (dict(dropout_p=1.0), ValueError, "dropout_p=1.0 must be in [0, 1)"),
     "dropout negative": (dict(dropout_p=-0.1), ValueError, "dropout_p=-0.1 must be in [0, 1)"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale=nan must be a finite number"),
@@ -116,6 +124,46 @@ VARLEN = {
     "rank": (dict(query=x(1, 6, 2, 8)), ValueError, "query.shape=(1, 6, 2, 8) has 4 dimensions, must have 3"),
     "mask": (dict(mask=x(1, 1, 6, 3).bool()), ValueError, "mask.shape=(1, 1, 6, 3) must cover the longest sequence: (6, 7)"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["llvm", "tiled", None])
+@pytest.mark.parametrize("bound", [2**31, 2**33, 2**63, 2**64, 10**40])
+def test_a_window_longer_than_any_sequence_is_none(backend, bound):
+    query = torch.randn(1, 5, 2, 8, requires_grad=True)
+    for window, same in (((bound, None), {}), ((bound, 0), {"causal": True}), ((None, bound), {})):
+        found, expected = (
+            tilewise.attention(query, query, query, backend=backend, **options)
+            for options in ({"window": window}, same)
+        )
+        assert torch.equal(found, expected)
+        assert torch.autograd.grad(found.sum(), query)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_a_scale_that_turns_scores_around(scale):
+    """PyTorch's kernel masks first: minus infinity times 0 is no number."""
+    query = torch.randn(1, 7, 1, 8)
+    expected, _ = tilewise.reference.attention(query, query, query, causal=True, scale=scale)
+    for backend in ("llvm", "tiled", None):
+        found = tilewise.attention(query, query, query, causal=True, scale=scale, backend=backend)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="backend='aten' masks before it scales"):
+        tilewise.attention(query, query, query, causal=True, scale=scale, backend="aten")
+
+
+@pytest.mark.parametrize("backend", ["llvm", "aten", "tiled", None])
+def test_flags_may_be_integers(backend):
+    query = torch.randn(1, 5, 2, 8)
+    tilewise.attention(query, query, query, causal=1, backend=backend)
+    assert describe(Inputs(query, query, query), Options(causal=1)).causal is True
+
+
+def test_a_longest_sequence_beyond_all_tokens():
+    query, starts = torch.randn(6, 2, 8), T([0, 2, 6])
+    for backend in ("llvm", "tiled"):
+        found = tilewise.attention_varlen(query, query, query, starts, starts, 2**64, 2**64, backend=backend)
+        expected = tilewise.attention_varlen(query, query, query, starts, starts, backend=backend)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", VARLEN)
@@ -222,6 +270,16 @@ ELSEWHERE = {
     "layer input": (lambda: tilewise.nn.FlashAttention(16, 2)(None), TypeError, "x=NoneType must be a torch.Tensor"),
     "warmup": (lambda: tilewise.warmup(Q, None, KV), TypeError, "key=NoneType must be a torch.Tensor"),
     "warmup dtype": (lambda: tilewise.warmup(Q.int(), KV, KV), TypeError, "query.dtype=torch.int32 must be float64"),
+    "rotary dtype": (lambda: rotary_tables(T([0]), 8, dtype=3), TypeError, "dtype=3 must be a floating-point dtype"),
+    "rotary rank": (lambda: apply_rotary(T(1.0), x(4, 4), x(4, 4)), ValueError, "x.shape=() must be (..., seqlen"),
+    "parts": (lambda: merge(T([1, 2])), ValueError, "parts=tensor([1, 2]) must hold at least one (out, lse)"),
+    "part": (lambda: merge([3]), TypeError, "parts[0]=3 must be a tuple (out, lse)"),
+    "lse flag": (lambda: tilewise.attention(KV, KV, KV, return_lse=Q), TypeError, "return_lse=tensor("),
+    "flash-attn flag": (lambda: flash_attn.flash_attn_func(KV, KV, KV, return_attn_probs=Q), TypeError, "return_attn_probs=tensor("),
+    "flash-attn held": (
+        lambda: flash_attn.flash_attn_with_kvcache(KV, KV, KV, cache_seqlens=2**63), ValueError,
+        "cache_seqlens=9223372036854775808 must be between 0 and the capacity 5",
+    ),
     "positions": (lambda: rotary_tables([0, 1], 8), TypeError, "positions=list must be a torch.Tensor"),
     "rotary size": (lambda: rotary_tables(T([0]), "8"), TypeError, "rotary_dim='8' must be a number"),
     "rotary input": (lambda: apply_rotary([1.0], Q, Q), TypeError, "x=list must be a torch.Tensor"),

@@ -88,10 +88,10 @@ def test_opcheck_and_compile():  # in float32 by the Triton kernels
     scalars = (*Options(causal=True), None)
     inputs = Inputs(q, k, v)
     library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *scalars))
-    out, lse = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
+    out, lse, _ = (t.detach() for t in torch.ops.tilewise.attention(*inputs, *scalars))
     library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (torch.randn_like(out), None, out, lse, *inputs, *scalars, False),
+        (torch.randn_like(out), None, out, lse, None, *inputs, *scalars, False),
     )
 
     def loss(q, k, v):
@@ -434,8 +434,8 @@ def test_dropout_is_the_cpu_mask():
     q, k, v = (torch.randn(1, 100, 2, 32) for _ in range(3))
     seed = torch.tensor(99)
     inputs = Inputs(q, k, v, dropout_seed=seed)
-    cpu, _ = torch.ops.tilewise.attention(*inputs, *Options(dropout_p=0.3), None)
-    gpu, _ = torch.ops.tilewise.attention(
+    cpu, *_ = torch.ops.tilewise.attention(*inputs, *Options(dropout_p=0.3), None)
+    gpu, *_ = torch.ops.tilewise.attention(
         *(None if t is None else t.cuda() for t in inputs), *Options(dropout_p=0.3), None
     )
     torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)

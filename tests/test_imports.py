@@ -18,7 +18,6 @@ LAYERS = [
     ["tiled", "cpu", "gpu"],
     ["dispatch"],
     ["autograd"],
-    ["repeat", "repeat_cached"],
     ["cache"],
     ["api"],
     ["explain", "faces", "nn", "testing", "warmup"],

@@ -57,10 +57,13 @@ def recorder(monkeypatch):
     return Recorder()
 
 
+OWN = torch.zeros(2, dtype=torch.int32)  # a tensor of the library's, which is the same in every call
+
+
 def build_with(recorder, programs=3):
     def build(problem, tensors):
         q, k, starts = tensors
-        ragged = Ragged(starts, None, None, None, None)
+        ragged = Ragged(starts, None, None, None, None, OWN)
         return plan.Launch(recorder, programs, (Rows(q, *q.stride()[:3]), k, ragged, problem, 2.5), 4, 2)
 
     return build
@@ -75,7 +78,7 @@ def test_a_repeated_call_fills_in_addresses(recorder):
     plan.run(build, "problem", (q, k, None))
     assert len(recorder.started) == 1
     (grid, arguments), *_ = recorder.launched
-    none = (None,) * 5
+    none = (*(None,) * 5, OWN.data_ptr())
     assert grid == (3, 1, 1)
     assert arguments == ((q.data_ptr(), 120, 24, 8), k.data_ptr(), none, "problem", 2.5)
 
@@ -85,7 +88,7 @@ def test_pointers_inside_of_a_tuple_are_filled_in(recorder):
     for _ in range(2):
         starts = torch.zeros(3, dtype=torch.int32)
         plan.run(build, "problem", (x, x, starts))
-    assert recorder.launched[0][1][2] == (starts.data_ptr(), None, None, None, None)
+    assert recorder.launched[0][1][2] == (starts.data_ptr(), None, None, None, None, OWN.data_ptr())
 
 
 def test_what_differs_gets_a_plan_of_its_own(recorder):

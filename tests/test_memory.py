@@ -58,6 +58,33 @@ def test_forward_and_backward_at_16384_tokens(backend):
     assert peak_extra_mib(16384, "both", backend) <= 128
 
 
+BROADCAST = """
+import json, torch, tilewise
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
+
+def run(n):
+    q, k, v = (torch.randn(1, n, 8, 16, requires_grad=True) for _ in range(3))
+    bias, mask = torch.randn(1, 8, n, 1), torch.rand(1, 1, n, 1) > 0.1
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    before = status("VmRSS")
+    out = tilewise.attention(q, k, v, bias=bias, mask=mask, causal=True)
+    out.sum().backward()
+    return status("VmHWM") - before
+
+run(300)
+print(json.dumps(run(3000)))
+"""
+
+
+def test_a_bias_that_is_broadcast_over_keys_stays_as_it_is():
+    """Expanded, (1, 8, 3000, 1) would take 288 MB."""
+    done = subprocess.run([sys.executable, "-c", BROADCAST], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) <= 64 << 20
+
+
 def test_growth_is_linear():
     """Standard attention's scores would grow by 4 * (8192^2 - 2048^2) * 4 bytes, 960 MiB.
 

@@ -18,7 +18,9 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
-from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
+from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
 
 Window = tuple[int | None, int | None]
@@ -89,6 +91,8 @@ def attention(
         tensor([1.0000, 1.5000, 2.0000])
     """
     bounds = NO_WINDOW if window is None else window_bounds(window)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
@@ -153,6 +157,7 @@ def attention_varlen(
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -225,8 +230,13 @@ def attention_with_cache(
         (torch.Size([1, 3, 1, 4]), [3])
     """
     check_tensors(query=query)
+    check_flag("return_lse", return_lse)
+    check_flag("rotary_interleaved", rotary_interleaved)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
+    if not torch.compiler.is_compiling():
+        query, key, value, rotary_cos, rotary_sin = all_resolved((query, key, value, rotary_cos, rotary_sin))
+        alibi_slopes, sinks = resolved(alibi_slopes), resolved(sinks)
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
     views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
     query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
@@ -248,6 +258,7 @@ def attention_with_cache(
     out, lse = functions.attention(
         inputs._replace(query=query), options, backend, wants_lse=return_lse, are_values_known=are_known
     )
+    check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
@@ -266,17 +277,13 @@ def canonical_inputs(
     layout: str = "bshd",
     generator: torch.Generator | None = None,
 ) -> Inputs:
-    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views with a contiguous last
-    dimension, masks with four dimensions, and a dropout seed if one is needed."""
-    query, key, value = _to_bshd(layout, query=query, key=key, value=value)
-    scores = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    check_tensors(**{name: t for name, t in scores.items() if t is not None})
+    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
+    and a dropout seed if one is needed."""
+    if layout != "bshd":
+        query, key, value = _to_bshd(layout, query=query, key=key, value=value)
     seed = None
-    check_number("dropout_p", dropout_p)
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
-    if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, (), device=query.device, generator=generator)
+    if dropout_p != 0 or generator is not None:
+        seed = _draw_seed(query, dropout_p, generator)
     return Inputs(
         query,
         key,
@@ -289,17 +296,24 @@ def canonical_inputs(
     )
 
 
+def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:
+    check_tensors(query=query)
+    check_number("dropout_p", dropout_p)
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
+    if not dropout_p > 0:
+        return None
+    return torch.randint(2**63 - 1, (), device=query.device, generator=generator)
+
+
 def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
-    """Views (batch, seqlen, heads, dim); copies only a tensor whose last dimension is not contiguous."""
+    """Views (batch, seqlen, heads, dim) of tensors in a layout; of packed ones there is only one."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
     check_tensors(**tensors)
-    views = []
-    for t in tensors.values():
-        if t.ndim and t.stride(-1) != 1 and t.shape[-1] > 1:
-            t = t.contiguous()
-        views.append(t.transpose(1, 2) if layout == "bhsd" and t.ndim == 4 else t)
-    return views
+    if layout == "bshd":
+        return list(tensors.values())
+    return [t.transpose(1, 2) if t.ndim == 4 else t for t in tensors.values()]
 
 
 def read_length(name: str, length: int | Tensor | None) -> int | None:
@@ -312,7 +326,9 @@ def read_length(name: str, length: int | Tensor | None) -> int | None:
 
 
 def _four_dimensions(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.ndim >= 4 else t.reshape((1,) * (4 - t.ndim) + t.shape)
+    if not isinstance(t, Tensor) or t.ndim >= 4:  # no tensor: the checks name it
+        return t
+    return t.reshape((1,) * (4 - t.ndim) + t.shape)
 
 
 def window_bounds(window: Window | None) -> Window:
@@ -324,5 +340,4 @@ def window_bounds(window: Window | None) -> Window:
         raise ValueError(
             f"window={shown(window)} must be (left, right), each None or an integer of at least 0"
         )
-    left, right = (b if b is None or isinstance(b, int) else int(b) for b in window)  # integers of NumPy
-    return left, right
+    return window_bound(window[0]), window_bound(window[1])

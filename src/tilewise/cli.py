@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -11,6 +12,9 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError:
         sys.exit("tilewise: the command line needs the 'cli' extra: pip install 'tilewise[cli]'")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
     _app()()
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.api import Window, attention, attention_varlen, attention_with_cache, window_bounds
 from tilewise.cache.contiguous import KVCache, check_sizes
-from tilewise.core.checks import check_number
+from tilewise.core.checks import check_flag, check_number
 from tilewise.core.rotary import apply_rotary, rotary_tables
 
 
@@ -58,6 +58,8 @@ class FlashAttention(torch.nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
         check_number("dropout", dropout)
+        check_flag("causal", causal)
+        check_flag("bias", bias)
         if rope is not None:
             check_number("rope", rope)
         if num_heads < 1 or d_model < 1 or d_model % num_heads:

@@ -168,14 +168,14 @@ def _forward(
     if mask is not None:
         hidden = hidden | ~mask
     s = s.masked_fill(hidden, float("-inf"))
-    lse_keys = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], float("-inf"))
-    lse, p_sink = lse_keys, None
-    if sinks is not None:
-        sink = sinks.to(dtype)[None, :, None].expand_as(lse)
-        lse = torch.logaddexp(lse_keys, sink)
-        p_sink = torch.exp(sink - lse)
-    p = torch.exp(s - lse[..., None])
+    if sinks is not None:  # a key that has a score and no value
+        s = torch.cat([s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], float("-inf"))
+    p = torch.softmax(s, -1)  # not exp(s - lse): a large lse has lost the digits of log(sum)
     p = torch.where((lse == float("-inf"))[..., None], torch.zeros_like(p), p)
+    p_sink = None
+    if sinks is not None:
+        p, p_sink = p[..., :-1], p[..., -1]
     keep = torch.ones_like(p)
     if dropout_p > 0:
         assert dropout_seed is not None

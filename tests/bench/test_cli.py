@@ -79,6 +79,13 @@ BAD = {
     ),
     "no GPU": (["run", "--suite", "headline"], "suite 'headline' needs a CUDA GPU, PyTorch sees none"),
     "rounds": (["run", "--suite", "cpu", "--rounds", "2"], "--rounds 2 must be at least 5"),
+    "no budget": (
+        ["run", "--suite", "cpu", "--budget", "0"],
+        "--budget 0.0 must be a positive finite number",
+    ),
+    "budget nan": (["run", "--suite", "cpu", "--budget", "nan"], "--budget nan must be a positive finite"),
+    "budget inf": (["run", "--suite", "cpu", "--budget", "inf"], "--budget inf must be a positive finite"),
+    "limit inf": (["run", "--suite", "cpu", "--setup-limit", "inf"], "--setup-limit inf must be a finite"),
     "filter": (["run", "--suite", "cpu", "--filter", "["], "is not a regular expression"),
     "filter of nothing": (["run", "--suite", "cpu", "--filter", "d99"], "leaves no case of suite 'cpu'"),
     "json": (["run", "--suite", "cpu", "--json", "/no/such/folder/a.json"], "folder that exists"),

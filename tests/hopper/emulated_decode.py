@@ -15,6 +15,7 @@ emulator.install()
 emulator.TIMEOUT = 20.0
 
 from tilewise import reference
+from tilewise.core.device_errors import check_errors
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.decode import (
     launch as decode_launch,
@@ -50,6 +51,29 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "sinks": (2, 4, 2, 64, 64, None, 3, {"sinks": True, "causal": True}),
     "alibi": (3, 4, 2, 128, 128, None, 3, {"alibi": True, "causal": True}),
     "alibi_softcap": (3, 4, 1, 64, 64, 64, 3, {"alibi": True, "softcap": 5.0}),
+    "wrong_lengths": (
+        2,
+        4,
+        2,
+        128,
+        128,
+        None,
+        5,
+        {"lengths": [300, 769, -1, 517], "wrong": {1: None, 2: None}},
+    ),
+    "wrong_lengths_sinks": (1, 4, 2, 64, 64, 16, 3, {"sinks": True, "lengths": [-9, 99], "wrong": {0: None}}),
+    "wrong_pages": (2, 4, 2, 128, 128, 16, 5, {"causal": True, "wrong": {0: (18, -1), 3: (0, 240 + 1)}}),
+    "wrong_pages_of_64": (1, 4, 1, 64, 64, 64, 40, {"wrong": {3: (8, 1 << 30), 4: (0, -(1 << 31))}}),
+    "latent_wrong": (1, 16, 1, *LATENT, 64, 5, {"wrong": {0: (4, 61), 3: (2, -5)}}),
+    "latent_wide_wrong": (
+        2,
+        96,
+        1,
+        *LATENT,
+        64,
+        5,
+        {"lengths": [1, 999, 517], "wrong": {1: None, 2: (8, 37)}},
+    ),
     "latent": (1, 16, 1, *LATENT, None, 3, {"causal": True}),
     "latent_one_worker": (4, 16, 1, *LATENT, None, 1, {"causal": True}),
     "latent_many_workers": (3, 8, 1, *LATENT, 64, 40, {"causal": True, "lengths": [517, 1]}),
@@ -66,6 +90,16 @@ def in_pages(t: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tens
     return pool
 
 
+def check_reported(is_wrong: bool) -> None:
+    """`check_errors` raises if and only if something was wrong."""
+    try:
+        check_errors()
+    except ValueError:
+        assert is_wrong
+    else:
+        assert not is_wrong
+
+
 def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
@@ -75,6 +109,7 @@ def check(name: str) -> float:
     is_dense = options.pop("dense", False)
     capacity = 1100 if is_dense else 768
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
+    wrong = options.pop("wrong", {})
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16()
     is_latent = (dim, dim_v) == LATENT
@@ -87,6 +122,9 @@ def check(name: str) -> float:
     if page_size is not None:
         extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
+        for b, place in wrong.items():
+            if place is not None:
+                extras["page_table"][b, place[0]] = place[1]
     if is_latent:
         stored[1] = stored[0][..., :dim_v]
     own: dict[str, torch.Tensor] = {}
@@ -98,9 +136,13 @@ def check(name: str) -> float:
     kernels = decode_mla_launch if is_latent else decode_launch
     assert kernels.supports(problem) is None
     out, lse = kernels.forward(problem, inputs)
+    check_reported(bool(wrong))
     visibility = problem.visibility()
     worst = 0.0
     for b, length in enumerate(all_lengths):
+        if b in wrong:
+            assert out[b].isnan().all() and lse[b].isnan().all(), f"{name}: sequence {b}"
+            continue
         mine = own | {n: t[b : b + 1] for n, t in own.items() if t.ndim == 2}
         exact_out, exact_lse = reference.attention(
             q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], softcap=problem.softcap,

@@ -1,6 +1,7 @@
 """Check the forward kernel on caches on the CPU, by `emulator`: one line a case, fails on the first error.
 
 Caches hold NaN wherever no sequence has a token, and page tables lead astray behind a sequence's last page.
+Where a length or a page is wrong, all rows of the sequence are NaN, and `check_errors` raises.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import emulator
 import torch
-from emulated_decode import NAN, in_pages  # which installs the emulator
+from emulated_decode import NAN, check_reported, in_pages  # which installs the emulator
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
@@ -29,7 +30,9 @@ CASES: dict[str, tuple[int | list[int], int, int, int, int, int | None, dict[str
     "packed": ([100, 5, 0, 129, 1], 2, 2, 128, 128, None, {"causal": True}),
     "packed_grouped": ([40, 3, 1, 129, 0], 8, 2, 64, 64, None, {"causal": True}),
     "d192_128": (140, 2, 2, 192, 128, None, {"causal": True}),
-    "too_long_lengths": (140, 2, 1, 64, 64, None, {"lengths": [900, -3, 768]}),
+    "wrong_lengths": (140, 2, 1, 64, 64, None, {"lengths": [900, -3, 768], "wrong": {0: None, 1: None}}),
+    "wrong_pages": (70, 2, 1, 64, 64, 16, {"causal": True, "wrong": {0: (0, -1), 3: (20, 241)}}),
+    "wrong_pages_packed": ([20, 3, 1, 9, 0], 4, 2, 128, 128, 64, {"wrong": {3: (8, 1 << 30)}}),
     "steep": (200, 2, 2, 64, 64, None, {"scale": 8.0}),
     "pages_of_8": (70, 2, 1, 64, 64, 8, {"causal": True}),
     "pages_of_16": ([70, 17, 1, 150, 4], 4, 2, 128, 128, 16, {"causal": True}),
@@ -53,7 +56,7 @@ def check(name: str) -> float:
     torch.manual_seed(0)
     options, capacity = dict(options), 768
     by_head = options.pop("by_head", False)
-    given = options.pop("lengths", LENGTHS)
+    given, wrong = options.pop("lengths", LENGTHS), options.pop("wrong", {})
     held = [min(max(n, 0), capacity) for n in given]
     batch, lengths = len(given), torch.tensor(given, dtype=torch.int32)
     own_q = queries if isinstance(queries, list) else [queries] * batch
@@ -68,6 +71,8 @@ def check(name: str) -> float:
         stored = [in_pages(t, page_size, table) for t in stored]
         is_unused = torch.arange(table.shape[1]) * page_size >= lengths[:, None]
         extras["page_table"] = table.masked_fill(is_unused, 1 << 30)
+        for b, (column, page) in wrong.items():
+            extras["page_table"][b, column] = page
     if by_head:
         stored = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in stored]
     if isinstance(queries, list):
@@ -77,12 +82,16 @@ def check(name: str) -> float:
     inputs = Inputs(shaped, *stored, **extras, **sinks)
     problem = describe(inputs, Options(**options))
     out, lse = launch.forward(problem, inputs)
+    check_reported(bool(wrong))
     out = out.flatten(0, -3)
     if lse.ndim == 3:
         lse = lse.transpose(0, 1).flatten(1)
     visibility, worst = problem.visibility(), 0.0
     for b, (start, end) in enumerate(itertools.pairwise(ends)):
         if start == end:
+            continue
+        if b in wrong:
+            assert out[start:end].isnan().all() and lse[:, start:end].isnan().all(), f"{name}: sequence {b}"
             continue
         exact_out, exact_lse = reference.attention(
             q[None, start:end], k[b : b + 1, : held[b]], v[b : b + 1, : held[b]], scale=problem.scale,

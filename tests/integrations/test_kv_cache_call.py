@@ -183,6 +183,7 @@ BAD_CALLS = [
     ({"cache_seqlens": None}, "cache_seqlens=None"),
     ({"cache_batch_idx": int32(0, 3)}, "cache_batch_idx=[0, 3]"),
     ({"cache_batch_idx": int32(-1, 2)}, "cache_batch_idx=[-1, 2]"),
+    ({"cache_batch_idx": int32(1, 1)}, "cache_batch_idx=[1, 1] must not name a sequence twice"),
     ({"cache_batch_idx": int32(0)}, "cache_batch_idx.shape=(1,)"),
     ({"cache_leftpad": int32(0, 6)}, "cache_leftpad[1]=6"),
     ({"cache_leftpad": int32(-1, 0)}, "cache_leftpad[0]=-1"),

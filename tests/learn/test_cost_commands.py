@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,33 @@ def test_predicted_against_measured(tmp_path):
     assert fields[2] == "matrix products" and fields[5].endswith("%")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["roofline"],
+        ["io"],
+        ["kv-memory"],
+        ["pipeline"],
+        ["trace", "--seqlen", "3"],
+        ["fp8"],
+        ["bench", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_terminal_of_few_characters(command):
+    call = "import sys; from tilewise.cli import main; sys.argv[1:] = sys.argv[2:]; main()"
+    for encoding in ("latin-1", "ascii"):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            [sys.executable, "-c", call, "", *command], capture_output=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-999:]
+
+
+def test_units_do_not_run_out():
+    assert human_bytes(2e18) == "2.0 EB" and human_bytes(10**40).endswith(" QB")
+
+
 def test_kv_memory():
     output = run("kv-memory", "--model", "llama-2-70b", "--context", "4096")
     assert row(output, "llama-2-70b")[1:] == ["328 kB", "1.3 GB", "1.25 GiB", "10.7 GB", "8x"]
@@ -110,6 +140,12 @@ def test_pipeline():
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
         (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers apart by commas, got '1,x'"),
         (["pipeline", "--stages", "0"], "stages must be at least 1, got 0"),
+        (["io", "--seqlen", "99999999999999999999"], "Invalid value for '--seqlen'"),
+        (["roofline", "--heads", "9999999999"], "Invalid value for '--heads'"),
+        (["pipeline", "--head-dim", "-1"], "Invalid value for '--head-dim'"),
+        (["pipeline", "--key-tiles", "999999999"], "Invalid value for '--key-tiles'"),
+        (["fp8", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
+        (["trace", "--seqlen", "3", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
         (["kv-memory", "--context", "0"], "context must be at least 1, got 0"),
     ],
 )

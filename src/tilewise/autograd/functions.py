@@ -1,7 +1,7 @@
 """Differentiation of the operators: reverse mode, twice, forward mode, vmap and torch.func.
 
 Two `autograd.Function`s stand over one plan. `LeanAttention` serves plain eager code. `Attention`, whose
-formulas compiled code shares, serves whatever watches: torch.func, forward mode, vmap, gradients of gradients.
+formulas compiled code shares, serves all that watches: torch.func, forward mode, vmap, higher gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor, library
 
 from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
+from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.signature import Request
+from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
@@ -51,22 +52,25 @@ def attention(
     request = _LSE if wants_lse else _NO_LSE
     if order != "bshd":
         request = Request(wants_lse, order=order)
-    inputs = Inputs(*all_resolved(inputs))
     try:
         entry = plans.forward_plan(inputs, options, backend, request)
-    except (RuntimeError, AttributeError):  # a tensor without memory
+    except LazyTensor:
+        inputs = Inputs(*all_resolved(inputs))
+        entry = plans.forward_plan(inputs, options, backend, request)
+    except NoMemory:
         return _watched_attention(inputs, options, backend, order)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:
         check_values(problem, inputs, options)
     if not problem.needs_grad:
-        return plans.run(entry.plan, inputs)[:2]  # type: ignore[no-any-return]
+        return plans.run(entry, inputs)[:2]  # type: ignore[no-any-return]
     found = _apply_lean(entry, options, backend, wants_lse, *inputs)
     return found if wants_lse else (found, None)
 
 
 def check(inputs: Inputs, options: Options, backend: str | None) -> None:
     """Raise what `attention` would, but for values."""
+    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None})
     choice.choose(describe(inputs, options), backend)
 
 
@@ -74,8 +78,8 @@ def _watched_attention(
     inputs: Inputs, options: Options, backend: str | None, order: str
 ) -> tuple[Tensor, Tensor]:
     """By the operator, where something has to see it."""
-    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if torch.compiler.is_compiling():
+        saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return torch.ops.tilewise.attention(*inputs, *options, order, saves, backend)[:2]  # type: ignore[no-any-return]
     check(inputs, options, backend)
     return Attention.apply(*inputs, *options, order, True, backend)[:2]  # type: ignore[no-any-return]
@@ -93,7 +97,7 @@ class LeanAttention(torch.autograd.Function):
         wants_lse: bool,
         *tensors: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        results: Results = plans.run(entry.plan, Inputs(*tensors))  # type: ignore[arg-type]
+        results: Results = plans.run(entry, Inputs(*tensors))  # type: ignore[arg-type]
         ctx.call = options, backend, entry.plan.problem.bias_needs_grad
         ctx.set_materialize_grads(False)
         saved = results if entry.saves.results else Results(None)
@@ -107,9 +111,9 @@ class LeanAttention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (4 + NUM_INPUTS)
-        tensors, results = ctx.saved_tensors[:NUM_INPUTS], Results(*ctx.saved_tensors[NUM_INPUTS:])
+        saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
+        inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
         options, backend, needs_bias_gradient = ctx.call
-        inputs = Inputs(*tensors)
         is_watched = _is_watched(dout, dlse)
         if results.out is None and (is_watched or dout is None):
             with torch.no_grad():
@@ -277,7 +281,7 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the new dimension into the batch where the problem is dense; otherwise run one by one.
 
-    `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs` and always have a batch dimension.
+    `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs`; each has a batch dimension.
     """
     inputs, dims = arguments[leading : leading + NUM_INPUTS], in_dims[leading : leading + NUM_INPUTS]
     folds = all(

@@ -1,11 +1,11 @@
 """PyTorch operators: schemas, kernels and fakes. `autograd.functions` makes them differentiable.
 
-    tilewise::attention                  (Inputs, Options, order, saves, backend)         -> out, lse, residual
-    tilewise::attention_backward         (dout, dlse, out, lse, residual, Inputs, Options, backend,
-                                          needs_bias_gradient)                             -> gradients
-    tilewise::attention_double_backward  (tangents, dout, dlse, out, lse, residual, Inputs, Options, backend)
-                                                                                           -> gradients
-    tilewise::attention_jvp              (tangents, out, lse, residual, Inputs, Options, backend) -> tangents
+    tilewise::attention                  (Inputs, Options, order, saves, backend)    -> out, lse, residual
+    tilewise::attention_backward         (dout, dlse, results, Inputs, Options, backend,
+                                          needs_bias_gradient)                       -> gradients
+    tilewise::attention_double_backward  (tangents, dout, dlse, results, Inputs, Options, backend)
+                                                                                     -> gradients
+    tilewise::attention_jvp              (tangents, results, Inputs, Options, backend) -> tangents
 
 An operator takes tensors and scalars only, so `Inputs` and `Options` travel flattened and are rebuilt inside;
 backends and plans are found there, out of sight of tracing. No argument is a list: PyTorch's older vmap
@@ -25,7 +25,7 @@ from tilewise.core.lazy import all_resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
 from tilewise.core.signature import Request
-from tilewise.core.torch_private import is_plain_eager
+from tilewise.core.torch_private import is_plain_eager, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order
 
@@ -123,7 +123,9 @@ def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 5 :])
     problem = describe(inputs, options)
     directions = _fill_tangents(inputs, tangents)
-    grads = second_order.double_backward(problem, inputs, Results(*results), dout, dlse, directions)
+    out, lse, residual = results
+    with own_dtypes(problem.device_type):
+        grads = second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions, residual)
     return _no_none(grads, dout)
 
 
@@ -134,11 +136,12 @@ def _attention_double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _attention_jvp(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tangents, results = arguments[:NUM_TANGENTS], Results(*arguments[NUM_TANGENTS : NUM_TANGENTS + 3])
+    tangents, (out, lse, residual) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 3]
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 3 :])
     refuse_gradient(options.precision)
     problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
-    return second_order.jvp(problem, inputs, results, directions)
+    with own_dtypes(problem.device_type):
+        return second_order.jvp(problem, inputs, out, lse, directions, residual)
 
 
 def _attention_jvp_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, shown
+from tilewise.core.device_errors import raise_errors
 
 
 def check_sizes(**sizes: int) -> None:
@@ -47,7 +48,8 @@ class KVCache:
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
-        lengths: (batch,) int32, tokens held by each sequence, on the cache's device.
+        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. Reading it raises
+            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.
@@ -95,9 +97,9 @@ class KVCache:
                 if value_in_key
                 else torch.zeros(*rows, head_dim_v, dtype=dtype, device=device)
             )
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-            self.arrivals = torch.zeros_like(self.lengths)  # for the kernel that appends and counts
-        mark_static(self.key, self.value, self.lengths, self.arrivals)
+            self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros_like(self._lengths)  # for the kernel that appends and counts
+        mark_static(self.key, self.value, self._lengths, self.arrivals)
         self._know([0] * batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,13 +108,24 @@ class KVCache:
         self._known = None
         if self.value_in_key:
             self.value = self.key[..., : self.value.shape[-1]]
-        mark_static(self.key, self.value, self.lengths, self.arrivals)
+        mark_static(self.key, self.value, self._lengths, self.arrivals)
+
+    @property
+    def lengths(self) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise_errors()
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
 
-        While a CUDA graph is captured, and in compiled code, room cannot be checked: a full sequence then has
-        its last rows overwritten, and `lengths` counts on.
+        While a CUDA graph is captured, and in compiled code, room cannot be checked. `lengths` then counts
+        on: on a GPU attention to a sequence over its capacity then gives NaN, and `check_errors` raises it.
+        Tokens for which there is no room are not written; in compiled code they overwrite the last rows.
 
         Args:
             k: (batch, new_tokens, num_kv_heads, head_dim) in the cache's dtype and on its device.
@@ -134,7 +147,9 @@ class KVCache:
         else:
             row = torch.arange(len(k), device=k.device)[:, None]
             first = (
-                self.lengths if held is not None else self.lengths.clamp(max=self.key.shape[1] - new_tokens)
+                self._lengths
+                if held is not None
+                else self._lengths.clamp(0, max(0, self.key.shape[1] - new_tokens))
             )
             where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
         self.key[where] = k
@@ -145,7 +160,7 @@ class KVCache:
     def advance(self, new_tokens: int) -> None:
         """Count tokens that were written."""
         held = self.held()
-        self.lengths += new_tokens
+        self._lengths += new_tokens
         self.mirror(held, new_tokens)
 
     def mirror(self, held: list[int] | None, new_tokens: int) -> None:
@@ -155,9 +170,9 @@ class KVCache:
 
     def _know(self, held: list[int]) -> None:
         self._held = held
-        is_inference = self.lengths.is_inference()  # such tensors do not tell when they change
-        self._known = None if is_inference else self.lengths
-        self._version = 0 if is_inference else self.lengths._version
+        is_inference = self._lengths.is_inference()  # such tensors do not tell when they change
+        self._known = None if is_inference else self._lengths
+        self._version = 0 if is_inference else self._lengths._version
 
     @property
     def is_mirrored(self) -> bool:
@@ -165,7 +180,9 @@ class KVCache:
         if torch.compiler.is_compiling():  # the graph serves all lengths
             return False
         return (
-            self._held is not None and self._known is self.lengths and self._version == self.lengths._version
+            self._held is not None
+            and self._known is self._lengths
+            and self._version == self._lengths._version
         )
 
     def held(self) -> list[int] | None:
@@ -176,14 +193,14 @@ class KVCache:
         """
         if torch.compiler.is_compiling():
             return None
-        if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             self._held = None
             return None
-        return self._held if self.is_mirrored else self.lengths.tolist()
+        return self._held if self.is_mirrored else self._lengths.tolist()
 
     def reset(self) -> None:
         """Forget every token; the memory stays."""
-        self.lengths.zero_()
+        self._lengths.zero_()
         if self._held is not None:
             self._know([0] * len(self._held))
 
@@ -202,7 +219,10 @@ class KVCache:
                 raise ValueError(f"{name}.shape={tuple(t.shape)} must be {right} for this cache")
         if v is not None and k.shape[1] != v.shape[1]:
             raise ValueError(f"value.shape[1]={v.shape[1]} (new tokens) must equal key.shape[1]={k.shape[1]}")
-        longest = max(self.held() or [0])
+        held = self.held() or [0]
+        if min(held) < 0:
+            raise ValueError(f"lengths={held} of the cache must be at least 0")
+        longest = max(held)
         if longest + k.shape[1] > self.key.shape[1]:
             raise ValueError(
                 f"key.shape[1]={k.shape[1]} new tokens do not fit: a sequence holds {longest} of "

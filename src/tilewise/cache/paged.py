@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.cache.contiguous import check_new_tokens, check_sizes, check_value_in_key, mark_static
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.core.checks import DTYPES, shown
+from tilewise.core.device_errors import raise_errors
 
 PAGE_SIZES = (16, 64, 128, 256)
 QUANTIZED = torch.float8_e4m3fn
@@ -147,6 +148,9 @@ class PagedKVCache:
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens and pages; a page is copied when one of them writes to it.
 
+        Tokens that were reserved are written first, in all layers: the sequence's batches are out of date
+        from now on, as what they wrote would go to both sequences, or to the one that keeps the page.
+
         Raises:
             ValueError: the sequence does not live.
         """
@@ -187,12 +191,14 @@ class PagedKVCache:
             sequences: each at most once; -1 is padding: a row of the batch without a sequence. None: all.
             new_tokens: for each of them, or one number for all.
             into: an earlier batch of the same sizes, whose memory a captured CUDA graph reads: it is
-                overwritten and serves again.
+                overwritten and serves again; the earlier object is out of date then.
 
         Raises:
-            ValueError: a sequence does not live or occurs twice, or there is no room. Nothing has changed.
+            ValueError: a sequence does not live or occurs twice, or there is no room; or an earlier call on a
+                GPU has found a wrong length or page, see `check_errors`. Nothing has changed.
             TypeError: something is no integer. Nothing has changed.
         """
+        raise_errors()
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
         if not isinstance(into, PagedBatch | None):
             raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
@@ -223,12 +229,15 @@ class PagedKVCache:
                 t[pages[1]] = t[pages[0]]
 
     def check_batch(self, batch: PagedBatch) -> None:
-        """Raise ValueError unless the batch is this cache's and its sequences are as long as it says."""
+        """Raise ValueError unless the batch is this cache's and its pages still are its sequences'."""
         self._table.check_batch(batch)
 
     def undo(self, batch: PagedBatch) -> None:
-        """Take back a `reserve` whose tokens were not written."""
+        """Take back the last `reserve` of these sequences, whose tokens were not written."""
+        self._table.check_batch(batch)
+        self._table.check_last(batch)
         self._table.undo(batch.sequences, batch.new_tokens, batch.copies)
+        batch.uses[0] += 1  # so that it can't be used any more
 
     def append(
         self,
@@ -266,10 +275,13 @@ class PagedKVCache:
             value: likewise with head_dim_v; None with `value_in_key`.
 
         Raises:
-            ValueError, TypeError: key or value does not fit, or a sequence of the batch was freed since, or
-                truncated. Nothing is written then.
+            ValueError, TypeError: key or value does not fit, or the batch is out of date: a sequence was
+                freed, truncated or forked since, its memory given to a later batch (`into`), or more reserved
+                behind it in 8-bit pages. Nothing is written then.
         """
         self.check_batch(batch)
+        if self.key_scale is not None:
+            self._table.check_last(batch)
         self.check_new(key, value, batch)
         real = _real_rows(batch).to(key.device) if batch.has_padding else None
         slots = (batch.slots if real is None else batch.slots[real]).long()

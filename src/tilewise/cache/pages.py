@@ -42,7 +42,9 @@ class PagedBatch:
     block: Tensor  # the memory of all these
     table: PageTable  # whose `reserve` this is of
     ends: tuple[int, ...]  # `lengths` as the host knows them
-    shrinks: int  # how often sequences of the table had become shorter
+    changes: int  # the table's, when this was made
+    uses: list[int]  # [how often `block` was filled], shared by all batches in that memory
+    use: int  # which of them this is
     copies: tuple[tuple[int, int], ...]  # (source, copy): shared pages that the new tokens needed alone
 
     @property
@@ -69,11 +71,14 @@ class PageTable:
         self.num_pages, self.page_size = num_pages, page_size
         self.max_seqlen = max_seqlen
         self._next = 0
-        self.shrinks = 0
+        # Batches hold pages that may be another sequence's, or shared, after one of these changes.
+        self.changes = 0
+        self.changed: dict[int, int] = {}  # which of them was a sequence's last
         self.clear()
 
     def clear(self) -> None:
-        self.shrinks += 1
+        self.changes += 1
+        self.changed.clear()
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.references = [0] * self.num_pages
@@ -84,12 +89,18 @@ class PageTable:
         self.pages[sequence], self.lengths[sequence] = [], 0
         return sequence
 
+    def _outdate(self, sequence: int) -> None:
+        """Batches of a sequence that were made before must not be used any more."""
+        self.changes += 1
+        self.changed[sequence] = self.changes
+
     def fork(self, sequence: int) -> int:
         self.check(sequence)
         other = self.allocate()
         self.pages[other], self.lengths[other] = list(self.pages[sequence]), self.lengths[sequence]
         for page in self.pages[other]:
             self.references[page] += 1
+        self._outdate(sequence)  # what they would write is shared now
         return other
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -99,8 +110,11 @@ class PageTable:
             raise ValueError(
                 f"length={shown(length)} must be an integer from 0 to the {held} tokens of {sequence=}"
             )
-        length = int(length)
-        self.shrinks += 1
+        if length < self.lengths[sequence]:
+            self._outdate(sequence)
+            self._shorten(sequence, int(length))
+
+    def _shorten(self, sequence: int, length: int) -> None:
         pages, keep = self.pages[sequence], -(-length // self.page_size)
         for page in reversed(pages[keep:]):
             self._release(page)
@@ -109,6 +123,8 @@ class PageTable:
 
     def free(self, sequence: int) -> None:
         self.truncate(sequence, 0)
+        self.changes += 1
+        self.changed.pop(sequence, None)
         del self.pages[sequence], self.lengths[sequence]
 
     def check(self, sequence: int) -> None:
@@ -125,11 +141,32 @@ class PageTable:
             return
         if batch.table is not self:
             raise ValueError("batch is of another cache: it must be what reserve() of this one returned")
-        if batch.shrinks == self.shrinks:
+        if batch.use != batch.uses[0]:
+            raise ValueError(
+                "batch is out of date: reserve(into=batch) has overwritten it since, or undo() taken back; "
+                "it must be what the last reserve() returned"
+            )
+        if batch.changes == self.changes:
+            return
+        for sequence in batch.sequences:
+            if sequence == PADDING:
+                continue
+            if sequence not in self.lengths or self.changed.get(sequence, 0) > batch.changes:
+                raise ValueError(
+                    f"batch is out of date: {sequence=} was freed or truncated, forked or copied since; "
+                    "write a batch before that, or reserve() again"
+                )
+
+    def check_last(self, batch: PagedBatch) -> None:
+        """Raises ValueError if tokens were reserved behind the batch's."""
+        if torch.compiler.is_compiling():
             return
         for sequence, end in zip(batch.sequences, batch.ends):
-            if sequence != PADDING and self.lengths.get(sequence, -1) < end:
-                raise ValueError(f"batch is out of date, reserve() again: {sequence=} was freed or truncated")
+            if sequence != PADDING and self.lengths[sequence] != end:
+                raise ValueError(
+                    f"batch ends at {end} tokens of {sequence=}, which has {self.lengths[sequence]}: 8-bit "
+                    "pages are quantized as a whole, so it must be written before the next reserve()"
+                )
 
     def reserve(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Lengthen the sequences; the (source, copy) pages that must be copied before tokens are written.
@@ -145,6 +182,7 @@ class PageTable:
                 continue
             pages, length = self.pages[sequence], self.lengths[sequence]
             if length % self.page_size and self.references[pages[-1]] > 1:
+                self._outdate(sequence)  # the page that it leaves may be freed and used again
                 copies.append((pages[-1], self._take()))
                 self.references[pages[-1]] -= 1
                 pages[-1] = copies[-1][1]
@@ -156,12 +194,12 @@ class PageTable:
     def undo(
         self, sequences: Sequence[int], new_tokens: Sequence[int], copies: Sequence[tuple[int, int]]
     ) -> None:
-        """Take back a `reserve` just made: pages that it copied are shared again."""
+        """Take back a `reserve` just made, whose batch nobody uses: pages that it copied are shared again."""
         sources = {copy: source for source, copy in copies}
         for sequence, count in reversed(list(zip(sequences, new_tokens))):
             if sequence == PADDING or count == 0:
                 continue
-            self.truncate(sequence, self.lengths[sequence] - count)
+            self._shorten(sequence, self.lengths[sequence] - count)
             pages = self.pages[sequence]
             if pages and pages[-1] in sources:
                 self._release(pages[-1])
@@ -228,13 +266,15 @@ class PageTable:
             most = sum(count // self.page_size + 2 for count in new_tokens)
             spare = 2 * (most + -most % ALIGNED - len(fields["written"]))
             block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
+            uses = [0]
         else:
-            block = into.block
+            block, uses = into.block, into.uses
             for name in ("lengths", "cu_seqlens", "page_table", "positions", "slots"):
                 shape, wanted = shapes[name], tuple(getattr(into, name).shape)
                 if shape != wanted:
                     raise ValueError(f"into.{name} has shape {wanted}, must have {shape} for this batch")
         used = block[: len(on_host)]
+        uses[0] += 1
         # Pinned, so that the copy does not wait for the device.
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
         parts = used.split([len(numbers) for numbers in fields.values()])
@@ -244,7 +284,8 @@ class PageTable:
         }
         return PagedBatch(
             tuple(sequences), tuple(new_tokens), **views, block=block,
-            table=self, ends=ends, shrinks=self.shrinks, copies=tuple(copies),
+            table=self, ends=ends, changes=self.changes, uses=uses, use=uses[0],
+            copies=tuple(copies),
         )  # fmt: skip
 
     def _fields(

@@ -7,7 +7,6 @@ its values (shape, dtype, device, needs_grad), `options` a `problem.Options`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,6 +16,9 @@ from torch import Tensor
 PRECISIONS = ("ieee", "tf32", "fp8")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
+MAX_WINDOW = 1 << 40  # longer than any sequence
+MIN_SOFTCAP = 1e-20  # by which float32 scores are divided
+HUGE = 1 << 128
 
 
 def check_dtypes_and_devices(s: Any) -> None:
@@ -133,6 +135,22 @@ def check_number(name: str, value: Any) -> None:
     """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at."""
     if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name}={shown(value)} must be a number")
+    if isinstance(value, Integral) and abs(int(value)) >= HUGE:  # which no floating-point number is
+        raise ValueError(f"{name}={shown(value)} must be of at most 128 bits")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError if value is neither true nor false; None is false."""
+    is_flag = value is None or isinstance(value, bool | torch.SymBool) or type(value).__name__ == "bool_"
+    if not is_flag and not (isinstance(value, Integral) and value in (0, 1)):
+        raise TypeError(f"{name}={shown(value)} must be True or False")
+
+
+def window_bound(bound: Any) -> Any:
+    """A bound of a window; one that no sequence reaches is none, as kernels compute with 64 bits."""
+    if bound is None or isinstance(bound, torch.SymInt):
+        return bound
+    return int(bound) if bound < MAX_WINDOW else None
 
 
 def check_types(options: Any) -> None:
@@ -147,18 +165,23 @@ def check_types(options: Any) -> None:
     if not isinstance(options.precision, str):
         raise TypeError(f"precision={shown(options.precision)} must be a string")
     for name in ("causal", "deterministic"):
-        value = getattr(options, name)
-        if isinstance(value, Sized):  # strings, lists, tensors
-            raise TypeError(f"{name}={shown(value)} must be True or False")
+        check_flag(name, getattr(options, name))
 
 
-def check_scalars(options: Any, has_seed: bool) -> None:
+def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
     check_types(options)
+    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+    for name in ("scale", "softcap"):
+        value = getattr(options, name)
+        if value is not None and math.isfinite(value) and abs(value) > largest:
+            raise ValueError(f"{name}={value} must be at most {largest:.3g}, the largest number of scores")
     for name, bound in (("left", options.window_left), ("right", options.window_right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window {name}={bound} must be None (unbounded) or at least 0")
     if not (math.isfinite(options.softcap) and options.softcap >= 0):
         raise ValueError(f"softcap={options.softcap} must be 0 (off) or a positive finite number")
+    if 0 < options.softcap < MIN_SOFTCAP:
+        raise ValueError(f"softcap={options.softcap} must be 0 (off) or at least {MIN_SOFTCAP}")
     if not 0 <= options.dropout_p < 1:
         raise ValueError(f"dropout_p={options.dropout_p} must be in [0, 1)")
     if options.dropout_p > 0 and not has_seed:

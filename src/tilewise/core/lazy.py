@@ -7,11 +7,9 @@ function here takes.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 def is_lazy(t: Tensor) -> bool:
@@ -19,7 +17,7 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_neg() or t._is_zerotensor()
 
 
-def resolved(value: T) -> T:
+def resolved(value: Any) -> Any:
     """A tensor with its numbers in memory; anything else as it is. Differentiable."""
     if isinstance(value, Tensor) and is_lazy(value):
         return value.clone()

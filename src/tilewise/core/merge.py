@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.core.checks import check_tensors, shown
+
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One (out, lse) from those of disjoint sets of keys, for the same queries. Differentiable.
@@ -40,8 +42,12 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         >>> torch.allclose(out, tilewise.attention(q, k, k), atol=1e-6)
         True
     """
-    if not parts:
-        raise ValueError("parts=[] must hold at least one (out, lse)")
+    if not isinstance(parts, Sequence) or not parts:
+        raise ValueError(f"parts={shown(parts)} must hold at least one (out, lse)")
+    for n, part in enumerate(parts):
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            raise TypeError(f"parts[{n}]={shown(part)} must be a tuple (out, lse)")
+        check_tensors(**{f"parts[{n}][0]": part[0], f"parts[{n}][1]": part[1]})
     for n, (out, lse) in enumerate(parts):
         right = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.ndim in (3, 4) else None
         if tuple(lse.shape) != right or out.shape != parts[0][0].shape:

@@ -27,9 +27,9 @@ class Saves(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """The tensors hold numbers that the plan's kernel cannot; this one's can. What was written is void."""
+    """The tensors hold numbers that the plan's kernel cannot. What was written is void."""
 
-    plan: Plan
+    by: Plan | str  # what can: another plan of the same call, or the backend that has one
 
 
 class Plan(Protocol):

@@ -220,15 +220,15 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     page_size = key.shape[1] if is_paged else None
     if is_packed:
-        seqlen_q = query.shape[0] if options.max_seqlen_q is None else options.max_seqlen_q
+        seqlen_q = _longest(query.shape[0], options.max_seqlen_q)
     else:
         seqlen_q = query.shape[1]
     if signatures.cu_seqlens_k is not None:
-        seqlen_k = key.shape[0] if options.max_seqlen_k is None else options.max_seqlen_k
+        seqlen_k = _longest(key.shape[0], options.max_seqlen_k)
     else:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
-    check_scalars(options, signatures.dropout_seed is not None)
+    check_scalars(options, signatures.dropout_seed is not None, query.dtype)
     if options.precision == "fp8":
         check_fp8(signatures)
     check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
@@ -243,12 +243,12 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         dtype=query.dtype,
         device_type=query.device.type,
         scale=head_dim**-0.5 if options.scale is None else float(options.scale),
-        causal=options.causal,
+        causal=bool(options.causal),
         window_left=options.window_left,
         window_right=options.window_right,
         softcap=float(options.softcap),
         dropout_p=float(options.dropout_p),
-        deterministic=options.deterministic,
+        deterministic=bool(options.deterministic),
         precision=options.precision,
         mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
         bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
@@ -263,6 +263,11 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
     )
+
+
+def _longest(total: int, given: int | None) -> int:
+    """No packed sequence is longer; a negative number is left to `check_scalars`."""
+    return total if given is None else min(total, given)
 
 
 class Span(NamedTuple):

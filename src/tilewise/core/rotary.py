@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import check_number, check_tensors
+from tilewise.core.checks import check_flag, check_number, check_tensors, shown
+
+MAX_ROTARY_DIM = 1 << 16
 
 
 def rotary_tables(
@@ -37,12 +39,16 @@ def rotary_tables(
     check_tensors(positions=positions)
     check_number("rotary_dim", rotary_dim)
     check_number("base", base)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rotary_dim={rotary_dim} must be even and at least 2")
+    if not 2 <= rotary_dim <= MAX_ROTARY_DIM or rotary_dim % 2:
+        raise ValueError(f"rotary_dim={rotary_dim} must be even and 2 to {MAX_ROTARY_DIM}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype={shown(dtype)} must be a floating-point dtype")
+    if positions.dtype.is_complex or positions.dtype == torch.bool or positions.dtype.itemsize == 1:
+        raise TypeError(f"positions.dtype={positions.dtype} must be an integer dtype")
     if not 0 < base < float("inf"):
         raise ValueError(f"base={base} must be a positive finite number")
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions[..., None] * base ** (-pairs / rotary_dim)
+    angles = positions[..., None] * float(base) ** (-pairs / rotary_dim)
     return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
 
 
@@ -70,11 +76,19 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         [1.0, 1.0, 1.0, 1.0]
     """
     check_tensors(x=x, cos=cos, sin=sin)
+    check_flag("interleaved", interleaved)
+    if x.ndim < 3:
+        raise ValueError(f"x.shape={tuple(x.shape)} must be (..., seqlen, heads, head_dim)")
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        if not t.dtype.is_floating_point:
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+        if t.device != x.device:
+            raise ValueError(f"{name}.device={t.device} must equal x.device={x.device}")
     rotary_dim = 2 * cos.shape[-1] if cos.ndim else 0
     if cos.ndim < 2 or cos.shape != sin.shape or not 2 <= rotary_dim <= x.shape[-1]:
         raise ValueError(
             f"cos.shape={tuple(cos.shape)} and sin.shape={tuple(sin.shape)} must both be (..., seqlen, "
-            f"rotary_dim / 2) with rotary_dim from 2 to the head size {x.shape[-1]}"
+            f"rotary_dim / 2) with rotary_dim from 2 to the head size of x, {x.shape[-1]}"
         )
     rows, tables = x.shape[:-2], cos.shape[:-1]
     fits = len(tables) <= len(rows) and all(

@@ -57,18 +57,28 @@ def named(raw: Sequence[Any]) -> list[Any]:
     return [None if t is None else TensorSignature(*t) for t in raw]
 
 
-def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...]:
-    """What a plan may know of tensors.
+class LazyTensor(Exception):
+    """A tensor's numbers are not what its memory holds: it is to be resolved first, see `core.lazy`."""
 
-    Raises:
-        RuntimeError, AttributeError: one has no memory, or is no tensor.
-    """
-    return tuple([
-        None
-        if t is None
-        else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT, t.requires_grad and grad_enabled)
-        for t in tensors
-    ])  # fmt: skip
+
+class NoMemory(Exception):
+    """Something is no tensor, or a tensor that has no memory: PyTorch's dispatcher is to see the call."""
+
+
+def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...]:
+    """What a plan may know of tensors. Raises LazyTensor, NoMemory."""
+    try:
+        return tuple([None if t is None else _look_at(t, grad_enabled) for t in tensors])
+    except (RuntimeError, AttributeError) as error:
+        raise NoMemory from error
+
+
+def _look_at(t: Tensor, grad_enabled: bool) -> tuple[Any, ...]:
+    address = t.data_ptr()
+    if t.is_neg() or (address == 0 and t._is_zerotensor()):
+        raise LazyTensor
+    needs_grad = grad_enabled and t.requires_grad
+    return t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -83,3 +93,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, size)
     return tuple(reversed(strides))
+
+
+def rows_dense(t: Tensor) -> Tensor:
+    """t, or a copy if its last dimension is not contiguous."""
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)

@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
+from tilewise.core.plan import FunctionPlan, Plan, Results, Retry, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature
+from tilewise.core.signature import Signature, rows_dense
+
+# The most that the rounding of lse may put into a weight, relative: what `tilewise.testing` allows for a
+# rounding to the type; in float32 more, since scores of 2^10 are themselves rounded as coarsely.
+MOST_LOSS = {
+    torch.float32: 2.0**-14, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11,
+}  # fmt: skip
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """One call of PyTorch's operator."""
     if signature.direction == "backward":
         return FunctionPlan(problem, backward)
-    return FunctionPlan(problem, forward)
+    return FunctionPlan(problem, functools.partial(forward, saves=signature.request.residual))
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves()
+    return Saves(residual=True)
 
 
-def forward(problem: AttentionProblem, inputs: Inputs) -> Results:
-    """out and lse."""
-    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+def _loses_digits(problem: AttentionProblem, lse: Tensor) -> bool:
+    """Whether lse is so large that weights exp(s - lse) are off by more than `MOST_LOSS`: half a unit in the
+    last place of lse, as the kernel has no residual of it."""
+    if not lse.numel():
+        return False
+    low, high = torch.aminmax(lse)
+    limit = MOST_LOSS[problem.dtype] / torch.finfo(lse.dtype).eps * 2
+    return bool(torch.maximum(-low, high) > limit)
+
+
+def forward(problem: AttentionProblem, inputs: Inputs, saves: bool) -> Results | Retry:
+    """out and lse; the residual of lse has to be made elsewhere where a backward needs it."""
+    q, k, v = (rows_dense(t).transpose(1, 2) for t in inputs[:3])
     attn_mask = _additive_mask(inputs)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, problem.causal, attn_mask=attn_mask, scale=problem.scale
     )
+    if saves and _loses_digits(problem, lse):
+        return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
         lse = lse.masked_fill((attn_mask == float("-inf")).all(-1), float("-inf"))
-    return Results(out.transpose(1, 2).contiguous(), lse.contiguous())
+    lse = lse.contiguous()
+    return Results(out.transpose(1, 2).contiguous(), lse, torch.zeros_like(lse) if saves else None)
 
 
 def backward(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Gradients:
+) -> Gradients | Retry:
     """Gradients of query, key and value; dlse is None."""
     out, lse, _ = results
     assert out is not None and lse is not None
-    q, k, v, out, dout = (t.transpose(1, 2) for t in (*inputs[:3], out, dout))
+    lse = lse.masked_fill(lse == float("-inf"), 0.0)
+    if _loses_digits(problem, lse):
+        return Retry("tiled")
+    q, k, v, out, dout = (rows_dense(t).transpose(1, 2) for t in (*inputs[:3], out, dout))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.masked_fill(lse == float("-inf"), 0.0), 0.0, problem.causal,
+        dout, q, k, v, out, lse, 0.0, problem.causal,
         attn_mask=_additive_mask(inputs), scale=problem.scale,
     )  # fmt: skip
     return Gradients(*(g.transpose(1, 2).contiguous() for g in grads))

@@ -38,12 +38,16 @@ def _is_empty(p: AttentionProblem) -> bool:
 
 
 ROWS = (
-    Row("GPU", lambda p: p.device_type != "cpu", {"llvm": "runs on the CPU only", "aten": "runs on the CPU only"}),
+    Row("GPU", lambda p: p.device_type != "cpu", {
+        "llvm": "runs on the CPU only", "aten": "runs on the CPU only",
+    }),
     Row("float64", lambda p: p.dtype == torch.float64, {
         "triton": "has no float64, only float32, bfloat16 and float16",
         "hopper": "takes bfloat16 and float16, not {p.dtype}",
     }),
-    Row("float32", lambda p: p.dtype == torch.float32, {"hopper": "takes bfloat16 and float16, not {p.dtype}"}),
+    Row("float32", lambda p: p.dtype == torch.float32, {
+        "hopper": "takes bfloat16 and float16, not {p.dtype}",
+    }),
     Row("8-bit products", lambda p: p.precision == "fp8", {
         "triton": "has no 8-bit products", "llvm": "has no 8-bit products", "aten": "has no 8-bit products",
     }),
@@ -60,6 +64,7 @@ ROWS = (
     }),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
+    Row("scale of 0 or less", lambda p: p.scale <= 0, {"aten": "masks before it scales, by 0 or less"}),
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
     Row("ALiBi", lambda p: p.has_alibi, {"aten": "has no ALiBi"}),
     Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),

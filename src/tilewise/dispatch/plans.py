@@ -19,6 +19,7 @@ from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
 
 MAX_PLANS = 2048
+NO_REQUEST = Request()
 
 
 class Entry:
@@ -26,14 +27,16 @@ class Entry:
 
     Attributes:
         plan: what serves calls of one signature.
+        signature: that.
         backend: the name of the backend that made it.
         saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
     """
 
-    __slots__ = ("backend", "last_use", "plan", "saves")
+    __slots__ = ("backend", "last_use", "plan", "saves", "signature")
 
-    def __init__(self, plan: Plan, backend: str, saves: Saves) -> None:
-        self.plan, self.backend, self.saves, self.last_use = plan, backend, saves, 0
+    def __init__(self, plan: Plan, signature: Signature, backend: str, saves: Saves) -> None:
+        self.plan, self.signature, self.backend, self.saves = plan, signature, backend, saves
+        self.last_use = 0
 
 
 _entries: dict[Signature, Entry] = {}
@@ -71,15 +74,14 @@ def forward_plan(inputs: Inputs, options: Options, backend: str | None, request:
 
     Raises:
         ValueError, TypeError, NotImplementedError: the call is wrong, or the backend refuses it.
-        RuntimeError, AttributeError: a tensor has no memory, or is none.
+        LazyTensor, NoMemory: see `core.signature.look`.
     """
-    return find(
-        Signature(
-            "forward", look(inputs, torch.is_grad_enabled()), (), inputs[1].data_ptr() == inputs[2].data_ptr(),
-            options, backend, request, False, torch.get_num_threads(),
-        ),
-        _make_forward,
+    tensors, shares_memory = look(inputs, torch.is_grad_enabled()), _share_memory(inputs)
+    threads = torch.get_num_threads()
+    signature = Signature(
+        "forward", tensors, (), shares_memory, options, backend, request, False, threads
     )  # fmt: skip
+    return find(signature, _make_forward)
 
 
 def _make_forward(signature: Signature) -> Entry:
@@ -88,7 +90,8 @@ def _make_forward(signature: Signature) -> Entry:
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
     lse, residual, order = signature.request
     request = Request(lse or saves.results, residual or saves.residual, order)
-    return Entry(load(name).plan(problem, signature._replace(request=request)), name, saves)
+    signature = signature._replace(request=request)
+    return Entry(load(name).plan(problem, signature), signature, name, saves)
 
 
 def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
@@ -107,14 +110,15 @@ def backward_plan(
     needs_bias_gradient: bool,
 ) -> Entry:
     """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
-    return find(
-        Signature(
-            "backward", look(inputs, False), look((*results, dout, dlse), False),
-            inputs[1].data_ptr() == inputs[2].data_ptr(), options, backend, Request(), needs_bias_gradient,
-            torch.get_num_threads(),
-        ),
-        _make_backward,
+    signature = Signature(
+        "backward", look(inputs, False), look((*results, dout, dlse), False), _share_memory(inputs),
+        options, backend, NO_REQUEST, needs_bias_gradient, torch.get_num_threads(),
     )  # fmt: skip
+    return find(signature, _make_backward)
+
+
+def _share_memory(inputs: Inputs) -> bool:
+    return inputs.key.data_ptr() == inputs.value.data_ptr()
 
 
 def _make_backward(signature: Signature) -> Entry:
@@ -122,14 +126,17 @@ def _make_backward(signature: Signature) -> Entry:
     refuse_gradient(problem.precision)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
-    return Entry(module.plan(problem, signature), name, module.saves(problem))
+    return Entry(module.plan(problem, signature), signature, name, module.saves(problem))
 
 
-def run(plan: Plan, *arguments: Any) -> Any:
-    """`Results` of a forward's plan, `Gradients` of a backward's."""
-    found = plan.run(*arguments)
+def run(entry: Entry, *arguments: Any) -> Any:
+    """`Results` of a forward, `Gradients` of a backward."""
+    found = entry.plan.run(*arguments)
     while type(found) is Retry:
-        found = found.plan.run(*arguments)
+        plan = found.by
+        if isinstance(plan, str):
+            plan = load(plan).plan(entry.plan.problem, entry.signature)
+        found = plan.run(*arguments)  # type: ignore[union-attr]
     return found
 
 
@@ -137,14 +144,14 @@ def attend(
     inputs: Inputs,
     options: Options,
     backend: str | None,
-    request: Request = Request(),  # noqa: B008  # immutable
+    request: Request = NO_REQUEST,
     are_values_known: bool = False,
 ) -> Results:
     """A forward, from its inputs. `are_values_known`: a cache has checked lengths and pages itself."""
-    plan = forward_plan(inputs, options, backend, request).plan
-    if plan.problem.has_values and not are_values_known:
-        check_values(plan.problem, inputs, options)
-    return run(plan, inputs)  # type: ignore[no-any-return]
+    entry = forward_plan(inputs, options, backend, request)
+    if entry.plan.problem.has_values and not are_values_known:
+        check_values(entry.plan.problem, inputs, options)
+    return run(entry, inputs)  # type: ignore[no-any-return]
 
 
 def differentiate(
@@ -162,4 +169,4 @@ def differentiate(
     if results.out is None and entry.saves.results:
         results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)
         entry = backward_plan(inputs, results, *arguments)
-    return run(entry.plan, inputs, results, dout, dlse)  # type: ignore[no-any-return]
+    return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

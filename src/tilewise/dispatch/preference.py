@@ -23,8 +23,8 @@ class Preference(NamedTuple):
 
 
 def _has_slow_products(problem: AttentionProblem, direction: str) -> bool:
-    """PyTorch's own float16 products are not vectorized. 2 cores, torch 2.13: only forwards of short sequences
-    beat the tiles."""
+    """PyTorch's own float16 products are not vectorized. 2 cores, torch 2.13: only forwards of short
+    sequences beat the tiles."""
     is_short_forward = direction != BACKWARD and problem.seqlen_q * problem.seqlen_k < 256 * 256
     return problem.dtype == torch.float16 and not is_short_forward
 
@@ -57,7 +57,7 @@ TABLE = (
 
 
 def slower(name: str, problem: AttentionProblem, direction: str) -> str | None:
-    """Why a backend that could serve a problem is passed over for one that serves it too; None if it is not."""
+    """Why a backend that could serve a problem is passed over for another that can; None if it is not."""
     for row in TABLE:
         is_beaten = row.backend == name and row.applies(problem, direction)
         if is_beaten and refusal(row.other, problem, direction) is None:

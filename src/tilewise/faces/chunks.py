@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from tilewise.autograd import functions as autograd
+from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.values import check_values, vouch_for
 from tilewise.gpu.launch.launch_plan import has_triton
 
+LONGEST_CHUNK = 1 << 30  # longer than any sequence; offsets of 32 bits hold it
 FEW_QUERIES = 16  # what decoding kernels take, which packed queries do not reach
 SMALLEST_PAGE = 16  # worth cutting a contiguous cache into
 
@@ -39,10 +41,12 @@ def chunk_of(attention_chunk: Any) -> Any:
         TypeError, ValueError: it is not an integer of at least 0.
     """
     if not isinstance(attention_chunk, int | Integral | torch.SymInt):
-        raise TypeError(f"attention_chunk={attention_chunk!r} must be an integer")
+        raise TypeError(f"attention_chunk={shown(attention_chunk)} must be an integer")
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk={attention_chunk} must be 0 (off) or the positions in a chunk")
-    return attention_chunk if isinstance(attention_chunk, int | torch.SymInt) else int(attention_chunk)
+    if isinstance(attention_chunk, torch.SymInt):
+        return attention_chunk
+    return min(int(attention_chunk), LONGEST_CHUNK)
 
 
 def attention(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tensor]:

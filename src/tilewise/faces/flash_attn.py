@@ -29,6 +29,7 @@ from torch import Tensor
 from tilewise import reference
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions as autograd
+from tilewise.core.checks import check_flag
 from tilewise.core.dropout import keep_mask
 from tilewise.core.problem import Inputs, Options, describe, spans
 from tilewise.faces import flash_attn_call
@@ -300,6 +301,7 @@ def flash_attn_with_kvcache(
             cache_seqlens. Only with k and v.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+            With k and v none may occur twice: refused on the CPU; on a GPU one entry's tokens are lost.
         cache_leftpad: (batch,) leading cache rows to ignore.
         block_table: (batch, pages a sequence).
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
@@ -322,6 +324,7 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    check_flag("return_softmax_lse", return_softmax_lse)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         block_table, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
@@ -334,6 +337,7 @@ def flash_attn_with_kvcache(
 
 
 def _attend(inputs: Inputs, options: Options, return_attn_probs: bool) -> WithProbs:
+    check_flag("return_attn_probs", return_attn_probs)
     out, lse = autograd.attention(inputs, options, None)
     if not return_attn_probs:
         return out

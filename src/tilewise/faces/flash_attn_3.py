@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
+from tilewise.core.checks import check_flag
 from tilewise.core.problem import Inputs, Options
 from tilewise.faces import chunks, flash_attn_call
 from tilewise.faces.fp8 import Descale, as_bfloat16
@@ -132,6 +133,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
+    check_flag("return_attn_probs", return_attn_probs)
     chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k)
@@ -192,6 +194,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
+    check_flag("return_attn_probs", return_attn_probs)
     chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
     is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
@@ -260,6 +263,7 @@ def flash_attn_with_kvcache(
             stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+            With k and v none may occur twice: refused on the CPU; on a GPU one entry's tokens are lost.
         cache_leftpad: (batch,) leading cache rows to ignore.
         page_table: (batch, pages a sequence).
         cu_seqlens_q, cu_seqlens_k_new: (batch + 1,): each packed sequence's first row, and the total. Queries
@@ -287,6 +291,7 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    check_flag("return_softmax_lse", return_softmax_lse)
     chunk = chunks.chunk_of(attention_chunk)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs, read_length
-from tilewise.core.checks import check_number, check_tensors, shown
+from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
 
 
@@ -26,14 +26,13 @@ def options(
         raise ValueError(
             f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
         )
+    check_flag("causal", causal)
     check_number("softcap", softcap)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
     for name in others.keys() & {"max_seqlen_q", "max_seqlen_k"}:
         others[name] = read_length(name, others[name])
-    left, right = (
-        None if bound < 0 else bound if isinstance(bound, int) else int(bound) for bound in window_size
-    )
+    left, right = (None if bound < 0 else window_bound(bound) for bound in window_size)
     return Options(
         causal=bool(causal),
         window_left=left,

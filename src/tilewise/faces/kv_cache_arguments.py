@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core import checks
 from tilewise.faces.fp8 import NO_FACTORS, Descale
 from tilewise.faces.tokens import check_integer_tensors, check_pages, counts_of
 
@@ -123,6 +124,8 @@ def held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
     if isinstance(seqlens, Tensor):
         return _per_sequence("cache_seqlens", seqlens, batch)
     length = capacity if seqlens is None else seqlens
+    if not 0 <= length <= capacity:
+        raise ValueError(f"cache_seqlens={length} must be between 0 and the capacity {capacity}")
     return torch.full((batch,), length, dtype=torch.int32, device=call.q.device)
 
 
@@ -146,6 +149,10 @@ def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
     is_read = not index.is_cuda and not torch.compiler.is_compiling()
     if is_read and not all(0 <= i < rows for i in index.tolist()):
         raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
+    if is_read and call.k is not None and len(set(index.tolist())) < batch:
+        raise ValueError(
+            f"cache_batch_idx={index.tolist()} must not name a sequence twice when k and v are appended"
+        )
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
     return call.cache_batch_idx[:, None]
@@ -156,6 +163,8 @@ def check_tensors(call: KVCacheCall) -> None:
         t = getattr(call, name)
         if not isinstance(t, Tensor) and (t is not None or name in ("q", "k_cache", "v_cache")):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        if t is not None:
+            checks.check_tensors(**{name: t})
     k_cache, v_cache = tuple(call.k_cache.shape), tuple(call.v_cache.shape)
     if len(k_cache) != 4 or len(v_cache) != 4 or v_cache[:3] != k_cache[:3]:
         raise ValueError(

@@ -6,10 +6,15 @@ A contiguous cache is a paged one whose page is a whole sequence: token `t` of s
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
+from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.lazy import is_lazy, resolved
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.rotary import apply_rotary
 from tilewise.core.values import check_values
@@ -35,8 +40,8 @@ from tilewise.gpu.launch.launch_plan import has_triton
 def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches in place, then attend to what they hold. Has no gradients.
 
-    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code they are not read, so
-    that nothing waits and a graph can hold the call.
+    Values of lengths and indices are checked on the CPU. On a GPU and in compiled code the host does not read
+    them, so that nothing waits and a graph can hold the call: see `tilewise.check_errors`.
 
     Returns:
         out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
@@ -44,6 +49,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     Raises:
         ValueError, TypeError: an argument does not fit; nothing has been written then.
     """
+    call = _resolved(call)
     check_tensors(call)
     queries = query_layout(call)
     batch, device = queries.batch, call.q.device
@@ -76,7 +82,22 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
         inputs = inputs._replace(query=query, key=key)
     out, lse = chunks.attention(inputs, options, call.attention_chunk)
+    check_if_debugging()
     return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
+
+
+def _resolved(call: KVCacheCall) -> KVCacheCall:
+    """The call with the numbers of its tensors in memory; not of caches, which stay where they are."""
+    if torch.compiler.is_compiling():
+        return call
+    names = ("q", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "alibi_slopes")
+    given = [(name, getattr(call, name)) for name in names]
+    lazy: dict[str, Any] = {name: resolved(t) for name, t in given if isinstance(t, Tensor) and is_lazy(t)}
+    return replace(call, **lazy) if lazy else call
+
+
+def _are_caches_lazy(call: KVCacheCall) -> bool:
+    return any(isinstance(t, Tensor) and is_lazy(t) for t in (call.k_cache, call.v_cache))
 
 
 def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
@@ -167,7 +188,7 @@ def _is_fusible(
         queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype not in (torch.float64, FP8)
     )
     rows_dense = all(t.stride(-1) == 1 for t in tensors)
-    whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous()
+    whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous() and not _are_caches_lazy(call)
     return is_even and rows_dense and whole
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions
-from tilewise.core.checks import check_tensors
+from tilewise.core.checks import check_flag, check_number, check_tensors
 from tilewise.core.problem import Options
 from tilewise.core.torch_private import is_any_autocast_enabled
 from tilewise.faces.autocast import autocast
@@ -63,12 +63,18 @@ def scaled_dot_product_attention(
     if is_jagged(query, key, value):
         return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     check_tensors(query=query, key=key, value=value)
+    if is_causal is not False or enable_gqa is not False:
+        check_flag("is_causal", is_causal)
+        check_flag("enable_gqa", enable_gqa)
+    check_number("dropout_p", dropout_p)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True must be False when attn_mask is given")
     q, k, v, leading = _batched(query, key, value, enable_gqa)
     mask = bias = None
     if attn_mask is not None:
-        attn_mask = _flatten_mask(attn_mask, (*(leading or q.shape[:1]), q.shape[1], q.shape[2], k.shape[2]))
+        attn_mask = _flatten_mask(
+            attn_mask, (*(q.shape[:1] if leading is None else leading), q.shape[1], q.shape[2], k.shape[2])
+        )
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     right = None
     if is_causal and q.shape[2] != k.shape[2]:
@@ -101,7 +107,14 @@ def _batched(
             )
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return query, key, value, None
-    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    try:
+        leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    except RuntimeError:
+        shapes = [tuple(t.shape) for t in (query, key, value)]
+        raise ValueError(
+            "query.shape={}, key.shape={} and value.shape={} must broadcast in front of the last 3 "
+            "dimensions".format(*shapes)
+        ) from None
     q, k, v = (_four_dimensions(t, leading) for t in (query, key, value))
     return *(_match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)), leading
 

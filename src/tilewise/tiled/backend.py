@@ -7,14 +7,16 @@ Forward, for each tile of queries (FlashAttention-2's order; Dao 2023, section 3
         s     = scale * q k^T (+ softcap, bias, ALiBi, mask)    [block_q, block_k]
         m_new = max(m, rowmax(s)),  c = exp(m - m_new),  p = exp(s - m_new)
         l     = c * l + rowsum(p),  acc = c * acc + p v
-    out = acc / l,  lse = m + log(l)
+    out = acc / l,  lse = m + log(l),  residual = m + log(l) - lse (what rounding leaves out)
 
-Backward, the same walk, recomputing p from the saved lse (section 3.2): delta = rowsum(dO * O) - dlse,
+Backward, the same walk, recomputing p = exp(s - lse) exp(-residual) (section 3.2):
+delta = rowsum(dO * O) - dlse,
 dP = dO V^T, dS = P * (dP - delta), dV += P^T dO, dQ += dS K, dK += dS^T Q. What a tile holds is in `tiles`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,23 +27,23 @@ from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature
 from tilewise.core.torch_private import own_dtypes
-from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments
+from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Every problem is served; tiles are cut anew in every call."""
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward_call)
-    return FunctionPlan(problem, _forward_call)
+    return FunctionPlan(problem, functools.partial(_forward_call, saves=signature.request.residual))
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves()
+    return Saves(residual=True)
 
 
-def _forward_call(problem: AttentionProblem, inputs: Inputs) -> Results:
+def _forward_call(problem: AttentionProblem, inputs: Inputs, saves: bool) -> Results:
     with own_dtypes(problem.device_type):
-        return Results(*forward(problem, inputs))
+        return Results(*forward(problem, inputs, saves))
 
 
 def _backward_call(
@@ -49,7 +51,7 @@ def _backward_call(
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
     with own_dtypes(problem.device_type):
-        return backward(problem, inputs, results.out, results.lse, dout, dlse)
+        return backward(problem, inputs, results.out, results.lse, dout, dlse, results.residual)
 
 
 class OnlineSoftmaxStep(NamedTuple):
@@ -90,9 +92,19 @@ def online_softmax_step(
     return OnlineSoftmaxStep(m_new, l, acc, m_tile, correction, p)
 
 
+def log_sum_exp(m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    """lse = m + log(l), and what rounding has left out of that sum; 0 where lse is not finite."""
+    log_l = torch.log(l)
+    lse = m + log_l
+    part = lse - m
+    residual = (m - (lse - part)) + (log_l - part)
+    return lse, residual.masked_fill_(~lse.isfinite(), 0.0)
+
+
 def recompute_step(
-    s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    s: Tensor, v: Tensor, lse: Tensor, do: Tensor, dv: Tensor, keep: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """First half of one backward tile: P = exp(S - lse), dV += P^T dO, dP = dO V^T. Returns (p, dp).
 
     Args:
@@ -102,8 +114,9 @@ def recompute_step(
         do: gradient of the output [n, block_q, head_dim_v].
         dv: [n, block_k, head_dim_v], added to in place.
         keep: dropout factor, as in `online_softmax_step`; dp carries it.
+        factor: exp(-residual), for what rounding has left out of lse.
     """
-    p = s.sub_(lse).exp_()
+    p = weights(s, lse, factor)
     dv.baddbmm_((p if keep is None else p * keep).mT, do)
     dp = torch.bmm(do, v.mT)
     if keep is not None:
@@ -137,23 +150,26 @@ def gradient_step(
     return ds
 
 
-def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out, contiguous, query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total)."""
+def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> tuple[Tensor, ...]:
+    """out, contiguous, query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total).
+
+    Where it `saves` for a backward, also what rounding has left out of lse.
+    """
     query = inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse_shape = (query.shape[1], query.shape[0]) if problem.is_packed else _lse_shape(problem)
-    lse = query.new_empty(lse_shape, dtype=problem.compute_dtype)
+    statistics = [query.new_empty(lse_shape, dtype=problem.compute_dtype) for _ in range(1 + saves)]
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
-        out_rows, lse_rows = tiles.rows(out), tiles.lse_rows(lse)
+        rows = [tiles.rows(out), *(tiles.lse_rows(t) for t in statistics)]
         for i0, i1 in tiles.query_tiles():
-            tile_out, tile_lse = _forward_tile(tiles, i0, i1)
-            out_rows[:, :, i0:i1] = tile_out.view(out_rows[:, :, i0:i1].shape)
-            lse_rows[:, :, i0:i1] = tile_lse.view(lse_rows[:, :, i0:i1].shape)
-    return out, lse
+            for target, result in zip(rows, _forward_tile(tiles, i0, i1)):
+                target[:, :, i0:i1] = result.view(target[:, :, i0:i1].shape)
+    return out, *statistics
 
 
-def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
+def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and its residual."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     m, l = tiles.initial_statistics(i0, i1)
     acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
@@ -161,9 +177,8 @@ def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor]:
         s, _ = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
         m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep, tiles.round_weights)
-    lse = m + torch.log(l)
     acc /= l.masked_fill(l == 0, 1.0)
-    return acc, lse
+    return acc, *log_sum_exp(m, l)
 
 
 def backward(
@@ -173,8 +188,12 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse; each has the dtype of its input. Deterministic."""
+    """Gradients by recomputation from lse; each has the dtype of its input. Deterministic.
+
+    residual: what rounding has left out of lse; None: not known, as of an lse that was merged.
+    """
     dq, dk, dv = (t.new_zeros(t.shape) for t in (inputs.query, inputs.key, inputs.value))
     bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
@@ -185,17 +204,17 @@ def backward(
         dk_sum = dq.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
         dv_sum = dq.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
         dq_rows, out_rows, do_rows = tiles.rows(dq), tiles.rows(out), tiles.rows(dout)
-        lse_rows, dlse_rows = tiles.lse_rows(lse), None if dlse is None else tiles.lse_rows(dlse)
+        dlse_rows = None if dlse is None else tiles.lse_rows(dlse)
         for i0, i1 in tiles.query_tiles():
             do = tiles.fold(do_rows[:, :, i0:i1])  # [n, group * block_q, head_dim_v]
             delta = (do * tiles.fold(out_rows[:, :, i0:i1])).sum(-1, keepdim=True)
             if dlse_rows is not None:
                 delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
-            row_lse = tiles.fold(lse_rows[:, :, i0:i1, None])
+            row_lse = tiles.row_lse(lse, residual, i0, i1)
             dq_tile = _backward_tile(tiles, i0, i1, do, delta, row_lse, dk_sum, dv_sum, dbias)
             dq_rows[:, :, i0:i1] = dq_tile.view(dq_rows[:, :, i0:i1].shape)
             if dsinks is not None:
-                p_sink = torch.exp(tiles.sink_column(i0, i1) - row_lse)
+                p_sink = weights(tiles.sink_column(i0, i1).clone(), *row_lse)
                 per_head = (p_sink * delta).view(len(segment.sequences), problem.num_heads, -1)
                 dsinks -= per_head.sum((0, 2))
         tiles.store_key_rows(dk, dk_sum)
@@ -215,7 +234,7 @@ def _backward_tile(
     i1: int,
     do: Tensor,
     delta: Tensor,
-    lse: Tensor,
+    row_lse: tuple[Tensor, Tensor | None],
     dk_sum: Tensor,
     dv_sum: Tensor,
     dbias: Tensor | None,
@@ -223,12 +242,12 @@ def _backward_tile(
     """Add one query tile's part to dk_sum, dv_sum and dbias; return its dq."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     dq = torch.zeros_like(q)
-    lse = lse.masked_fill(lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
+    lse, factor = row_lse
     for j0, j1 in tiles.key_tiles(i0, i1):
         k, v = tiles.key(j0, j1), tiles.value(j0, j1)
         s, tanh = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
-        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep)
+        p, dp = recompute_step(s, v, lse, do, dv_sum[:, j0:j1], keep, factor)
         ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
         if dbias is not None:
             add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))

@@ -2,7 +2,7 @@
 
 With tangents marked by a dot, f the softcap and Z the dropout factor, one row i reads
 
-    a = scale * q k^T,  S = f(a) + bias,  S. = f'(a) a. + bias.,  P = exp(S - lse)
+    a = scale * q k^T,  S = f(a) + bias,  S. = f'(a) a. + bias.,  P = exp(S - lse) exp(-residual)
     lse. = sum_j P S. (+ p_sink sink.),   O. = (Z P (S. - lse.)) V + (Z P) V.
 
 The backward is the transpose of that map, so for its cotangents (dO, dlse) and the tangents the scalar
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments
+from tilewise.tiled.tiles import Tiles, add_reduced, segments, weights
 
 
 class SecondGradients(NamedTuple):
@@ -45,7 +45,7 @@ class _Rows(NamedTuple):
     i1: int
     q: Tensor  # scaled
     q_dot: Tensor  # scaled
-    lse: Tensor  # finite
+    lse: tuple[Tensor, Tensor | None]  # finite; exp(-residual)
     p_sink: Tensor | None
     sink_dot: Tensor | None
     do: Tensor | None  # None: tangents only
@@ -63,14 +63,19 @@ class _Tile(NamedTuple):
 
 
 def jvp(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, tangents: Gradients
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    tangents: Gradients,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tangents of out and lse. O(N) memory."""
     out_dot, lse_dot = torch.empty_like(out), torch.empty_like(lse)
     for segment in segments(problem, inputs):
         tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
         for i0, i1 in tiles.query_tiles():
-            rows = _rows(tiles, dots, i0, i1, lse, None)
+            rows = _rows(tiles, dots, i0, i1, tiles.row_lse(lse, residual, i0, i1), None)
             row_lse_dot, row_out_dot, _ = _tangent_walk(tiles, dots, rows, tiles.rows(out))
             _store(tiles.rows(out_dot), i0, i1, row_out_dot)
             _store(tiles.lse_rows(lse_dot)[..., None], i0, i1, row_lse_dot)
@@ -85,6 +90,7 @@ def double_backward(
     dout: Tensor,
     dlse: Tensor | None,
     tangents: Gradients,
+    residual: Tensor | None = None,
 ) -> SecondGradients:
     """Gradients of <tangents, backward(dout, dlse)>. O(N) memory; contiguous, in each input's dtype."""
     dtype = problem.compute_dtype
@@ -104,7 +110,7 @@ def double_backward(
         gv = out.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
         for i0, i1 in tiles.query_tiles():
             do = tiles.fold(tiles.rows(dout)[:, :, i0:i1])
-            rows = _rows(tiles, dots, i0, i1, lse, do)
+            rows = _rows(tiles, dots, i0, i1, tiles.row_lse(lse, residual, i0, i1), do)
             lse_dot, out_dot, r = _tangent_walk(tiles, dots, rows, tiles.rows(out))
             _store(tiles.rows(result.dout), i0, i1, out_dot)
             _store(tiles.lse_rows(result.dlse)[..., None], i0, i1, lse_dot)
@@ -134,12 +140,12 @@ def _store(rows: Tensor, i0: int, i1: int, tile: Tensor) -> None:
     rows[:, :, i0:i1] = tile.view(rows[:, :, i0:i1].shape)
 
 
-def _rows(tiles: Tiles, dots: Tiles, i0: int, i1: int, lse: Tensor, do: Tensor | None) -> _Rows:
-    row_lse = tiles.fold(tiles.lse_rows(lse)[:, :, i0:i1, None])
-    row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
+def _rows(
+    tiles: Tiles, dots: Tiles, i0: int, i1: int, row_lse: tuple[Tensor, Tensor | None], do: Tensor | None
+) -> _Rows:
     p_sink = sink_dot = None
     if tiles.inputs.sinks is not None:
-        p_sink = torch.exp(tiles.sink_column(i0, i1) - row_lse)
+        p_sink = weights(tiles.sink_column(i0, i1).clone(), *row_lse)
         sink_dot = torch.zeros_like(p_sink) if dots.inputs.sinks is None else dots.sink_column(i0, i1)
     return _Rows(i0, i1, tiles.query(i0, i1), dots.query(i0, i1), row_lse, p_sink, sink_dot, do)
 
@@ -147,7 +153,7 @@ def _rows(tiles: Tiles, dots: Tiles, i0: int, i1: int, lse: Tensor, do: Tensor |
 def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
     i0, i1 = rows.i0, rows.i1
     s, tanh = tiles.scores(rows.q, i0, i1, j0, j1)
-    p = s.sub_(rows.lse).exp_()
+    p = weights(s, *rows.lse)
     a_dot = torch.bmm(rows.q_dot, tiles.key(j0, j1).mT).baddbmm_(rows.q, dots.key(j0, j1).mT)
     slope = curvature = None
     s_dot = a_dot
@@ -163,7 +169,7 @@ def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
 
 def _tangent_walk(tiles: Tiles, dots: Tiles, rows: _Rows, out_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """First walk: lse. [n, rows, 1], O. [n, rows, head_dim_v] and, with dO, r [n, rows, 1]."""
-    lse_dot = torch.zeros_like(rows.lse)
+    lse_dot = torch.zeros_like(rows.lse[0])
     if rows.p_sink is not None and rows.sink_dot is not None:
         lse_dot += rows.p_sink * rows.sink_dot
     acc = rows.q.new_zeros((*rows.q.shape[:2], tiles.problem.head_dim_v))

@@ -106,6 +106,14 @@ class Tiles:
             return t[None, :, self.segment.rows_q]
         return t[self.segment.sequences.start : self.segment.sequences.stop]
 
+    def row_lse(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
+        """lse and exp(-residual), folded like the scores, for `weights`; 0 for a row without a key."""
+        row_lse = self.fold(self.lse_rows(lse)[:, :, i0:i1, None])
+        row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
+        if residual is None:
+            return row_lse, None
+        return row_lse, torch.exp(-self.fold(self.lse_rows(residual)[:, :, i0:i1, None]))
+
     def fold(self, t: Tensor) -> Tensor:
         """(batch, heads, rows, dim) -> [batch * kv heads, group * rows, dim] in the compute dtype."""
         n = t.shape[0] * self.problem.num_kv_heads
@@ -201,6 +209,16 @@ class Tiles:
             return None
         kept = keep_mask(seed, problem.dropout_p, self.segment.sequences, problem.num_heads, i0, i1, j0, j1)
         return self.fold(kept) / (1 - problem.dropout_p)
+
+
+def weights(s: Tensor, lse: Tensor, factor: Tensor | None) -> Tensor:
+    """exp(s - lse) * factor, in the place of s.
+
+    s - lse is exact where both are huge. The factor is exp(-residual), of what float32 does not hold of lse:
+    there log(sum of exponentials). Beside s - lse, a small residual would be rounded off.
+    """
+    p = s.sub_(lse).exp_()
+    return p if factor is None else p.mul_(factor)
 
 
 def add_reduced(total: Tensor, tile: Tensor) -> None:

@@ -14,7 +14,7 @@ import random_cases
 import torch
 from torch import Tensor
 
-from tilewise.cpu.host import backward_plan, plans
+from tilewise.cpu.host import backward_plan, call_plan, pool
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +47,7 @@ def guarded(t: Tensor | None, at_end: bool) -> Tensor | None:
 
 
 def run(case: random_cases.Case, at_end: bool) -> None:
-    if random_cases.launch.supports(case.problem):
+    if random_cases.llvm.supports(case.problem):
         return
     problem = case.problem
     inputs = random_cases.Inputs(*(guarded(t, at_end) for t in case.inputs))
@@ -69,7 +69,7 @@ def run(case: random_cases.Case, at_end: bool) -> None:
     def zeros(shape, dtype, device=None):
         return empty(shape, dtype).zero_()
 
-    plans.local.__init__()  # fresh scratch, guarded too
+    pool.pool.__init__()  # fresh scratch, guarded too
     patches = {"empty_strided": empty_strided, "empty": empty, "zeros": zeros}
     stand_in = mock.Mock(wraps=torch, **patches)
     stand_in.uint8, stand_in.int32, stand_in.int64, stand_in.Tensor = (
@@ -78,11 +78,12 @@ def run(case: random_cases.Case, at_end: bool) -> None:
         torch.int64,
         Tensor,
     )
-    with mock.patch.object(plans, "torch", stand_in), mock.patch.object(backward_plan, "torch", stand_in):
-        out, lse = random_cases.launch.forward(problem, inputs)
+    patched = [mock.patch.object(module, "torch", stand_in) for module in (backward_plan, call_plan, pool)]
+    with patched[0], patched[1], patched[2]:
+        out, lse, residual = random_cases.llvm.results(problem, inputs)
         if not problem.is_paged:
             dout, dlse = guarded(case.dout, at_end), guarded(case.dlse, at_end)
-            random_cases.launch.backward(problem, inputs, out, lse, dout, dlse)
+            random_cases.llvm.backward(problem, inputs, out, lse, dout, dlse, residual)
 
 
 if __name__ == "__main__":

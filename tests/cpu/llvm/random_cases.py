@@ -9,16 +9,21 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script: tests share backends.py
+
+from backends import Backend
 from tilewise import reference
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
-from tilewise.cpu.host import launch
 from tilewise.testing import FEW, ErrorReport, compare
 from tilewise.tiled import backend as tiled
+
+llvm = Backend("llvm")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD_DIMS = (1, 3, 8, 16, 20, 33, 40, 64, 64, 72, 80, 96, 128, 192)
@@ -267,20 +272,20 @@ def check(case: Case) -> list[str]:
     gradient may then be as far off as that of the same algorithm in PyTorch (`tilewise.tiled.backend`).
     """
     problem, inputs = case.problem, case.inputs
-    reason = launch.supports(problem)
+    reason = llvm.supports(problem)
     if reason is not None:
         return [] if "gradient of a bias" in reason and problem.bias_needs_grad else [f"refused: {reason}"]
     inputs = inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())
-    out, lse = launch.forward(problem, inputs)
+    out, lse, residual = llvm.results(problem, inputs)
     exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
     reports = [_compare("out", out, exact[0], baseline[0]), _compare("lse", lse, exact[1], baseline[1])]
     if not problem.is_paged:
         names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
-        grads = launch.backward(problem, inputs, out, lse, case.dout, case.dlse)
+        grads = llvm.backward(problem, inputs, out, lse, case.dout, case.dlse, residual)
         triples = [tuple(getattr(g, name) for g in (grads, exact[2], baseline[2])) for name in names]
         gradients = [_compare(f"d{name}", *triple) for name, triple in zip(names, triples)]
         if not all(report.is_within for report in gradients):
-            tiles = tiled.backward(problem, inputs, out, lse, case.dout, case.dlse)
+            tiles = tiled.backward(problem, inputs, out, lse, case.dout, case.dlse, residual)
             same = [_compare("", t[0], t[1], getattr(tiles, name)) for name, t in zip(names, triples)]
             largest = max(report.max_budget for report in (*gradients, *same))
             gradients = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +15,15 @@ import torch
 from tilewise.cpu.host import compile as kernels
 from tilewise.cpu.host.arguments import Config
 
+TESTS = Path(__file__).parents[2]
 CALL = """
 import sys, torch
-from tilewise.cpu.host import launch
+from backends import Backend
+llvm = Backend("llvm")
 from tilewise.core.problem import Inputs, Options, describe
 torch.manual_seed(0)
 inputs = Inputs(*(torch.randn(1, 40, 2, 16) for _ in range(3)))
-out, lse = launch.forward(describe(inputs, Options()), inputs)
+out, lse = llvm.forward(describe(inputs, Options()), inputs)
 q, k, v = (t.transpose(1, 2) for t in inputs[:3])
 torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(q, k, v))
 """
@@ -26,6 +31,7 @@ torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_p
 
 def start(code: str, cache) -> subprocess.Popen:
     environment = os.environ | {"TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -80,6 +86,29 @@ def test_a_damaged_file_is_compiled_again(stored, monkeypatch, damage):
     assert not builds(config, monkeypatch)  # and the file is whole again
 
 
+@pytest.mark.parametrize("header", [b"{", b"\xff", b"[]", b"{}", b'{"facts": {}}', b"KEY", b'"facts"'])
+def test_a_header_of_another_form_is_compiled_again(stored, monkeypatch, header):
+    config, path = stored
+    if header == b"KEY":  # the right key alone
+        content = path.read_bytes()[len(kernels.MAGIC) + 32 :]
+        right = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = json.dumps({"key": right["key"]}).encode()
+    body = len(header).to_bytes(8, "little") + header
+    path.write_bytes(kernels.MAGIC + hashlib.sha256(body).digest() + body)
+    assert builds(config, monkeypatch)
+    assert not builds(config, monkeypatch)
+
+
+def test_a_full_disk_leaves_nothing_behind(monkeypatch, tmp_path):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels.os, "replace", no_space)
+    assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_made_for_something_else_is_not_loaded(stored, monkeypatch):
     config, path = stored
     machine = kernels.current_target()
@@ -108,10 +137,10 @@ def test_a_forked_child_calls_and_answers(tmp_path):
     code = CALL + (
         "import os\n"
         "torch.set_num_threads(2)\n"
-        "launch.forward(describe(inputs, Options()), inputs)\n"
+        "llvm.forward(describe(inputs, Options()), inputs)\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    again, _ = launch.forward(describe(inputs, Options()), inputs)\n"
+        "    again, _ = llvm.forward(describe(inputs, Options()), inputs)\n"
         "    os._exit(0 if torch.equal(again, out) else 1)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )

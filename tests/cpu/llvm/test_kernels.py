@@ -13,25 +13,25 @@ from pathlib import Path
 import pytest
 import random_cases
 import torch
+from random_cases import llvm
 
 import tilewise
 from tilewise import reference
 from tilewise.core.dropout import keep_mask
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.cpu.host import backward_plan, compile as kernels, configs, launch, plans
-from tilewise.cpu.host.arguments import GIVEN_BACKWARD, Config, EntryConfig
+from tilewise.cpu.host import backward_plan, compile as kernels, configs, forward_plan
+from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels import (
     backward,
     backward_amx,
     decode,
     decode_amx,
     decode_backward,
-    entry,
     forward,
     forward_amx,
     short,
 )
-from tilewise.dispatch import choice as dispatch
+from tilewise.dispatch import choice as dispatch, plans
 from tilewise.testing import check_attention
 
 HERE = Path(__file__).parent
@@ -66,15 +66,15 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     monkeypatch.setattr(configs, "AMX_TOO_SHORT", 0)
     monkeypatch.setattr(configs, "_has_few_rows", lambda problem, most: False)
     cut, load = set(), kernels.load
-    for module in (plans, backward_plan):
+    for module in (forward_plan, backward_plan):
         monkeypatch.setattr(
             module, "load", lambda name, config: (cut.add((name, config.pieces)), load(name, config))[1]
         )
-    launch.local.plans.clear()
+    plans.clear()
     first = group * random_cases.CASES_A_KERNEL
     cases = [random_cases.draw(seed) for seed in range(first, first + 8)]
     failures = [line for case in cases for line in random_cases.check(case)]
-    launch.local.plans.clear()
+    plans.clear()
     assert not failures, "\n".join(failures)
     pieces = configs.CUT[cases[0].inputs.query.dtype]
     assert ("forward", pieces) in cut and (("backward", pieces) in cut or cases[0].problem.is_paged)
@@ -144,8 +144,8 @@ def test_a_backward_of_few_queries_takes_the_softmax_again(seqlen_q, kv_heads, o
 )
 def test_tiles_of_an_item(heads, threads, is_causal, tiles):
     facts = {"most_tiles": 16, "tile_bytes": 1 << 10, "converting": 8, "block_q": 48}
-    assert plans._tiles_per_item(6, heads, threads, is_causal, facts) == tiles
-    assert plans._tiles_per_item(0, heads, threads, is_causal, facts) == 1
+    assert forward_plan._tiles_per_item(6, heads, threads, is_causal, facts) == tiles
+    assert forward_plan._tiles_per_item(0, heads, threads, is_causal, facts) == 1
 
 
 def test_random_problems_have_dropout():
@@ -219,6 +219,18 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
 
 
+@pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
+@pytest.mark.parametrize("builder", [forward_amx, backward_amx])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias_kind": "f32", "has_mask": True, "row_scores": ("mask", "bias")}]
+)
+def test_amx_code_without_options_or_with_rows_of_them_compiles(builder, kind, pieces, options):
+    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
+    ir_text, _ = builder.build(Config(kind, 40, 64, 2, pieces=pieces, **options), xeon)
+    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == 62
+
+
 @pytest.mark.parametrize("rows", [4, 12, 32])
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_amx_decoding_compiles(rows, is_paged):
@@ -253,11 +265,11 @@ def test_the_tile_configuration_is_what_it_was_before():
     few = qkv(seqlen_q=8, seqlen_k=300, dtype=torch.bfloat16)
     for config in (bytes(64), bytes([1] + [0] * 15 + [32, 0] * 4 + [0] * 24 + [7] * 4 + [0] * 12)):
         set_((ctypes.c_uint8 * 64)(*config))
-        launch.forward(describe(few, Options()), few)
+        llvm.forward(describe(few, Options()), few)
         get(found)
         assert bytes(found) == config
-        out, lse = launch.forward(problem, inputs)
-        launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+        out, lse = llvm.forward(problem, inputs)
+        llvm.backward(problem, inputs, out, lse, torch.randn_like(out), None)
         get(found)
         assert bytes(found) == config
     set_((ctypes.c_uint8 * 64)())
@@ -279,10 +291,6 @@ def test_neon_code_compiles(builder, kind):
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f64"])
 def test_neon_code_of_short_calls_compiles(kind, direction):
     check_neon(short, Config(kind, 40, 64, 1, has_alibi=True, rows=2, short=direction))
-
-
-def test_neon_entry_compiles():
-    check_neon(entry, EntryConfig(GIVEN_BACKWARD))
 
 
 def check_neon(builder, config):
@@ -310,12 +318,12 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
     assert not [line for line in found if "dbias" in line]
     problem, before = describe(inputs, Options(causal=True)), torch.get_num_threads()
     inputs = inputs._replace(bias=inputs.bias.detach())
-    out, lse = launch.forward(problem, inputs)
+    out, lse = llvm.forward(problem, inputs)
     gradients = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            gradients.append(launch.backward(problem, inputs, out, lse, dout, dlse).bias)
+            gradients.append(llvm.backward(problem, inputs, out, lse, dout, dlse).bias)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(gradients[0], g) for g in gradients)
@@ -333,7 +341,7 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
     inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
     problem = describe(inputs, Options())
     assert configs.is_decoding(problem)
-    out, _ = launch.forward(problem, inputs)
+    out, _ = llvm.forward(problem, inputs)
     exact, _ = reference.attention(*inputs[:3], dtype=torch.float64)
     baseline, _ = reference.attention(*inputs[:3], dtype=dtype)
     report = random_cases._compare("out", out, exact, baseline)
@@ -388,8 +396,8 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     try:
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            out, lse = launch.forward(problem, inputs)
-            results.append((out, lse, *launch.backward(problem, inputs, out, lse, dout, None)[:3]))
+            out, lse = llvm.forward(problem, inputs)
+            results.append((out, lse, *llvm.backward(problem, inputs, out, lse, dout, None)[:3]))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -410,7 +418,10 @@ def test_queries_that_are_not_worth_a_fork_are_one_tile():
 def test_tiles_as_wide_as_suits_the_threads_give_the_same_bits(heads, seqlen_k, window):
     inputs = qkv(1, 128, seqlen_k, heads, heads, 64, torch.float32)
     problem = describe(inputs, Options(window_left=window[0], window_right=window[1]))
-    results = [plans.ForwardPlan(problem, inputs, threads)(inputs) for threads in (1, 2, 5)]
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(llvm.forward(problem, inputs))
     widths = {configs.forward_config(problem, inputs, threads=threads).vectors for threads in (1, 2)}
     assert len(widths) == (2 if window == (None, None) else 1)  # other keys, whose NaN a tile shares
     for out, lse in results[1:]:
@@ -424,7 +435,7 @@ def test_tiles_as_wide_as_suits_the_threads_give_the_same_bits(heads, seqlen_k, 
 def test_nan_and_inf_go_where_standard_attention_puts_them(where, poison, seqlen_q, dtype):
     inputs = qkv(seqlen_q=seqlen_q, dtype=dtype)
     getattr(inputs, where)[0, 0 if where == "query" else 33, 1, 5] = poison
-    out, _ = launch.forward(describe(inputs, Options()), inputs)
+    out, _ = llvm.forward(describe(inputs, Options()), inputs)
     q, k, v = (t.float().transpose(1, 2) for t in inputs[:3])
     standard = (torch.softmax(q @ k.mT * 16**-0.5, -1) @ v).transpose(1, 2)
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
@@ -448,9 +459,9 @@ def test_an_infinite_value_stays_in_its_column(group):
 def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
     inputs = qkv(seqlen_q=70, seqlen_k=70, dtype=dtype)
     clean = describe(inputs, Options(causal=True))
-    expected, _ = launch.forward(clean, inputs)
+    expected, _ = llvm.forward(clean, inputs)
     inputs.key[0, 40:] = float("nan")
-    out, lse = launch.forward(clean, inputs)
+    out, lse = llvm.forward(clean, inputs)
     assert torch.equal(out[:, :40], expected[:, :40])
     assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
 
@@ -470,8 +481,8 @@ def test_dropout_has_the_mask_of_the_generator(seqlen_q, seqlen_k, pad, dtype):
         inputs = inputs._replace(seqlens_k=ends, leftpad_k=torch.full_like(ends, pad))
     problem = describe(inputs, Options(dropout_p=p, scale=0.05))
     dout = torch.eye(seqlen_q, dim, dtype=dtype)[None, :, None].expand(batch, -1, heads, -1)
-    out, lse = launch.forward(problem, inputs)
-    dv = launch.backward(problem, inputs, out, lse, dout, None).value
+    out, lse = llvm.forward(problem, inputs)
+    dv = llvm.backward(problem, inputs, out, lse, dout, None).value
     mask = keep_mask(seed, p, range(batch), heads, 0, seqlen_q, 0, n)  # [batch, heads, seqlen_q, n]
     assert torch.equal(out[..., :n].transpose(1, 2) != 0, mask)
     assert torch.equal(dv[:, pad:, :, :seqlen_q].permute(0, 2, 3, 1) != 0, mask)
@@ -483,7 +494,7 @@ def test_dropout_of_packed_sequences_counts_from_their_starts():
     value = torch.cat([torch.eye(n, dim) for n in lengths_k])[:, None].repeat(1, heads, 1)
     q, k = (torch.randn(sum(n), heads, 16) for n in (lengths_q, lengths_k))
     inputs = Inputs(q, k, value, starts_q, starts_k, dropout_seed=seed)
-    out, _ = launch.forward(describe(inputs, Options(dropout_p=p, scale=0.05)), inputs)
+    out, _ = llvm.forward(describe(inputs, Options(dropout_p=p, scale=0.05)), inputs)
     for i, rows in enumerate(out.split(lengths_q)):
         mask = keep_mask(seed, p, range(i, i + 1), heads, 0, lengths_q[i], 0, lengths_k[i])[0]
         assert torch.equal(rows[..., : lengths_k[i]].transpose(0, 1) != 0, mask)
@@ -495,13 +506,13 @@ def test_logits_far_apart_and_rows_without_keys(dtype, factor):
     inputs = qkv(seqlen_q=100, seqlen_k=60, dtype=dtype)
     inputs.query.mul_(factor)
     problem = describe(inputs, Options(causal=True))  # the first 40 queries see no key
-    out, lse = launch.forward(problem, inputs)
+    out, lse = llvm.forward(problem, inputs)
     exact, exact_lse = reference.attention(*inputs[:3], causal=True)
     tolerance = 1e-3 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     assert (out[:, :40] == 0).all() and (lse[:, :, :40] == float("-inf")).all()
     torch.testing.assert_close(lse[:, :, 40:].double(), exact_lse[:, :, 40:], rtol=1e-5, atol=1e-3)
-    grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+    grads = llvm.backward(problem, inputs, out, lse, torch.randn_like(out), None)
     assert (grads.query[:, :40] == 0).all() and all(g.isfinite().all() for g in grads[:3])
 
 
@@ -514,9 +525,9 @@ def test_empty_tensors(shape, has_bias):
         inputs = inputs._replace(bias=torch.randn(1, 1, seqlen_q, seqlen_k, requires_grad=True))
     problem = describe(inputs, Options())
     inputs = inputs._replace(bias=inputs.bias.detach() if has_bias else None)
-    out, lse = launch.forward(problem, inputs)
+    out, lse = llvm.forward(problem, inputs)
     assert ((out == 0).all() and (lse == float("-inf")).all()) or seqlen_k
-    grads = launch.backward(problem, inputs, out, lse, torch.randn_like(out), None)
+    grads = llvm.backward(problem, inputs, out, lse, torch.randn_like(out), None)
     assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
     assert all((g == 0).all() for g in grads[:3])
     assert not has_bias or (grads.bias.shape == inputs.bias.shape and (grads.bias == 0).all())
@@ -528,7 +539,7 @@ class Attention(torch.autograd.Function):
         inputs = Inputs(query, key, value, bias=bias, sinks=sinks)
         with torch.enable_grad():  # so that the problem says that the bias has a gradient
             ctx.problem = describe(inputs._replace(bias=bias.detach().requires_grad_()), options)
-        out, lse = launch.forward(ctx.problem, inputs)
+        out, lse = llvm.forward(ctx.problem, inputs)
         ctx.save_for_backward(*inputs[:3], bias, sinks, out, lse)
         return out, lse
 
@@ -536,7 +547,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         query, key, value, bias, sinks, out, lse = ctx.saved_tensors
         inputs = Inputs(query, key, value, bias=bias, sinks=sinks)
-        return (*launch.backward(ctx.problem, inputs, out, lse, dout, dlse), None)
+        return (*llvm.backward(ctx.problem, inputs, out, lse, dout, dlse), None)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(2, 5), (3, 40)])
@@ -561,17 +572,15 @@ def test_gradients_in_float64_pass_gradcheck():
 
 def test_refusals_say_why(monkeypatch):
     problem = describe(qkv(), Options())
-    assert launch.supports(problem) is None
+    assert llvm.supports(problem) is None
     biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 1, requires_grad=True))
-    assert "broadcast over keys" in launch.supports(describe(biased, Options()))
+    assert "broadcast over keys" in llvm.supports(describe(biased, Options()), "backward")
     padded = qkv(2)._replace(
         bias=torch.zeros(1, 1, 70, 90, requires_grad=True), leftpad_k=torch.tensor([0, 3], dtype=torch.int32)
     )
-    assert "left padding" in launch.supports(describe(padded, Options()))
-    launch.supports.cache_clear()
+    assert "left padding" in llvm.supports(describe(padded, Options()), "backward")
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
-    assert "llvmlite" in launch.supports(problem)
-    launch.supports.cache_clear()
+    assert "llvmlite" in llvm.supports(problem)
 
 
 @pytest.mark.parametrize(
@@ -594,9 +603,9 @@ def test_threads_of_one_process_may_call_at_once():
     from concurrent.futures import ThreadPoolExecutor
 
     problems = [qkv(seqlen_q=n, seqlen_k=300) for n in (10, 100, 200)] * 4
-    expected = [launch.forward(describe(i, Options()), i)[0] for i in problems]
+    expected = [llvm.forward(describe(i, Options()), i)[0] for i in problems]
     with ThreadPoolExecutor(6) as pool:
-        found = pool.map(lambda i: launch.forward(describe(i, Options()), i)[0], problems)
+        found = pool.map(lambda i: llvm.forward(describe(i, Options()), i)[0], problems)
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
@@ -616,9 +625,9 @@ def test_calls_with_infinite_numbers_are_what_vectors_make_of_them(dtype, monkey
 
     rounds = [results(tensors) for tensors in (finite, infinite, finite, infinite)]
     monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1 << 20,) * 3))
-    launch.local.plans.clear()
+    plans.clear()
     in_vectors = results(infinite)
-    launch.local.plans.clear()
+    plans.clear()
     assert not all(torch.isfinite(t).all() for t in in_vectors)
     for a, b in ((rounds[0], rounds[2]), (rounds[1], in_vectors), (rounds[3], in_vectors)):
         for x, y in zip(a, b):

@@ -35,6 +35,11 @@ def lanes_of(x: Operand, first: int, count: int) -> Value:
     return _shuffle(x, x, list(range(first, first + count)))
 
 
+def first_lane(x: Operand) -> Value:
+    """The first lane of a vector, as a number."""
+    return Value(builder().extract_element(x.raw, ir.Constant(I32, 0)))
+
+
 def repeated(x: Operand, times: int) -> Value:
     """A vector's lanes, several times over."""
     return _shuffle(x, x, [*range(x.type.count)] * times) if times > 1 else Value(x.raw)

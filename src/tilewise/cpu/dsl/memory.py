@@ -49,6 +49,13 @@ class Ptr:
         """Bytes of one element."""
         return BYTES[self.kind]
 
+    @property
+    def is_given(self) -> Value:
+        """Whether the address is not 0."""
+        return Value(
+            builder().icmp_unsigned("!=", builder().ptrtoint(self.address, I64), ir.Constant(I64, 0))
+        )
+
     def as_kind(self, kind: str) -> Ptr:
         return Ptr(self.address, kind)
 

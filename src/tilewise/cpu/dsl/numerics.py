@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class FloatFormat:
 
 LOG2_E = 1 / math.log(2)
 LN_2 = math.log(2)
+LN_2_LOW = 2.3190468138462996e-17  # what a float64 lacks of it
 FLOOR = 9  # of `vreduceps` and `vrndscaleps`: towards -inf, silently
 SMALL = 0.625  # tanh of less is a polynomial
 FLOAT32_DEGREE = 6  # of exp in full float32
@@ -70,18 +72,16 @@ def _power_rest(f: float) -> float:
     return math.expm1(f * math.log(2)) / f if f else math.log(2)
 
 
-def exp(x: Operand, degree: int) -> Value:
-    """e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
+def exp(x: Operand, degree: int, factor: Operand | float = 1.0) -> Value:
+    """factor * e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
     power, fraction = _exp_parts(x, degree)
-    return power * (fraction + 1.0)
+    return power * (fraction + 1.0 if isinstance(factor, float) else fma(fraction, factor, factor))
 
 
-def exp_of_difference(x: Operand, y: Operand, degree: int) -> Value:
-    """e^(x - y) as if x - y were not rounded, which would count more than all else where y is a large lse."""
-    high = x - y
-    part = x - high
-    low = (x - (high + part)) + (part - y)  # what rounding left out; NaN where x or y is infinite
-    power = exp(high, degree)
+def exp_of_difference(x: Operand, y: Operand, degree: int, factor: Operand) -> Value:
+    """factor * e^(x - y) as if x - y were not rounded, which counts most where y is a large lse."""
+    high, low = exact_sum(x, -y)  # low: NaN where x or y is infinite
+    power = exp(high, degree, factor)
     return fma(power, select(low.equals(low), low, 0.0), power)
 
 
@@ -162,8 +162,11 @@ def _tanh_rest(t: float) -> float:
     return (math.tanh(x) / x - 1.0) / t if x else -1 / 3
 
 
-def log(x: Operand) -> Value:
-    """ln(x) for normal x > 0: ln 2 times the exponent, plus 2 atanh((m - 1) / (m + 1)). NaN stays NaN."""
+def log(x: Operand) -> tuple[Value, Value]:
+    """ln(x) for normal x > 0, and what rounding has left out of it. NaN stays NaN.
+
+    ln 2 times the exponent, plus 2 atanh((m - 1) / (m + 1)) of the mantissa m.
+    """
     f = FORMATS[element_of(x.type)]
     bits = bitcast(x, f.bits)
     low = (1 << f.mantissa) - 1
@@ -178,7 +181,43 @@ def log(x: Operand) -> Value:
     series = like(2 / (2 * f.log_terms - 1), x)
     for k in range(f.log_terms - 2, -1, -1):
         series = fma(series, square, like(2 / (2 * k + 1), x))
-    return select(x.equals(x), fma(exponent, like(math.log(2), x), series * t), x)
+    rest = series * t
+    found = fma(exponent, like(LN_2, x), rest)
+    # Few digits of ln 2 times the exponent are exact, and so is what that lacks of their sum.
+    digits = 2.0 ** (f.mantissa - 12)
+    few = math.floor(LN_2 * digits) / digits
+    left_out = fma(exponent, like(LN_2 - few + LN_2_LOW, x), (exponent * few - found) + rest)
+    return select(x.equals(x), found, x), left_out
+
+
+def log_sum_exp(m: Operand, l: Operand, unit: float = 1.0) -> tuple[Value, Value]:
+    """lse = unit * m + ln(l), and what rounding has left out of it; (m, 0) where l is 0.
+
+    Their sum is right to the last bit of ln(l), which lse alone loses beside a large m.
+    """
+    (log_l, log_low), is_empty = log(l), l.equals(0.0)
+    lse = fma(m, like(unit, m), log_l)
+    high, low = product(m, unit)
+    total, rest = exact_sum(high, log_l)
+    residual = ((total - lse) + rest) + (low + log_low)
+    residual = select(residual.equals(residual), residual, 0.0)  # NaN where lse is infinite, or NaN itself
+    return select(is_empty, m, lse), select(is_empty, 0.0, residual)
+
+
+def product(x: Operand, factor: float) -> tuple[Value, Value]:
+    """x * factor, and what rounding has left out of it, that of the factor included."""
+    if factor == 1.0:
+        return Value(x.raw), Value(like(0.0, x).raw)
+    high = x * factor
+    known = factor if element_of(x.type) == F64 else ctypes.c_float(factor).value
+    return high, fma(x, like(factor - known, x), fma(x, like(known, x), -high))
+
+
+def exact_sum(x: Operand, y: Operand) -> tuple[Value, Value]:
+    """x + y, and what rounding has left out of it."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
 
 
 def quotient(x: Operand, y: Operand, inverse: Operand) -> Value:

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-CHANGING = ("q", "k", "v", "out", "lse", "scratch", "partial")  # first: every forward call writes them
+CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
 CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
 POINTERS = (*CHANGING_BACKWARD, "mask", "bias", "slopes", "sinks", "spans", "page_table")
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
@@ -47,6 +47,7 @@ class Config:
     has_sinks: bool = False
     has_mask: bool = False
     bias_kind: str = ""
+    row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     page_size: int = 0  # 0: not in pages

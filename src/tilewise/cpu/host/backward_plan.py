@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature, contiguous_strides, named
+from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
 from tilewise.cpu.host.arguments import CHANGING_BACKWARD
 from tilewise.cpu.host.call_plan import (
     CallPlan,
@@ -25,7 +25,6 @@ from tilewise.cpu.host.call_plan import (
     dense,
     longest,
     lse_shape,
-    rows_dense,
 )
 from tilewise.cpu.host.compile import Kernel, load
 from tilewise.cpu.host.configs import (
@@ -47,12 +46,12 @@ put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
 class Layout:
-    """Offsets into a backward's scratch: each thread's own, zeros (turns, and dlse if there is none), sums of dq."""
+    """Offsets into scratch: after each thread's own, zeros (turns, an absent statistic), sums of dq."""
 
-    def __init__(self, division: Division, turns: int, dlse_bytes: int, sum_bytes: int) -> None:
+    def __init__(self, division: Division, turns: int, lse_bytes: int, sum_bytes: int) -> None:
         self.zeros = division.threads * division.thread_bytes
-        self.dlse = self.zeros + 8 * turns
-        self.dq_sum = -(-(self.dlse + dlse_bytes) // 64) * 64
+        self.absent = self.zeros + 8 * turns
+        self.dq_sum = -(-(self.absent + lse_bytes) // 64) * 64
         self.size = self.dq_sum + turns * sum_bytes
 
 
@@ -106,7 +105,7 @@ class BackwardPlan(CallPlan):
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
             self.template.update(**axes("dbias", "bhi", broadcast_strides(dbias)))
-        self.dlse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
+        self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
 
     def divide(self, seqlen_q: int, seqlen_k: int) -> tuple[Division, Layout]:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
@@ -127,7 +126,7 @@ class BackwardPlan(CallPlan):
         }
         division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
         turns = problem.batch * problem.num_heads * tiles
-        return division, Layout(division, turns, self.dlse_bytes, facts["tile_bytes"] if splits > 1 else 0)
+        return division, Layout(division, turns, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
 
     def run(
         self,
@@ -137,7 +136,7 @@ class BackwardPlan(CallPlan):
         dlse: Tensor | None = None,
     ) -> Gradients | Retry:
         assert results is not None and dout is not None
-        dtype, (out, lse, _) = self.problem.compute_dtype, results
+        dtype, (out, lse, residual) = self.problem.compute_dtype, results
         gradients = [new() for new in self.new]
         if self.has_unreached:  # stays 0 where no item reaches
             for gradient in gradients:
@@ -150,17 +149,17 @@ class BackwardPlan(CallPlan):
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
         dout = rows_dense(dout)
         out, lse = (dout, dout) if out is None or lse is None else (rows_dense(out), lse.contiguous())
-        if not self._launch(inputs, out, lse, dout, gradients, dlse, dbias, delta):
+        residual = None if residual is None else residual.contiguous()
+        if not self._launch(inputs, Results(out, lse, residual), dout, gradients, dlse, dbias, delta):
             return Retry(self.uncut)
         if dbias is not None:
             dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
-        return Gradients(*gradients, dbias, _sink_gradient(inputs.sinks, lse, delta))  # type: ignore[arg-type]
+        return Gradients(*gradients, dbias, _sink_gradient(inputs.sinks, lse, residual, delta))  # type: ignore[arg-type]
 
     def _launch(
         self,
         inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
+        results: Results,
         dout: Tensor,
         gradients: list[Tensor],
         dlse: Tensor | None,
@@ -179,11 +178,14 @@ class BackwardPlan(CallPlan):
             return True
         q, k, v = map(rows_dense, inputs[:3])
         scratch = pool.scratch.reserve(layout.size)
-        zeros = scratch + layout.zeros
+        zeros, absent = scratch + layout.zeros, scratch + layout.absent
+        out, lse, residual = results
+        assert out is not None and lse is not None
         ctypes.memset(zeros, 0, layout.dq_sum - layout.zeros)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            scratch, 0, dout.data_ptr(), scratch + layout.dlse if dlse is None else dlse.data_ptr(),
+            absent if residual is None else residual.data_ptr(), scratch, 0, dout.data_ptr(),
+            absent if dlse is None else dlse.data_ptr(),
             *(t.data_ptr() for t in gradients), 0 if dbias is None else dbias.data_ptr(),
             0 if delta is None else delta.data_ptr(), scratch + layout.dq_sum, zeros,
         )  # fmt: skip
@@ -214,10 +216,13 @@ def _dbias_dtype(problem: AttentionProblem, inputs: Any) -> torch.dtype | None:
     return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype  # type: ignore[no-any-return]
 
 
-def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+def _sink_gradient(
+    sinks: Tensor | None, lse: Tensor, residual: Tensor | None, delta: Tensor | None
+) -> Tensor | None:
     """dsink = -sum of p_sink * delta over the head's queries."""
     if sinks is None or delta is None:
         return None
-    p_sink = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    log_p = sinks.to(lse.dtype)[:, None] - lse
+    p_sink = torch.exp(log_p if residual is None else log_p - residual)
     summed = -(p_sink * delta).sum(-1)
     return (summed if summed.ndim == 1 else summed.sum(0)).to(sinks.dtype)

@@ -96,7 +96,7 @@ class CallPlan:
             kept.append(spans)
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None:
-                t = _last_dimension_dense(t, problem)
+                t = _last_dimension_dense(t)
                 block.update(**{name: t.data_ptr()}, **axes(name, "bhi", broadcast_strides(t)))
                 kept.append(t)
         if inputs.alibi_slopes is not None:
@@ -139,10 +139,6 @@ def dense_inputs(signature: Signature) -> Any:
 def dense(t: TensorSignature) -> TensorSignature:
     """Of what `rows_dense` gives."""
     return t if t.strides[-1] == 1 else t._replace(strides=contiguous_strides(t.shape))
-
-
-def rows_dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
 def allocator(
@@ -199,8 +195,6 @@ def _spans(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     return spans
 
 
-def _last_dimension_dense(t: Tensor, problem: AttentionProblem) -> Tensor:
-    """A mask or bias whose last dimension spans the keys with stride 1."""
-    if t.shape[3] == 1:
-        t = t.expand(-1, -1, -1, max(1, problem.seqlen_k))
-    return t if t.stride(3) == 1 else t.contiguous()
+def _last_dimension_dense(t: Tensor) -> Tensor:
+    """A mask or bias whose last dimension, if there is more than one entry, has stride 1."""
+    return t if t.shape[3] == 1 or t.stride(3) == 1 else t.contiguous()

@@ -235,18 +235,24 @@ def _read(path: Path, key: str) -> tuple[dict[str, int], bytes] | None:
     if not content.startswith(MAGIC) or hashlib.sha256(content[head:]).digest() != content[len(MAGIC) : head]:
         return None
     size = int.from_bytes(content[head : head + 8], "little")
-    header = json.loads(content[head + 8 : head + 8 + size])
-    return (header["facts"], content[head + 8 + size :]) if header["key"] == key else None
+    try:
+        header = json.loads(content[head + 8 : head + 8 + size])
+    except ValueError:  # neither JSON nor text
+        return None
+    facts = header.get("facts") if isinstance(header, dict) and header.get("key") == key else None
+    return (facts, content[head + 8 + size :]) if isinstance(facts, dict) else None
 
 
 def _write(path: Path, key: str, facts: dict[str, int], code: bytes) -> None:
     header = json.dumps({"key": key, "facts": facts}).encode()
     body = len(header).to_bytes(8, "little") + header + code
+    temporary = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "wb") as file:
             file.write(MAGIC + hashlib.sha256(body).digest() + body)
         os.replace(temporary, path)
-    except OSError:
-        pass  # no cache directory to write to: every process compiles for itself
+    except OSError:  # no cache directory to write to, or a full one: every process compiles for itself
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

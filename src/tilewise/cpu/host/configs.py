@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import Config
@@ -134,11 +135,17 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         has_sinks=problem.has_sinks,
         has_mask=problem.mask_shape is not None,
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
+        row_scores=tuple(name for name in ("mask", "bias") if _is_of_rows(getattr(inputs, name))),
         has_dropout=problem.dropout_p > 0,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,
         pieces=pieces,
     )
+
+
+def _is_of_rows(t: Tensor | None) -> bool:
+    """Whether a mask or bias is broadcast over keys."""
+    return t is not None and t.shape[3] == 1
 
 
 def waiting_share(threads: int, is_even: bool) -> float:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, contiguous_strides
+from tilewise.core.signature import Signature, contiguous_strides, rows_dense
 from tilewise.cpu.host.arguments import CHANGING
-from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape, rows_dense
+from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config, short_config, waiting_share
 from tilewise.cpu.host.pool import pool
@@ -45,13 +45,13 @@ class OutputPlan(CallPlan):
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
         if request.order == "bhsd" and len(out_shape) == 4:
-            batch, rows, heads, dim = out_shape
+            _, rows, heads, dim = out_shape
             out_strides = (heads * rows * dim, dim, rows * dim, 1)
         self.set_strides("out", out_strides)
         self.new_out = allocator(out_shape, problem.dtype, out_strides)
         shape = lse_shape(problem, query)
         self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
-        self.new_lse = allocator(shape, problem.compute_dtype) if request.lse else None
+        self.new_lse = allocator(shape, problem.compute_dtype)
 
     def divide(self, seqlen_q: int) -> Division:
         """Work items for packed sequences of at most seqlen_q queries."""
@@ -61,10 +61,12 @@ class OutputPlan(CallPlan):
         self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
     ) -> Results | Retry:
         q, k, v = map(rows_dense, inputs[:3])
-        out, lse = self.new_out(), None if self.new_lse is None else self.new_lse()
+        request, out = self.signature.request, self.new_out()
+        lse = self.new_lse() if request.lse else None
+        residual = self.new_lse() if request.residual else None
         division = self.division or self.divide(longest(inputs.cu_seqlens_q))
         if not division.items:
-            return Results(out, lse)
+            return Results(out, lse, residual)
         block = pool.block
         block.fill(self.template)
         if self.division is None:
@@ -75,7 +77,8 @@ class OutputPlan(CallPlan):
         scratch = pool.scratch.reserve(lse_offset + self.lse_bytes)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            scratch + lse_offset if lse is None else lse.data_ptr(), scratch, scratch + partial_offset,
+            scratch + lse_offset if lse is None else lse.data_ptr(),
+            0 if residual is None else residual.data_ptr(), scratch, scratch + partial_offset,
         )  # fmt: skip
         if self.turn_bytes:
             block.update(turn=scratch + turn_offset)
@@ -83,7 +86,7 @@ class OutputPlan(CallPlan):
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, division.threads)
         del kept
-        return Results(out, lse) if is_done else Retry(self.uncut)
+        return Results(out, lse, residual) if is_done else Retry(self.uncut)
 
     @functools.cached_property
     def uncut(self) -> OutputPlan:

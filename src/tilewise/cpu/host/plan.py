@@ -23,4 +23,5 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
 
 def saves(problem: AttentionProblem) -> Saves:
     """The backward of a few queries and keys takes the softmax again."""
-    return Saves(not configs.recomputes(problem))
+    saves_results = not configs.recomputes(problem)
+    return Saves(saves_results, saves_results)

@@ -1,4 +1,4 @@
-"""What a thread's calls share: scratch memory and the argument block, of which each call needs one at a time."""
+"""What a thread's calls share: scratch memory and an argument block, each for one call at a time."""
 
 from __future__ import annotations
 

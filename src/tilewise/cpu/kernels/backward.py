@@ -7,7 +7,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
     k, v converted; dk, dv = 0                                               [key_block, head_dim]
     for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
         for each 64 keys:
-            s_t  = k q_t (+ options);  p_t = exp(s_t - lse)                   [BLOCK_K, block_q]
+            s_t  = k q_t (+ options);  p_t = exp(s_t - lse) exp(-residual)    [BLOCK_K, block_q]
             (no other keys to see: p_t /= its sums over keys)
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
@@ -15,6 +15,9 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             dq_t += k^T ds_t; or, no other keys to see, dq = ds k            [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q       (no other queries to see: written at once)
         dq of the tile += dq_t, after the previous block of keys has added its own
+
+The residual is what rounding left out of lse: all of log(sum) where scores are huge and s - lse is exact. It
+is a factor of its own: beside s - lse it would be rounded off where scores are small.
 
 Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
@@ -79,7 +82,8 @@ class BackwardKernel(WholeRows):
         self.dk, self.dv = (scratch.rows(self.key_block, width) for width in (shape.pad, shape.pad_v))
         self.dq = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad)
         self.dq_t = scratch.rows(shape.pad, shape.block_q)
-        self.lse, self.delta, self.dlse, self.norm = (scratch.rows(1, shape.block_q) for _ in range(4))
+        statistics = (scratch.rows(1, shape.block_q) for _ in range(5))
+        self.lse, self.factor, self.delta, self.dlse, self.norm = statistics
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
@@ -195,7 +199,7 @@ class BackwardKernel(WholeRows):
         self.delta[0, i].store(fold_sums(sums))
 
     def load_statistics(self, head: Head, q0: Value, count: Scalar) -> None:
-        """lse and delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
+        """lse, exp(-residual), delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
         config, n = self.config, head.seqlen_q - q0
         for i in loop(0, count):
             row = minimum(q0 + i, head.seqlen_q - 1)
@@ -206,23 +210,32 @@ class BackwardKernel(WholeRows):
             self.delta[0, i].store(delta)
             if config.has_sinks:
                 head.statistic("delta", row).store(delta)
+            self.factor[0, i].store(head.statistic("lse_residual", row).load())
             lse = select(lse.equals(-INF), INF, lse)  # no weights: p = exp(s - inf) = 0
             self.lse[0, i].store(select(i < n, lse, INF))
+        for i in loop(0, count, self.shape.lanes):
+            lse, residual = (area[0, i].load(self.shape.lanes) for area in (self.lse, self.factor))
+            self.factor[0, i].store(self.factor_of(lse, residual))
+
+    def factor_of(self, lse: Value, residual: Value) -> Value:
+        """What exp(s - lse) lacks of a weight."""
+        return exp(-residual, self.shape.exp_degree)
 
     def weights(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
-        """p_t = exp(s_t - lse) for the keys j0 + j + [0, end), and 0 up to a multiple of the rows."""
+        """p_t = exp(s_t - lse) exp(-residual), keys j0 + j + [0, end), 0 up to a multiple of the rows."""
         shape = self.shape
         self.scores.load(head, q0, j0 + j, end)
         scores = self.scores.at(head, q0, j0 + j)
         lse = [self.lse[0, c].load(shape.lanes) for c in shape.columns()]
-        totals = [Var(self.sink_weight(head, x)) for x in lse]
+        factor = [self.factor[0, c].load(shape.lanes) for c in shape.columns()]
+        totals = [Var(self.sink_weight(head, *x)) for x in zip(lse, factor)]
         for r0 in loop(0, end, shape.rows):
             k = self.k.at(j + r0, 0)
             s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
             scores.apply(s, r0, self.cap_slope)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
-                    p = exp(s[r][v] - lse[v], shape.exp_degree)
+                    p = exp(s[r][v] - lse[v], shape.exp_degree, factor[v])
                     self.p_t.at(r0, c)[r, 0].store(p)
                     totals[v].set(totals[v] + p)
         with when(self.sees_only(head, q0, j0 + j, end)):

@@ -14,6 +14,7 @@ and float16 each factor is several matrices, the numbers' pieces (`CutBackwardKe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tilewise.cpu.dsl.amx import (
@@ -29,15 +30,15 @@ from tilewise.cpu.dsl.amx import (
     tile_sums,
     words,
 )
-from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import LOG2_E, exp2_avx512, exp_avx512
+from tilewise.cpu.dsl.numerics import LOG2_E, exp2_avx512, exp_avx512, product
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.backward import BackwardKernel, fill_zero
 from tilewise.cpu.kernels.dropout import TileDropout
-from tilewise.cpu.kernels.forward_amx import DEGREES, finish_scores, score_unit
+from tilewise.cpu.kernels.forward_amx import DEGREES, FAR, any_of, finish_scores, score_unit
 from tilewise.cpu.kernels.scores import Scores, TileScores
 from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 
@@ -138,10 +139,24 @@ class AmxBackwardKernel(BackwardKernel):
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
 
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
-        """p = exp(s_t - lse), ds = p (dp_t - delta) of 32 keys, in the forms that the products want."""
+        """p = exp(s_t - lse) exp(-residual), ds = p (dp_t - delta) of 32 keys, in the products' forms."""
+        if self.scores.has_options:
+            self.round_tile(scores, dropout, first, c, self.weight)
+            return
+        lse = (self.lse.at(0, c)[0, x].load(self.part.lanes) for x in self.part.columns())
+        with either(any_of(absolute(x) > FAR for x in lse)) as (far, near):
+            with far:
+                self.round_tile(scores, dropout, first, c, self.weight)
+            with near:
+                self.round_tile(scores, dropout, first, c, self.near_weight)
+
+    def round_tile(
+        self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value,
+        weight: Callable[[Value, Value, Value], Value],
+    ) -> None:  # fmt: skip
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
-        lse = [self.lse.at(0, c)[0, x].load(lanes) for x in columns]
-        delta = [self.delta.at(0, c)[0, x].load(lanes) for x in columns]
+        statistics = (self.lse, self.factor, self.delta)
+        lse, factor, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, self.scale, self.cap_slope)
@@ -151,7 +166,7 @@ class AmxBackwardKernel(BackwardKernel):
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
-                    p = [self.weight(x, y) for x, y in zip(s, lse)]
+                    p = [weight(*x) for x in zip(s, lse, factor)]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
@@ -167,10 +182,14 @@ class AmxBackwardKernel(BackwardKernel):
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
 
-    def weight(self, s: Value, lse: Value) -> Value:
-        """exp(s - lse), s without its scale if there are no options."""
-        x = fma(s, self.scale * LOG2_E, lse * -LOG2_E)
-        return exp2_avx512((s - lse) * LOG2_E if self.scores.has_options else x, DEGREES[self.config.kind])
+    def weight(self, s: Value, lse: Value, factor: Value) -> Value:
+        """factor * exp(s - lse), s without its scale if there are no options."""
+        s = s if self.scores.has_options else s * self.scale
+        return exp2_avx512((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
+
+    def near_weight(self, s: Value, lse: Value, factor: Value) -> Value:
+        """The same where lse is so small that bfloat16 needs nothing beside it."""
+        return exp2_avx512(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds before the softcap's derivative, which ds gets here."""
@@ -219,13 +238,22 @@ class CutBackwardKernel(AmxBackwardKernel):
         self.unit = score_unit(self.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), self.shape.constant(1.0)
 
-    def weight(self, s: Value, lse: Value) -> Value:
-        """exp(s - lse); in units of log 2, lse is a sum of two."""
+    def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
+        self.round_tile(scores, dropout, first, c, self.weight)
+
+    def weight(self, s: Value, lse: Value, factor: Value) -> Value:
+        """factor * exp(s - lse), in units of log 2 factor * 2^(s - lse / log 2)."""
+        degree = DEGREES[self.config.kind]
+        power = exp_avx512(s - lse, degree) if self.unit == 1.0 else exp2_avx512(s - lse * LOG2_E, degree)
+        return power * factor
+
+    def factor_of(self, lse: Value, residual: Value) -> Value:
+        """Also what rounding has left out of lse / log 2, if that is the unit."""
         if self.unit == 1.0:
-            return exp_avx512(s - lse, DEGREES[self.config.kind])
-        high = lse * LOG2_E
-        low = select(absolute(high) < INF, fma(lse, like(LOG2_E, lse), -high), 0.0)
-        return exp2_avx512((s - high) - low, DEGREES[self.config.kind])
+            return super().factor_of(lse, residual)
+        high, low = product(lse, LOG2_E)
+        low = select(absolute(high) < INF, fma(residual, like(LOG2_E, residual), low), 0.0)
+        return exp2_avx512(-low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
         return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit

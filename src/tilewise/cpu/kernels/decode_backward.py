@@ -6,7 +6,7 @@ of a block are final when they are written. A work item is one split of the keys
     q, do of all rows; delta = rowsum(do * out) - dlse; dq = 0                         [rows, head_dim]
     for each block of keys, and each head of the item:          k, v as float32        [block_k, head_dim]
         for each few keys:  s = k q, dp = v do of all rows                              [rows, block_k]
-        for each row:       p = exp(s (with options) - lse);  ds = p * (dp - delta)
+        for each row:       p = exp(s (with options) - lse) exp(-residual);  ds = p * (dp - delta)
                             (all its keys here: p and ds balanced, as in `backward.py`)
         dq += ds k;  dv = p^T do;  dk = ds^T q
     dq of the head += dq, after the previous split has added its own
@@ -80,13 +80,16 @@ class DecodeBackwardKernel(DecodeKernel):
         self.p, self.dp = (scratch.rows(round_up(rows, shape.lanes), self.block_k) for _ in range(2))
         self.cap_slope = scratch.rows(1, self.block_k if self.config.has_softcap else 0)
         grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
-        plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad, shape.lanes, shape.lanes)]
-        return grouped + plain
+        statistics = [(rows, shape.lanes)] * 3
+        plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad)]
+        return grouped + plain + statistics
 
     def select_head(self, h: Scalar) -> None:
         """From here on it is about key head h of the item."""
         areas = (area.at(h * count, 0) for area, count in self.state)
-        self.q_grouped, self.do_grouped, self.q, self.do, self.dq, self.lse, self.delta = areas
+        (
+            self.q_grouped, self.do_grouped, self.q, self.do, self.dq, self.lse, self.factor, self.delta,
+        ) = areas  # fmt: skip
 
     def run(self) -> None:
         args = self.args
@@ -126,7 +129,7 @@ class DecodeBackwardKernel(DecodeKernel):
         return self.query_head(head, r), r % head.seqlen_q
 
     def load_statistics(self, head: Head, r: Value, rows: Value) -> None:
-        """lse and delta = rowsum(do * out) - dlse of row r. Rows past the end get p = 0."""
+        """lse, exp(-residual), delta = rowsum(do * out) - dlse of row r. Rows past the end get p = 0."""
         shape = self.shape
         own, i = self.query_of(head, r)
         total = Var(shape.constant(0.0))
@@ -136,6 +139,8 @@ class DecodeBackwardKernel(DecodeKernel):
         self.delta[r, 0].store(delta)
         if self.config.has_sinks:
             own.statistic("delta", i).store(self.delta[r, 0].load())
+        residual = own.statistic("lse_residual", i).splat(shape.lanes)
+        self.factor[r, 0].store(exp(-residual, shape.exp_degree))
         lse = own.statistic("lse", i).load()
         is_empty = lse.equals(-INF) | (r >= rows)  # no weights: p = exp(s - inf) = 0
         self.lse[r, 0].store(splat(select(is_empty, INF, lse), shape.lanes))
@@ -171,19 +176,20 @@ class DecodeBackwardKernel(DecodeKernel):
             self.multiply(factor, keys, products.at(0, j), [])
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
-        """p = exp(s - lse) and ds = p * (dp - delta) of row r, 0 where not visible."""
+        """p = exp(s - lse) exp(-residual) and ds = p * (dp - delta) of row r, 0 where not visible."""
         shape = self.shape
         own, i = self.query_of(head, r)
         k0, k1 = own.key_range(i, i + 1)
         begin, end = (splat(int32(k - block.j0), shape.lanes) for k in (k0, k1))
-        lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
+        statistics = (self.lse, self.factor, self.delta)
+        lse, factor, delta = (area[r, 0].load(shape.lanes) for area in statistics)
         p_sum, ds_sum = (Var(shape.constant(0.0)) for _ in range(2))
         for j in loop(0, self.whole(block.n), shape.lanes):
             key = splat(int32(j), shape.lanes) + iota(shape.lanes)
             is_visible = (key >= begin) & (key < end)
             distance = key - splat(int32(i + own.offset - block.j0), shape.lanes)
             s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
-            p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree)
+            p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree, factor)
             ds = select(is_visible, p * (self.dp[r, j].load(shape.lanes) - delta), 0.0)
             self.p[r, j].store(p)
             self.dp[r, j].store(ds)
@@ -203,9 +209,12 @@ class DecodeBackwardKernel(DecodeKernel):
     ) -> None:
         """Row r's p by its sum, and ds without what its sum has beyond dlse, as in `backward.py`."""
         shape = self.shape
-        lse, delta = (area[r, 0].load(shape.lanes) for area in (self.lse, self.delta))
+        statistics = (self.lse, self.factor, self.delta)
+        lse, correction, delta = (area[r, 0].load(shape.lanes) for area in statistics)
         dlse = own.statistic("dlse", i).splat(shape.lanes)
-        sink = exp(own.sink() - lse, shape.exp_degree) if self.config.has_sinks else shape.constant(0.0)
+        sink = shape.constant(0.0)
+        if self.config.has_sinks:
+            sink = exp(own.sink() - lse, shape.exp_degree, correction)
         total = p_sum + sink
         factor = select(total > 0.0, shape.constant(1.0) / total, 1.0)
         excess = (ds_sum - sink * delta) * factor - dlse

@@ -25,8 +25,8 @@ from typing import Any
 
 from tilewise.cpu.dsl.control import claim, either, loop, unless, when
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
-from tilewise.cpu.dsl.numerics import exp, log, quotient
-from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, like, maximum, minimum, select
+from tilewise.cpu.dsl.numerics import exp, log_sum_exp, quotient
+from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.host.configs import KEY_BLOCK
@@ -88,7 +88,7 @@ class ForwardKernel:
         self.reserve(scratch)
         height = round_up(shape.block_q, shape.rows)
         self.rows = scratch.rows(height, max(shape.pad, shape.pad_v))  # q coming in, out leaving
-        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.divisor, self.inverse, self.residual = (scratch.rows(1, shape.block_q) for _ in range(3))
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
@@ -277,9 +277,11 @@ class ForwardKernel:
         n = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
-            tile.m[0, c].store(select(l.equals(0.0), m, fma(m, like(self.unit, m), log(l))))
+            lse, residual = log_sum_exp(m, l, self.unit)
+            tile.m[0, c].store(lse)
+            self.residual[0, c].store(residual)
         for i in loop(0, n):
-            head.statistic("lse", tile.q0 + i).store(tile.m[0, i].load())
+            head.store_lse(tile.q0 + i, tile.m[0, i].load(), self.residual[0, i].load())
         with unless(self.sees_one_block(head, tile)):
             for c in shape.columns():
                 l, inverse = self.divide(tile, c)

@@ -45,6 +45,9 @@ class Scores:
             def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
                 return head.score_row(name, kind, q0 + i, j0)
 
+            if name in self.config.row_scores:
+                self._repeat(area, source, head.seqlen_q - q0, n)
+                continue
             with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
                 with one_row:
                     self._spread(area, source(0), n)
@@ -57,6 +60,18 @@ class Scores:
         for j in loop(0, n):
             x = splat(as_kind(row[j].load(), shape.kind), shape.lanes)
             for c in shape.columns():
+                area[j, c].store(x)
+
+    def _repeat(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
+        """area[:, i] = source(i): all keys have the same number."""
+        shape = self.shape
+        assert self.by_query is not None
+        row = self.by_query.ptr
+        for i in loop(0, shape.block_q):
+            row[i].store(as_kind(source(minimum(i, n_q - 1)).load(), shape.kind))
+        for c in shape.columns():
+            x = row[c].load(shape.lanes)
+            for j in loop(0, n):
                 area[j, c].store(x)
 
     def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:

@@ -13,8 +13,8 @@ which is faster than to keep out and lse for it. For each key head, with the row
 from __future__ import annotations
 
 from tilewise.cpu.dsl.control import claim, loop
-from tilewise.cpu.dsl.lanes import across
-from tilewise.cpu.dsl.numerics import log
+from tilewise.cpu.dsl.lanes import across, first_lane
+from tilewise.cpu.dsl.numerics import log_sum_exp
 from tilewise.cpu.dsl.vector import Value, Var, as_int, fma, maximum, select, splat
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
@@ -99,8 +99,8 @@ class ShortKernel(DecodeBackwardKernel):
         for row in loop(0, rows):
             own, i = self.query_of(head, row)
             m, l = self.softmax(own, row)
-            self.dp[0, 0].store(select(l.equals(0.0), m, m + log(l)))
-            own.statistic("lse", i).store(self.dp[0, 0].load())
+            lse, residual = log_sum_exp(m, l)
+            own.store_lse(i, first_lane(lse), first_lane(residual))
         for c, count, vectors in lane_chunks(shape, shape.pad_v, self.vectors):
             for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
                 for r in range(0, self.rows, self.tile):

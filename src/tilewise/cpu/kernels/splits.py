@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tilewise.cpu.dsl.control import claim, loop, when
+from tilewise.cpu.dsl.lanes import first_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
-from tilewise.cpu.dsl.numerics import exp, log, quotient, tanh
+from tilewise.cpu.dsl.numerics import exp, log_sum_exp, quotient, tanh
 from tilewise.cpu.dsl.vector import (
     Operand,
     Scalar,
@@ -191,6 +192,6 @@ class SplitKernel:
         for c in loop(0, shape.pad_v, lanes):
             self.acc[0, c].store(quotient(self.acc[0, c].load(lanes), l, inverse))
         i = r % head.seqlen_q
-        self.correction[0, 0].store(select(is_empty, m, m + log(l)))
-        head.statistic("lse", i).store(self.correction[0, 0].load())
+        lse, residual = log_sum_exp(m, l)
+        head.store_lse(i, first_lane(lse), first_lane(residual))
         store_rows(shape, head.query_rows("out", i), self.acc, 1, self.config.head_dim_v)

@@ -317,9 +317,16 @@ class Head:
         return row
 
     def statistic(self, name: str, i: Scalar) -> Ptr:
-        """Query i's entry of lse or dlse."""
+        """Query i's entry of lse, its residual, dlse or delta."""
         row = self.batch * self.args.lse_b + self.head * self.args.lse_h + self.q_row0 + i
         return self.args.ptr(name, self.shape.kind)[row]
+
+    def store_lse(self, i: Scalar, lse: Value, residual: Value) -> None:
+        """Query i's log-sum-exp, and where it is wanted what a float32 (float64) does not hold of it."""
+        self.statistic("lse", i).store(lse)
+        residuals = self.statistic("lse_residual", i)
+        with when(self.args.ptr("lse_residual", self.shape.kind).is_given):
+            residuals.store(residual)
 
     def sink(self) -> Value:
         """The head's sink logit in every lane."""
@@ -334,8 +341,10 @@ class Head:
         """Where (query i, key j) stands in mask, bias or dbias."""
         args = self.args
         row = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        row = row + getattr(args, f"{name}_i") * i + self.k_row0 * args.score_k0 + j
-        return args.ptr(name, kind)[row]
+        row = row + getattr(args, f"{name}_i") * i
+        if name in self.shape.config.row_scores:
+            return args.ptr(name, kind)[row]
+        return args.ptr(name, kind)[row + self.k_row0 * args.score_k0 + j]
 
     def key_range(self, q0: Scalar, q1: Scalar) -> tuple[Value, Value]:
         """The keys [k0, k1) that at least one of the queries [q0, q1) may see."""

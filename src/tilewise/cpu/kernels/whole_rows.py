@@ -26,6 +26,7 @@ class WholeRows:
     config: Config
     dropout: Dropout | None
     lse: Rows
+    factor: Rows
     delta: Rows
     dlse: Rows
     norm: Rows
@@ -55,10 +56,11 @@ class WholeRows:
         is_one = (q0 < q1) & t.equals((q1 - 1) // block_q) & args.group.equals(1)
         return is_one & (k0 <= j0) & (k1 >= end)
 
-    def sink_weight(self, head: Head, lse: Operand) -> Value:
+    def sink_weight(self, head: Head, lse: Operand, factor: Operand) -> Value:
         """What a sink takes of the weights of some queries."""
-        shape = self.shape
-        return exp(head.sink() - lse, shape.exp_degree) if self.config.has_sinks else shape.constant(0.0)
+        if not self.config.has_sinks:
+            return self.shape.constant(0.0)
+        return exp(head.sink() - lse, self.shape.exp_degree, factor)
 
     def normalize(self, totals: list[Var], end: Value) -> None:
         """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
@@ -95,9 +97,10 @@ class WholeRows:
 
     def row_sum(self, head: Head, c: int) -> Value:
         """What rows of ds add up to, of the queries from c on."""
-        statistics = (self.lse, self.delta, self.dlse, self.norm)
-        lse, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
-        return fma(self.sink_weight(head, lse) * norm, delta, dlse) if self.config.has_sinks else dlse
+        statistics = (self.lse, self.factor, self.delta, self.dlse, self.norm)
+        lse, factor, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
+        sink = self.sink_weight(head, lse, factor)
+        return fma(sink * norm, delta, dlse) if self.config.has_sinks else dlse
 
     def write_query_gradients(self, head: Head, q0: Value, j: Value, end: Value) -> None:
         """dq = scale * ds k: head dimensions in lanes."""

@@ -43,7 +43,8 @@ def is_interpreted() -> bool:
 class Launch(NamedTuple):
     """A kernel, how many programs of it, and its arguments in order.
 
-    Tensors may stand alone, one tuple deep, or as the base of a TMA descriptor.
+    Tensors may stand alone, one tuple deep, or as the base of a TMA descriptor. Those that are not the call's
+    are the library's own and must live on.
     """
 
     kernel: Any
@@ -177,12 +178,16 @@ class LaunchPlan:
                 place, encoded = places[id(argument.base)], EncodedDescriptors(argument, encode)
                 self._descriptors.append((position, place, encoded))
                 value = [None, *encode(argument)[1:]]
+            elif isinstance(argument, Tensor) and id(argument) not in places:
+                value = [argument.data_ptr()]  # the library's own, which stays where it is
             elif isinstance(argument, Tensor):
                 self._pointers.append((position, places[id(argument)]))
                 value = [None]
-            elif isinstance(argument, tuple) and any(isinstance(item, Tensor) for item in argument):
-                self._tuples.append((position, _fill(argument, places)))
-                value = [None]
+            elif isinstance(argument, tuple):
+                value = [tuple(_address_of_own(item, places) for item in argument)]
+                if any(isinstance(item, Tensor) for item in value[0]):
+                    self._tuples.append((position, _fill(value[0], places)))
+                    value = [None]
             self._arguments += value
 
     def seen_as(self, layout: str) -> LaunchPlan:
@@ -258,6 +263,11 @@ class Address(NamedTuple):
 def is_descriptor(argument: Any) -> bool:
     """Whether an argument is a TMA descriptor made on the host."""
     return hasattr(argument, "block_shape")
+
+
+def _address_of_own(item: Any, places: dict[int, int]) -> Any:
+    """The address in place of a tensor that is the library's own; anything else as it is."""
+    return item.data_ptr() if isinstance(item, Tensor) and id(item) not in places else item
 
 
 def _fill(argument: tuple[Any, ...], places: dict[int, int]) -> Fill:

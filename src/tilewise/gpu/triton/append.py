@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.core.device_errors import LENGTH, PAGE, error_flags
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import has_pdl
 
 BLOCK_H = tl.constexpr(16)
+PAGE_FLAG, LENGTH_FLAG = tl.constexpr(PAGE), tl.constexpr(LENGTH)
 WHOLE_TOKEN = 1024  # columns, of all blocks of heads together, that one program may hold
 
 
@@ -71,10 +73,10 @@ def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
     arguments = (
         *(_heads(t) for t in (query, key, value, turned)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(*places, cos, sin),
+        *(*places, cos, sin, error_flags(key.device)),
         *(
             new_tokens,
-            key_storage.shape[1],
+            *key_storage.shape[:2],
             0 if cos is None else len(cos),
             0 if table is None else table.shape[1],
         ),
@@ -112,14 +114,14 @@ def _flat(t: Tensor | None) -> Heads | None:
     return None if t is None else Heads(t, t.stride(1), 0, t.stride(2), *t.shape[-2:])
 
 
-@triton.jit(do_not_specialize=["new_tokens", "rows", "table_rows", "pages"])
+@triton.jit(do_not_specialize=["new_tokens", "entries", "rows", "table_rows", "pages"])
 def append_kernel(
     q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, new_lengths, arrivals, cos, sin,
-    new_tokens, rows, table_rows, pages,
+    errors, new_tokens, entries, rows, table_rows, pages,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens * BLOCKS,). rows: of an entry of the storage."""
+    """Grid: (tokens * BLOCKS,). rows: of an entry of the storage, of which there are `entries`."""
     BLOCKS: tl.constexpr = 1 if IS_WHOLE else Q_BLOCKS + K_BLOCKS + V_BLOCKS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
@@ -128,10 +130,11 @@ def append_kernel(
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
-    where = Where(slots, positions, lengths, page_table)
+    where = Where(slots, positions, lengths, page_table, errors, entries)
     held = 0
     if lengths is not None and new_lengths is not None:
         held = tl.load(lengths + b)
+    count = tl.where(held < 0, 0, new_tokens)  # a wrong length stays one
     if IS_WHOLE:
         move_token(
             q, k, v, q_out, k_out, v_out, where, cos, sin, b, rows, table_rows, pages,
@@ -159,13 +162,13 @@ def append_kernel(
         if arrivals is not None:
             tl.debug_barrier()  # all threads have read the length that is to change
             if IS_WHOLE:
-                tl.store(new_lengths + b, held + 1)
+                tl.store(new_lengths + b, held + count)
             elif tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
                 tl.store(arrivals + b, 0)
-                tl.store(new_lengths + b, held + new_tokens)
+                tl.store(new_lengths + b, held + count)
         else:
             if (n == 0) & (tl.program_id(0) % BLOCKS == 0):
-                tl.store(new_lengths + b, held + new_tokens)
+                tl.store(new_lengths + b, held + count)
 
 
 class Where(NamedTuple):
@@ -175,6 +178,8 @@ class Where(NamedTuple):
     positions: tl.tensor
     lengths: tl.tensor
     page_table: tl.tensor
+    errors: tl.tensor
+    entries: tl.tensor
 
 
 @triton.jit
@@ -203,10 +208,11 @@ def move_token(
     slot, position = find(where, b, 0, 1, rows, table_rows, pages)
     keys = turn_blocks(keys, k, b, cos, sin, position, K_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     queries = turn_blocks(queries, q, b, cos, sin, position, Q_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-    for block in tl.static_range(K_BLOCKS):
-        store_heads(k_out, slot, 0, block, keys[block], BLOCK_D)
-    for block in tl.static_range(V_BLOCKS):
-        store_heads(v_out, slot, 0, block, values[block], BLOCK_D)
+    if slot >= 0:
+        for block in tl.static_range(K_BLOCKS):
+            store_heads(k_out, slot, 0, block, keys[block], BLOCK_D)
+        for block in tl.static_range(V_BLOCKS):
+            store_heads(v_out, slot, 0, block, values[block], BLOCK_D)
     for block in tl.static_range(Q_BLOCKS):
         store_heads(q_out, b, 0, block, queries[block], BLOCK_D)
 
@@ -234,19 +240,32 @@ def turn_blocks(
 
 @triton.jit
 def find(where, b, n, new_tokens, rows, table_rows, pages):
-    """(row of the storage or -1, position in the rotary tables) of token n of sequence b."""
+    """(row of the storage or -1, position in the rotary tables) of token n of sequence b.
+
+    -1 for padding, and where a length or a page leads outside of the storage, which is reported.
+    """
     if where.lengths is not None:
-        held = tl.load(where.lengths + b)
+        held = tl.load(where.lengths + b).to(tl.int64)
         position = held + n
+        fits = (held >= 0) & (position < rows)
+        entry = b
         if where.page_table is not None:
-            at = tl.minimum(position // rows, pages - 1)
-            slot = tl.load(where.page_table + b * pages + at).to(tl.int64) * rows + position % rows
-        else:  # in a full one its last rows
-            slot = b * rows + tl.maximum(tl.minimum(held, rows - new_tokens), 0) + n
+            fits = (held >= 0) & (position < pages.to(tl.int64) * rows)
+            at = tl.where(fits, position // rows, 0)
+            entry = tl.load(where.page_table + b * pages + at, mask=fits, other=0).to(tl.int64)
+        if not fits:
+            tl.store(where.errors + LENGTH_FLAG, 1)
+        is_entry = (entry >= 0) & (entry < where.entries)
+        if not is_entry:
+            tl.store(where.errors + PAGE_FLAG, 1)
+        slot = tl.where(fits & is_entry, entry * rows + position % rows, -1)
     else:
         token = b * new_tokens + n
         position = tl.load(where.positions + token)
         slot = tl.load(where.slots + token).to(tl.int64)
+        if (slot < -1) | (slot >= where.entries.to(tl.int64) * rows):
+            tl.store(where.errors + PAGE_FLAG, 1)
+            slot = slot * 0 - 1
     return slot, tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
 
 

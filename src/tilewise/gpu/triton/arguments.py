@@ -73,6 +73,7 @@ class Ragged(NamedTuple):
     seqlens_k: Any
     leftpad_k: Any
     page_table: Any
+    errors: Any = None  # flags for wrong lengths and pages of a cache: see `tilewise.core.device_errors`
 
 
 class Sizes(NamedTuple):
@@ -86,6 +87,7 @@ class Sizes(NamedTuple):
     seqlen_q: int  # packed: total rows
     seqlen_k: int
     stride_page_table: int
+    num_pages: int  # or entries of a cache
     window_left: int | None
     window_right: int | None  # causal is a window whose right edge is 0
     dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
@@ -152,6 +154,7 @@ class DecodeSizes(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     stride_page_table: int
+    num_pages: int  # or entries of a cache
     window_left: int | None
     window_right: int | None
     row_tiles: int  # tiles of rows that one key head has

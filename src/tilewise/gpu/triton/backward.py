@@ -59,7 +59,7 @@ from tilewise.gpu.triton.tiles import (
 def attn_bwd_prepare_kernel(
     out, do, lse_ptr, residual_ptr, dlse_ptr, shift_ptr, low_ptr, delta_ptr, dsinks_ptr,
     ragged, sinks, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def attn_bwd_prepare_kernel(
     """
     V: tl.constexpr = cfg.V
     sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
@@ -116,7 +116,7 @@ def attn_bwd_prepare_kernel(
 def attn_bwd_dkdv_kernel(
     q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
     shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def attn_bwd_dkdv_kernel(
     q = Source(q, desc_q, desc_q_rest)
     do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
@@ -231,7 +231,7 @@ def dkdv_step(
 def attn_bwd_dq_kernel(
     q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
     shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +242,7 @@ def attn_bwd_dq_kernel(
     k = Source(k, desc_k, desc_k_rest)
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M

@@ -32,7 +32,7 @@ from tilewise.gpu.triton.tiles import dot_rows, load_source
 def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
     shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
     tiles_m, tiles_n, per_part,
@@ -49,7 +49,7 @@ def attn_bwd_dbias_kernel(
     v = Source(v, desc_v, desc_v_rest)
     do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.device_errors import error_flags
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.gpu.triton.arguments import (
@@ -116,7 +117,8 @@ class Call:
 
     def ragged(self) -> Any:
         i = self.inputs
-        return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table)
+        errors = error_flags(i.query.device) if self.problem.is_cached else None
+        return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table, errors)
 
     def extras(self) -> Any:
         i = self.inputs
@@ -138,6 +140,7 @@ class Call:
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
             stride_page_table=0 if table is None else table.shape[1],
+            num_pages=len(self.inputs.key),
             window_left=visibility.left,
             window_right=visibility.right,
             dropout_threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,

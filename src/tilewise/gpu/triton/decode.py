@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Place
+from tilewise.gpu.triton.guards import cached_rows, is_page, length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
     exact_lse,
     exp_difference,
@@ -40,15 +41,7 @@ from tilewise.gpu.triton.primitives import (
 @triton.jit
 def sequence_keys(b, sizes, ragged):
     """(first key row, keys, first key that some query sees) of sequences b, scalar or vector."""
-    exists = b < sizes.batch
-    k_start = b * 0
-    seqlen_k = b * 0 + sizes.seqlen_k
-    if ragged.seqlens_k is not None:  # a wrong length must not lead outside of the cache
-        held = tl.load(ragged.seqlens_k + b, mask=exists, other=0).to(tl.int32)
-        seqlen_k = tl.minimum(tl.maximum(held, 0), seqlen_k)
-    if ragged.leftpad_k is not None:
-        k_start = tl.load(ragged.leftpad_k + b, mask=exists, other=0).to(tl.int32)
-        seqlen_k = tl.maximum(seqlen_k - k_start, 0)
+    k_start, seqlen_k, _ = cached_rows(b, b < sizes.batch, sizes, ragged)
     lo = b * 0
     if sizes.window_left is not None:
         lo = tl.maximum(seqlen_k - sizes.seqlen_q - sizes.window_left, 0)
@@ -79,14 +72,15 @@ def sequence_at(unit, tiles, ends, cfg: tl.constexpr):
 
 @triton.jit
 def key_places(b, row, mask, ragged, sizes, cfg: tl.constexpr):
-    """(batch entry or page, row in it) of rows [BLOCK_N] of one sequence."""
+    """(batch entry or page, row in it, whether it may be read) of rows [BLOCK_N] of one sequence."""
     if cfg.PAGE_SIZE > 0:
         table = ragged.page_table + b.to(tl.int64) * sizes.stride_page_table
         entry = tl.load(table + row // cfg.PAGE_SIZE, mask=mask, other=0).to(tl.int64)
+        mask = mask & is_page(entry, sizes)
         row = row % cfg.PAGE_SIZE
     else:
         entry = b.to(tl.int64)
-    return entry, row.to(tl.int64)
+    return entry, row.to(tl.int64), mask
 
 
 @triton.jit
@@ -124,7 +118,7 @@ def decode_step(
     """Fold key tile t into (acc, m, l). A compare for each score is free beside the reading of its key."""
     offs_n = t * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     mask_n = offs_n < place.seqlen_k
-    entry, row = key_places(place.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
+    entry, row, mask_n = key_places(place.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
     key_scale, value_scale = scales
     k_tile = load_keys(
         k, key_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_D, cfg.HEAD_DIM
@@ -186,8 +180,8 @@ def store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg: tl
 @triton.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_kernel(
     q, k, v, partial, partial_m, partial_l, ragged, scales, mask, bias, alibi, factors,
-    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-    row_tiles, segments, workers,
+    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
+    window_left, window_right, row_tiles, segments, workers,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,).
@@ -196,8 +190,8 @@ def attn_decode_kernel(
     """
     extras = Extras(mask, bias, alibi, None, None)
     sizes = DecodeSizes(
-        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-        row_tiles, segments, workers,
+        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
+        window_left, window_right, row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
@@ -241,6 +235,9 @@ def attn_decode_kernel(
                 acc, m, l, q_tile, q_rest, k, v, i, tile, kv_head, k_start, place, ragged, scales, extras,
                 sizes, factors, cfg,
             )  # fmt: skip
+        if cfg.PAGE_SIZE > 0:
+            end_row = k_start + tl.minimum((t + count) * cfg.BLOCK_N, seqlen_kb)
+            l += page_poison(b, k_start + t * cfg.BLOCK_N, end_row, sizes, ragged, cfg)
         piece = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
         exists = row_exists & (offs_m < cfg.ROWS)
         store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg)
@@ -250,8 +247,8 @@ def attn_decode_kernel(
 @triton.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_merge_kernel(
     partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors,
-    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-    row_tiles, segments, workers,
+    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
+    window_left, window_right, row_tiles, segments, workers,
     MERGE_ROWS: tl.constexpr, MERGE_PIECES: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
@@ -259,8 +256,8 @@ def attn_decode_merge_kernel(
     Grid: (segments of all, blocks of rows).
     """
     sizes = DecodeSizes(
-        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
-        row_tiles, segments, workers,
+        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
+        window_left, window_right, row_tiles, segments, workers,
     )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     let_next_kernel_start(cfg)
@@ -287,6 +284,8 @@ def attn_decode_merge_kernel(
     if sinks is not None:
         m = sink_maximum(tl.load(sinks + h, mask=row_exists, other=0.0), cfg)
         l += 1.0
+    if ragged.errors is not None:
+        l += length_poison(b, sizes, ragged)
     acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
     wait_for_kernel_before(cfg)  # until every piece is written
     for p in range(worker, last, MERGE_PIECES):

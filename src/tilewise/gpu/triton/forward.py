@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.guards import length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
     edge_tile,
     exact_lse,
@@ -46,7 +47,7 @@ from tilewise.gpu.triton.tiles import (
 def attn_fwd_kernel(
     q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
     lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +58,7 @@ def attn_fwd_kernel(
     k = Source(k, desc_k, desc_k_rest)
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, window_left, window_right,
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
@@ -89,6 +90,10 @@ def attn_fwd_kernel(
             acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
         )
 
+    if ragged.errors is not None:
+        l += length_poison(place.b, sizes, ragged)
+        if cfg.PAGE_SIZE > 0:
+            l += page_poison(place.b, k_start + lo, k_start + hi, sizes, ragged, cfg)
     i = i0 + tl.arange(0, BLOCK_M)
     lse, residual = exact_lse(m, l, factors, cfg)
     first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)

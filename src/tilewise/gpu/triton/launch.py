@@ -60,10 +60,12 @@ def forward(
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
     """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
     assert inputs.page_table is not None
-    table, dense = inputs.page_table.long(), []
+    is_page = (inputs.page_table >= 0) & (inputs.page_table < len(inputs.key))
+    table, dense = inputs.page_table.long().masked_fill(~is_page, 0), []
     for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
         assert scale is not None
-        tokens = pages[table].to(scale.dtype) * scale[table][:, :, None, :, None]
+        scales = scale[table].masked_fill(~is_page[..., None], torch.nan)  # not looked at behind a sequence
+        tokens = pages[table].to(scale.dtype) * scales[:, :, None, :, None]
         dense.append(tokens.flatten(1, 2).to(problem.dtype))
     problem = replace(problem, is_quantized=False, page_size=None)
     return problem, inputs._replace(

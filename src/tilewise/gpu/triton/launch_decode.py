@@ -137,6 +137,7 @@ def _sizes(problem: AttentionProblem, inputs: Inputs, cuts: Cuts) -> DecodeSizes
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         stride_page_table=0 if table is None else table.shape[1],
+        num_pages=len(inputs.key),
         window_left=visibility.left,
         window_right=visibility.right,
         row_tiles=cuts.row_tiles,

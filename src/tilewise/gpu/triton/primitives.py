@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS, Place
+from tilewise.gpu.triton.guards import cached_rows
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -90,11 +91,9 @@ def sequence_rows(b, sizes, ragged):
     if ragged.cu_seqlens_k is not None:
         k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
         seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
-    if ragged.seqlens_k is not None:  # a wrong length must not lead outside of the cache
-        seqlen_k = tl.minimum(tl.maximum(tl.load(ragged.seqlens_k + b).to(tl.int32), 0), seqlen_k)
-    if ragged.leftpad_k is not None:
-        k_start = tl.load(ragged.leftpad_k + b).to(tl.int64)
-        seqlen_k = tl.maximum(seqlen_k - k_start, 0).to(tl.int32)
+    if ragged.errors is not None:
+        first, seqlen_k, _ = cached_rows(b, b >= 0, sizes, ragged)
+        k_start = first.to(tl.int64)
     first_col = k_start
     if ragged.cu_seqlens_k is not None:  # each packed sequence has its columns from 0 on
         first_col = k_start * 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.triton.guards import is_page
+
 
 @triton.jit
 def row_base(x, b, h, start):
@@ -148,22 +150,23 @@ def store_part(
 
 @triton.jit
 def load_paged(
-    x, base, table, first_row, j0, seqlen_k,
+    x, base, table, first_row, j0, seqlen_k, sizes,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Like `load_tile` at an edge, each row found through its page."""
     j = j0 + tl.arange(0, BLOCK)
     row = first_row + j
     page = tl.load(table + row // PAGE_SIZE, mask=j < seqlen_k, other=0).to(tl.int64)
+    exists = is_page(page, sizes)[:, None]
     ptrs = (base + page * x.stride_batch + row % PAGE_SIZE * x.stride_row)[:, None]
     FIRST: tl.constexpr = COLUMNS.FIRST
     REST: tl.constexpr = COLUMNS.REST
-    mask = tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM, FIRST)
+    mask = exists & tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM, FIRST)
     first = tl.load(ptrs + tl.arange(0, FIRST)[None, :], mask=mask, other=0.0)
     if REST == 0:
         return (first,)
     else:
-        mask = tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM - FIRST, REST)
+        mask = exists & tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM - FIRST, REST)
         return first, tl.load(ptrs + FIRST + tl.arange(0, REST)[None, :], mask=mask, other=0.0)
 
 
@@ -178,7 +181,9 @@ def load_keys(
         x = source.rows
         base = x.ptr + kv_head.to(tl.int64) * x.stride_head
         table = ragged.page_table + place.b.to(tl.int64) * sizes.stride_page_table
-        tile = load_paged(x, base, table, k_start, j0, place.seqlen_k, cfg.PAGE_SIZE, cfg.BLOCK_N, COLUMNS)
+        tile = load_paged(
+            x, base, table, k_start, j0, place.seqlen_k, sizes, cfg.PAGE_SIZE, cfg.BLOCK_N, COLUMNS
+        )
     else:
         tile = load_source(
             source, place.b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, COLUMNS, IS_EDGE

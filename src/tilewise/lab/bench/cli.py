@@ -89,6 +89,10 @@ def run(
     with _one_line_errors():
         if suite is None:
             raise BenchError(f"--suite is missing, must be one of {', '.join(SUITES)}")
+        if budget is not None and not 0 < budget < float("inf"):
+            raise BenchError(f"--budget {budget} must be a positive finite number of seconds")
+        if not setup_limit < float("inf"):
+            raise BenchError(f"--setup-limit {setup_limit} must be a finite number of seconds")
         if rounds < MIN_ROUNDS:
             raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
         names = tuple(name.strip() for name in peers.split(",")) if peers else ()

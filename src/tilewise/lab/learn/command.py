@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from tilewise.core.checks import MAX_HEAD_DIM
 from tilewise.core.fp8 import BLOCK_ROWS
 from tilewise.lab.learn import eight_bits
 from tilewise.lab.learn.examples import EXAMPLES, Example, Tensors, random_example
@@ -20,6 +21,7 @@ from tilewise.lab.learn.walkthrough import Settings, walkthrough
 
 LARGEST = 64  # rows; everything is printed
 LARGEST_OUTLIER = 1e6
+LARGEST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def trace(
@@ -27,7 +29,9 @@ def trace(
     seqlen: Annotated[int | None, typer.Option(help="Random inputs with this many queries instead.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(help="Keys of random inputs; default: as many.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head size of random inputs; default: 2.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of random inputs; default: 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed of random inputs; default: 0.")
+    ] = None,
     order: Annotated[str, typer.Option(help="fa1: keys outer. fa2: queries outer.")] = "fa2",
     normalize: Annotated[str, typer.Option(help="each_step, or end.")] = "end",
     block_q: Annotated[
@@ -81,7 +85,9 @@ def fp8(
     outlier: Annotated[float, typer.Option(help="Column 0 of q and k is multiplied by this.")] = 8.0,
     rows: Annotated[int, typer.Option(help="Queries, and keys.")] = eight_bits.ROWS,
     head_dim: Annotated[int, typer.Option(help="Head size.")] = eight_bits.HEAD_DIM,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = eight_bits.SEED,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random inputs.")
+    ] = eight_bits.SEED,
     query: Annotated[int, typer.Option(help="The query whose numbers are printed.")] = 0,
     digits: Annotated[int, typer.Option(min=0, max=15, help="Digits after the point.")] = 4,
 ) -> None:
@@ -121,15 +127,17 @@ def learn(
 
 
 def pipeline(
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Head size.")] = 128,
     block_n: Annotated[int | None, typer.Option(help="Keys in a tile; default: the kernel's.")] = None,
-    warpgroups: Annotated[int | None, typer.Option(help="Of 64 queries; default: the kernel's.")] = None,
+    warpgroups: Annotated[
+        int | None, typer.Option(max=64, help="Of 64 queries; default: the kernel's.")
+    ] = None,
     stages: Annotated[int | None, typer.Option(help="Depth of the rings; default: the kernel's.")] = None,
     overlap: Annotated[bool, typer.Option(help="Start the next scores before P V.")] = True,
     ping_pong: Annotated[
         bool, typer.Option("--ping-pong", help="Barriers that make products alternate.")
     ] = False,
-    key_tiles: Annotated[int, typer.Option(help="Key tiles that each query tile visits.")] = 8,
+    key_tiles: Annotated[int, typer.Option(max=1 << 16, help="Key tiles that each query tile visits.")] = 8,
     spans: Annotated[bool, typer.Option("--spans", help="Every piece of work and of waiting.")] = False,
 ) -> None:
     """Lay out the Hopper forward kernel's schedule as a timeline of cycles, from datasheet rates."""

@@ -16,20 +16,27 @@ from tilewise.lab.learn.machines import MACHINES, Machine, find_machine, human_b
 from tilewise.lab.learn.records import BlockSizes
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+LONGEST, MOST = 1 << 24, 1 << 20  # tokens, whose tiles are counted one by one; anything else
 MANY = (512, 2048, 8192, 32768, 131072)
 
-Seqlen = Annotated[int, typer.Option("--seqlen", help="Queries, and keys unless --seqlen-k says otherwise.")]
-SeqlenK = Annotated[int | None, typer.Option("--seqlen-k", help="Keys; default: as many as queries.")]
-HeadDim = Annotated[int, typer.Option("--head-dim", help="Head size.")]
-Heads = Annotated[int, typer.Option("--heads", help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key heads; default: as many.")]
-Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
+Seqlen = Annotated[
+    int, typer.Option("--seqlen", max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise.")
+]
+SeqlenK = Annotated[
+    int | None, typer.Option("--seqlen-k", max=LONGEST, help="Keys; default: as many as queries.")
+]
+HeadDim = Annotated[int, typer.Option("--head-dim", max=MOST, help="Head size.")]
+Heads = Annotated[int, typer.Option("--heads", max=MOST, help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", max=MOST, help="Key heads; default: as many.")]
+Batch = Annotated[int, typer.Option("--batch", max=MOST, help="Sequences.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
-Sram = Annotated[int, typer.Option("--sram", help="Fast memory M of Algorithm 1, in KiB.")]
-BlockQ = Annotated[int, typer.Option("--block-q", help="Queries in a tile of the other algorithms.")]
-BlockK = Annotated[int, typer.Option("--block-k", help="Keys in a tile of the other algorithms.")]
-Splits = Annotated[int, typer.Option("--splits", help="Parts that decoding cuts the keys in.")]
+Sram = Annotated[int, typer.Option("--sram", max=MOST, help="Fast memory M of Algorithm 1, in KiB.")]
+BlockQ = Annotated[
+    int, typer.Option("--block-q", max=MOST, help="Queries in a tile of the other algorithms.")
+]
+BlockK = Annotated[int, typer.Option("--block-k", max=MOST, help="Keys in a tile of the other algorithms.")]
+Splits = Annotated[int, typer.Option("--splits", max=MOST, help="Parts that decoding cuts the keys in.")]
 DeviceName = Annotated[
     str, typer.Option("--device", help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")
 ]
@@ -111,14 +118,16 @@ def kv_memory_command(
     model: Annotated[
         str | None, typer.Option("--model", help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", help="Tokens in the cache.")] = 4096,
+    context: Annotated[int, typer.Option("--context", max=1 << 40, help="Tokens in the cache.")] = 4096,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     lengths: Annotated[
         str | None,
         typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
     ] = None,
-    page_size: Annotated[int, typer.Option("--page-size", help="Tokens a page, with --lengths.")] = 16,
+    page_size: Annotated[
+        int, typer.Option("--page-size", max=MOST, help="Tokens a page, with --lengths.")
+    ] = 16,
     longest: Annotated[
         int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
     ] = None,

@@ -199,6 +199,9 @@ def _memory_bytes(path: Path = Path("/proc/meminfo")) -> int:
     return next((int(line.split()[1]) * KIB for line in lines if line.startswith("MemTotal")), 0)
 
 
+PREFIXES = "kMGTPEZYRQ"
+
+
 def human_bytes(count: float) -> str:
     """Decimal units, three digits.
 
@@ -208,8 +211,8 @@ def human_bytes(count: float) -> str:
     """
     if count < 1000:
         return f"{count:.0f} B"
-    power = min(5, int(math.log10(count) // 3))
-    if round(count / 1000**power, 1) >= 1000:
+    power = min(len(PREFIXES), int(math.log10(count) // 3))
+    if round(count / 1000**power, 1) >= 1000 and power < len(PREFIXES):
         power += 1
     value = count / 1000**power
-    return f"{value:.{0 if value >= 99.95 else 1}f} {'kMGTP'[power - 1]}B"
+    return f"{value:.{0 if value >= 99.95 else 1}f} {PREFIXES[power - 1]}B"

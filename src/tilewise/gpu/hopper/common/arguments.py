@@ -143,6 +143,7 @@ class Cache(NamedTuple):
 
     seqlens_k: Any
     page_table: Any  # (batch, pages); None: sequence b is entry b
+    errors: Any  # flags for what is wrong in them: see `hopper.guards`
 
 
 class Sizes(NamedTuple):
@@ -160,6 +161,7 @@ class Sizes(NamedTuple):
     rows_k: Any  # of a cache: rows from one entry, a sequence or a page, to the next
     rows_v: Any
     stride_page_table: Any
+    num_pages: Any  # or entries of a cache
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ class DecodeSizes(NamedTuple):
     stride_q_head: Any
     stride_slopes: Any  # 0 where one row of ALiBi slopes serves every sequence
     stride_page_table: Any
+    num_pages: Any  # or entries of a cache
     rows_k: Any  # rows from one sequence, or page, to the next
     rows_v: Any
 

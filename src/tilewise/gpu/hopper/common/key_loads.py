@@ -6,6 +6,7 @@ numbers are read a tile ahead.
 
 from tilewise.gpu.hopper.common.channel import make_ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import as_boxes, gl, gluon, load_tile, mbarrier
+from tilewise.gpu.hopper.common.guards import page_or_zero
 
 
 @gluon.jit
@@ -50,9 +51,11 @@ def read_pages(j, work, sizes, cache, cfg: gl.constexpr):
 
 
 @gluon.jit
-def key_place(j, pages, work, head, cfg: gl.constexpr):
+def key_place(j, pages, work, head, sizes, cfg: gl.constexpr):
     """Where key tile j is: TMA coordinates, or of a cache (first row in its sequence, pages)."""
     if cfg.IS_CACHED:
+        if cfg.PAGE_SIZE > 0:  # not where they are read, which would wait for them
+            pages = page_or_zero(pages, sizes)
         place = (j * cfg.BLOCK_N, pages)
     else:
         place = coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head, work.batch, cfg.IS_PACKED)

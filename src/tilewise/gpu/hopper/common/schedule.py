@@ -8,6 +8,7 @@ heads are worked through in sections whose keys and values fit the L2 cache.
 
 from tilewise.gpu.hopper.common.channel import make_ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.guards import length_or_zero
 
 
 @aggregate
@@ -143,15 +144,16 @@ def packed_sequence(unit, batch, packing):
 
 @gluon.jit
 def cached_sequence(unit, sizes, packing, cache, cfg: gl.constexpr):
-    """Likewise with keys in a cache: start_k is 0. A wrong length does not lead outside of the cache."""
+    """Likewise with keys in a cache: start_k is 0, or 1 where the length is wrong; there are no keys then."""
     b, first, own_tiles = ordered_sequence(unit, sizes.batch, packing)
     if cfg.IS_PACKED:
         start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
     else:
         start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
-    own_k = gl.load(cache.seqlens_k + b).to(gl.int32)
-    own_k = gl.minimum(gl.maximum(own_k, 0), sizes.seqlen_k)
-    return b, first, own_tiles, start_q, own_q, 0 * b, own_k
+    held = gl.load(cache.seqlens_k + b)
+    own_k = length_or_zero(held, sizes.seqlen_k)
+    is_wrong = gl.cast(own_k != held, gl.int32)
+    return b, first, own_tiles, start_q, own_q, is_wrong, own_k
 
 
 @gluon.jit

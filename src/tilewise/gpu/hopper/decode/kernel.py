@@ -31,6 +31,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.guards import piece_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.ranges import hide
@@ -104,8 +105,8 @@ def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors,
-    cfg: gl.constexpr,
+    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, page_table, errors, slopes, smem, sizes,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a piece for both."""
     k_ring, v_ring = smem.k, smem.v
@@ -128,6 +129,8 @@ def mma_role(
             slope_log2 = slope.to(gl.float32) * LOG2_E
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        if W == 0:
+            l += piece_poison(page_table, errors, piece, sizes, 4, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         for n in range((W - use) & (cfg.WARPGROUPS - 1), piece.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
@@ -162,9 +165,9 @@ def mma_role(
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
     q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
-    slopes,
+    errors, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
@@ -173,15 +176,52 @@ def attn_decode_kernel(
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
+        rows_k, rows_v,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     smem = make_shared(k_desc.dtype, cfg)
     k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(
         [
-            (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
-            (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, slopes, smem, sizes, factors, cfg)),
+            (
+                mma_role,
+                (
+                    0,
+                    q,
+                    out,
+                    lse,
+                    partial,
+                    partial_lse,
+                    seqlens_k,
+                    page_table,
+                    errors,
+                    slopes,
+                    smem,
+                    sizes,
+                    factors,
+                    cfg,
+                ),
+            ),
+            (
+                mma_role,
+                (
+                    1,
+                    q,
+                    out,
+                    lse,
+                    partial,
+                    partial_lse,
+                    seqlens_k,
+                    page_table,
+                    errors,
+                    slopes,
+                    smem,
+                    sizes,
+                    factors,
+                    cfg,
+                ),
+            ),
             (load_role, (0, k, v, seqlens_k, page_table, smem, sizes, cfg)),
             (load_role, (1, k, v, seqlens_k, page_table, smem, sizes, cfg)),
         ],

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.device_errors import error_flags
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
@@ -199,7 +200,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
         key_descriptor(value, cfg),
         _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
-        *(out, lse, *pieces, lengths, table, slopes),
+        *(out, lse, *pieces, lengths, table, errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *factors(problem),
         cfg,
@@ -210,13 +211,20 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
 
-    _, lengths, sinks, *pieces, out, lse = tensors
-    arguments = (*pieces, out, lse, lengths, sinks, *decode_sizes(problem, cfg, workers), cfg)
+    query, lengths, sinks, *pieces, out, lse = tensors
+    errors = errors_of(problem, query)
+    arguments = (*pieces, out, lse, lengths, errors, sinks, *decode_sizes(problem, cfg, workers), cfg)
     blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
     programs = problem.batch * segments(problem, cfg) * blocks
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
+
+
+def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
+    """Flags for wrong lengths and pages of a cache."""
+    assert query is not None
+    return error_flags(query.device) if problem.is_cached else None
 
 
 def decode_sizes(
@@ -245,6 +253,7 @@ def decode_sizes(
         stride_q_head=0 if query is None else query.stride(2),
         stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
         stride_page_table=0 if table is None else table.shape[1],
+        num_pages=0 if key is None else len(key),
         rows_k=rows_per_entry(key),
         rows_v=rows_per_entry(value),
     )

@@ -15,12 +15,16 @@ from tilewise.gpu.hopper.common.compat import (
     mbarrier,
     wait_for_previous_kernel,
 )
+from tilewise.gpu.hopper.common.guards import page_or_zero
 from tilewise.gpu.hopper.decode.plan import make_line, piece_at, worker_units
 
 
 @gluon.jit
 def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
-    """Numbers of PAGE_LANES pages from key tile `tile` on; 0 for those beyond the sequence's."""
+    """Numbers of PAGE_LANES pages from key tile `tile` on; 0 for those beyond the sequence's.
+
+    They are not looked at here, where that would wait for them.
+    """
     page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
     if cfg.PAGE_SIZE > 0:
         page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
@@ -137,6 +141,7 @@ def load_role(L: gl.constexpr, k, v, seqlens_k, page_table, smem, sizes, cfg: gl
         for n in range(first, piece.count, cfg.LOADERS):
             tile = piece.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
+            pages = page_or_zero(pages, sizes)
             load_tiles(k, v, use + n, pages, piece, tile, smem, sizes, cfg)
             pages = next_pages
         use += piece.count

@@ -2,6 +2,7 @@
 
 from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
+from tilewise.gpu.hopper.common.guards import length_poison
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
 from tilewise.gpu.hopper.decode.plan import make_line, number_of, piece_index, worker_of
 from tilewise.gpu.hopper.decode.rows import divided, places, store_columns, store_lse
@@ -54,9 +55,9 @@ def add_pieces(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_merge_kernel(
-    partial, partial_lse, out, lse, seqlens_k, sinks,
+    partial, partial_lse, out, lse, seqlens_k, errors, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of MERGE_ROWS rows of a segment.
@@ -65,7 +66,8 @@ def attn_decode_merge_kernel(
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
+        rows_k, rows_v,
     )  # fmt: skip
     layout: gl.constexpr = merge_layout(cfg)
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
@@ -104,6 +106,8 @@ def attn_decode_merge_kernel(
     if cfg.HAS_SINKS:
         m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
         l += 1.0
+    if cfg.HAS_LENGTHS:
+        l += length_poison(seqlens_k, errors, b, sizes)
     acc = gl.full([cfg.MERGE_ROWS, LANES, cfg.MERGE_COLUMNS], 0.0, gl.float32, layout)
     # A first round without pieces brings the instructions near while the workers are busy.
     for n in range(-STEP, gl.maximum(count, 1), STEP):

@@ -28,6 +28,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.guards import piece_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.softmax import Factors
@@ -91,7 +92,7 @@ def scores(smem, use):
 
 
 @gluon.jit
-def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr):
+def score_role(lse, partial_lse, seqlens_k, page_table, errors, smem, sizes, factors, cfg: gl.constexpr):
     """S and softmax of every tile of the worker's. A piece's last factor is 1 / l."""
     weights = smem.weights
     wait_for_previous_kernel()
@@ -105,6 +106,7 @@ def score_role(lse, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.conste
         piece = piece_at(unit, end, line, sizes, cfg, 4)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        l += piece_poison(page_table, errors, piece, sizes, 4, cfg)
         smem.queries.wait(pieces)
         for n in range(piece.count):
             s = warpgroup_mma_wait(0, deps=(scores(smem, use + n),))  # [64, BLOCK_N]
@@ -188,9 +190,9 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_kernel(
-    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
+    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table, errors,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is an MlaConfig.
@@ -199,13 +201,14 @@ def attn_decode_mla_kernel(
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
+        rows_k, rows_v,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (score_role, (lse, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
+            (score_role, (lse, partial_lse, seqlens_k, page_table, errors, smem, sizes, factors, cfg)),
             (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),

@@ -20,6 +20,7 @@ from tilewise.gpu.hopper.decode.launch import (
     attend,
     cached_tensors,
     decode_sizes,
+    errors_of,
     key_descriptor,
     merge_launch,
     new_tensors,
@@ -91,7 +92,7 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
 
     query, key, lengths, table, *pieces, out, lse = tensors
     arguments: tuple[Any, ...] = (
-        *(query, key_descriptor(key, cfg), out, lse, *pieces, lengths, table),
+        *(query, key_descriptor(key, cfg), out, lse, *pieces, lengths, table, errors_of(problem, query)),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
         *factors(problem),
         cfg,

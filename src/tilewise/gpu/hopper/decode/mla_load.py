@@ -15,6 +15,7 @@ from tilewise.gpu.hopper.common.compat import (
     mbarrier,
     wait_for_previous_kernel,
 )
+from tilewise.gpu.hopper.common.guards import page_or_zero
 from tilewise.gpu.hopper.decode.load import box_place, load_pages
 from tilewise.gpu.hopper.decode.plan import make_line, piece_at, worker_units
 from tilewise.gpu.hopper.decode.rows import read_queries
@@ -117,6 +118,7 @@ def load_role(L: gl.constexpr, desc, keys, queries, seqlens_k, page_table, sizes
         pages = load_pages(ptr_table, piece.tile, held, cfg)
         for n in range(piece.count):
             next_pages = load_pages(ptr_table, piece.tile + n + 1, held, cfg)  # answered during a wait
+            pages = page_or_zero(pages, sizes)
             place = box_place(0, pages, piece, piece.tile + n, sizes.rows_k, cfg)
             if L == 0:
                 load_columns(desc, keys.rest, use + n, place, PARTS * PART, 1)

@@ -22,6 +22,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.guards import piece_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout
 from tilewise.gpu.hopper.common.softmax import Factors, exp2, finite_or_zero, softcapped
 from tilewise.gpu.hopper.decode.kernel import has_edge
@@ -125,7 +126,19 @@ def weigh(s, m, sums, tile, piece, sizes, factors, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg: gl.constexpr
+    W: gl.constexpr,
+    q,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    seqlens_k,
+    page_table,
+    errors,
+    smem,
+    sizes,
+    factors,
+    cfg: gl.constexpr,
 ):
     """Half W of O^T, and all of S^T."""
     parts, weights = half_of(W, smem.keys), smem.weights.index(W)
@@ -143,6 +156,7 @@ def mma_role(
         smem.queries.wait(pieces)
         m = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
         sums = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, layout)
+        sums += piece_poison(page_table, errors, piece, sizes, 4, cfg)
         left = gl.full([PART, cfg.BLOCK_M], 0.0, gl.float32, layout)
         right = left
         for n in range(piece.count):
@@ -189,22 +203,57 @@ def store_half(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_narrow_kernel(
-    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
+    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table, errors,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line; arguments as of `hopper.decode_mla`'s kernel."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, rows_k, rows_v,
+        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
+        rows_k, rows_v,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
-            (mma_role, (1, q, out, lse, partial, partial_lse, seqlens_k, smem, sizes, factors, cfg)),
+            (
+                mma_role,
+                (
+                    0,
+                    q,
+                    out,
+                    lse,
+                    partial,
+                    partial_lse,
+                    seqlens_k,
+                    page_table,
+                    errors,
+                    smem,
+                    sizes,
+                    factors,
+                    cfg,
+                ),
+            ),
+            (
+                mma_role,
+                (
+                    1,
+                    q,
+                    out,
+                    lse,
+                    partial,
+                    partial_lse,
+                    seqlens_k,
+                    page_table,
+                    errors,
+                    smem,
+                    sizes,
+                    factors,
+                    cfg,
+                ),
+            ),
             (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
             (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
         ],

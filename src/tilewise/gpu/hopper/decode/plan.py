@@ -16,6 +16,7 @@ host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K
 """
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.guards import length_or_zero
 from tilewise.gpu.hopper.common.softmax import reciprocal
 
 
@@ -71,9 +72,8 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
     b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
     exists = b < sizes.batch
     seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
-    if cfg.HAS_LENGTHS:  # a wrong length must not lead outside of the cache
-        held = gl.load(seqlens_k + b, mask=exists, other=0).to(gl.int32)
-        seqlen_k = gl.minimum(gl.maximum(held, 0), seqlen_k)
+    if cfg.HAS_LENGTHS:
+        seqlen_k = length_or_zero(gl.load(seqlens_k + b, mask=exists, other=0), sizes.seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)
     start, units = 0 * sizes.batch, tiles

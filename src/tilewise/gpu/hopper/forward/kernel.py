@@ -30,6 +30,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_place, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_parts
@@ -88,7 +89,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         head_k = work.head // sizes.group_size
         left = tiles.end - tiles.begin - 1
         j = visited(tiles, left, cfg)
-        k_place = key_place(j, read_pages(j, work, sizes, cache, cfg), work, head_k, cfg)
+        k_place = key_place(j, read_pages(j, work, sizes, cache, cfg), work, head_k, sizes, cfg)
         pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
         load_keys(rings.k, use, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
         send(rings.work, turn, work, is_exact)
@@ -99,7 +100,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         while left > 0:
             v_place = k_place
             left -= 1
-            k_place = key_place(visited(tiles, left, cfg), pages, work, head_k, cfg)
+            k_place = key_place(visited(tiles, left, cfg), pages, work, head_k, sizes, cfg)
             pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
             load_keys(rings.k, use + 1, k_desc, k_place, work, head_k, sizes.rows_k, cfg.PARTS, cfg)
             load_keys(rings.v, use, v_desc, v_place, work, head_k, sizes.rows_v, 1, cfg)
@@ -188,6 +189,15 @@ def weigh(s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype: gl.c
 
 
 @gluon.jit
+def poison(work, tiles, sizes, cache, cfg: gl.constexpr):
+    """0, or NaN where the cache's length or a page of a warpgroup's tiles is wrong."""
+    of_pages = page_poison(
+        cache.page_table, cache.errors, work.batch, work.seqlen_k, tiles.begin, tiles.end, sizes, 2, 4, cfg
+    )
+    return of_pages + reported_length(work.start_k > 0, cache.errors)
+
+
+@gluon.jit
 def rescaled(acc, alpha, cfg: gl.constexpr):
     """Each row of acc times its alpha."""
     return acc * gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)[:, None]
@@ -214,6 +224,7 @@ def mma_role(
     rings,
     sizes,
     factors,
+    cache,
     cfg: gl.constexpr,
 ):
     """Warpgroup W: its 64 rows of every tile of queries that the load role draws."""
@@ -241,6 +252,8 @@ def mma_role(
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+        if cfg.IS_CACHED:
+            l += poison(work, tiles, sizes, cache, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
         p, m, l, _, _ = weigh(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while left > 0:
@@ -338,17 +351,18 @@ def store_block(o_desc, smem_o, row, work, cfg: gl.constexpr):
 @gluon.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    seqlens_k, page_table,
+    seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-    rows_k, rows_v, stride_page_table, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-        rows_k, rows_v, stride_page_table,
+        rows_k, rows_v, stride_page_table, num_pages,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    cache = Cache(seqlens_k, page_table)
+    cache = Cache(seqlens_k, page_table, errors)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
@@ -362,8 +376,8 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 1],
@@ -372,10 +386,10 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
-                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 4, 4, 1],

@@ -168,6 +168,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardCon
         descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, cu_q, cu_k, order, first_tile, counter, *cache),
+        decode_launch.errors_of(problem, query),
         *sizes,
         *factors(problem),
         cfg,
@@ -207,6 +208,7 @@ def _sizes(
         rows_k=decode_launch.rows_per_entry(key) if cfg.IS_CACHED else 0,
         rows_v=decode_launch.rows_per_entry(value) if cfg.IS_CACHED else 0,
         stride_page_table=0 if table is None else table.shape[1],
+        num_pages=0 if key is None else len(key),
     )
 
 

@@ -327,12 +327,13 @@ def attn_fwd_fp8_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     q_factors, k_factors, v_factors, slots_q, slots_k,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-    rows_k, rows_v, stride_page_table, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is an FP8Config, the integers are those of `Sizes`."""
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
-        rows_k, rows_v, stride_page_table,
+        rows_k, rows_v, stride_page_table, num_pages,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     scales = Scales(q_factors, k_factors, v_factors, slots_q, slots_k)

@@ -137,6 +137,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         rows_k=0,
         rows_v=0,
         stride_page_table=0,
+        num_pages=0,
     )
     scale, two_over_softcap, softcap = launch.factors(problem)
     unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity

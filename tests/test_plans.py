@@ -1,24 +1,24 @@
-"""A repeated call takes a short way, and nobody can tell but by the clock."""
+"""A call whose plan is in the cache gives what a first one gives, and nobody can tell but by the clock."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import tilewise
-from tilewise import repeat
+from tilewise.dispatch import plans
 from tilewise.testing import check_attention
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept():
-    repeat.clear()
+def _no_plans():
+    plans.clear()
     yield
-    repeat.clear()
+    plans.clear()
 
 
 def qkv(seqlen_q=5, seqlen_k=5, heads=4, kv_heads=2, dim=16, dtype=torch.float32):
@@ -26,25 +26,23 @@ def qkv(seqlen_q=5, seqlen_k=5, heads=4, kv_heads=2, dim=16, dtype=torch.float32
     return [torch.randn(2, n, h, dim, dtype=dtype) for n, h in shapes]
 
 
-def kept():
-    return len(repeat._local.runs)
+def number_of_plans():
+    return len(plans._entries)
 
 
-def without_quick_ways(q, k, v, **options):
-    """What a call gives that finds nothing kept."""
-    repeat.clear()
+def with_a_new_plan(q, k, v, **options):
+    """What a call gives that finds no plan."""
+    plans.clear()
     return tilewise.attention(q, k, v, **options)
 
 
 @pytest.fixture
-def quick():
-    """Query, key and value of calls that go the quick way, which looks at them in machine code."""
+def known():
+    """Query, key and value of calls whose plan is in the cache."""
     q, k, v = qkv()
     for _ in range(3):
         tilewise.attention(q, k, v)
-    if not pytest.importorskip("tilewise.cpu.host.repeated")._fill_tensor():
-        pytest.skip("no quick way here")
-    assert repeat._local.quick
+    assert number_of_plans() == 1
     return q, k, v
 
 
@@ -63,10 +61,10 @@ def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
 
     first, second = qkv(seqlen, seqlen), qkv(seqlen, seqlen)
     before = call(*first)
-    assert kept() == 1
+    assert number_of_plans() == 1
     repeated = call(*second)
     again = call(*first)
-    repeat.clear()
+    plans.clear()
     whole = call(*second)
     for a, b, c, d in zip(before, again, repeated, whole, strict=True):
         assert torch.equal(a, b) and torch.equal(c, d)
@@ -78,13 +76,13 @@ def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seqlen", [1, 7, 150])
-def test_quick_calls_equal_a_first(layout, return_lse, threads, dtype, seqlen):
+def test_known_calls_equal_a_first(layout, return_lse, threads, dtype, seqlen):
     options = {"layout": layout, "return_lse": return_lse, "causal": True}
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     sets = [[t.permute(axes).contiguous() for t in qkv(seqlen, seqlen, dtype=dtype)] for _ in range(5)]
     torch.set_num_threads(threads)
     found = [tilewise.attention(*tensors, **options) for tensors in sets]
-    expected = [without_quick_ways(*tensors, **options) for tensors in sets]
+    expected = [with_a_new_plan(*tensors, **options) for tensors in sets]
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(*((t if return_lse else (t,)) for t in (a, b)), strict=True):
             assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
@@ -92,8 +90,8 @@ def test_quick_calls_equal_a_first(layout, return_lse, threads, dtype, seqlen):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("how", ["length", "stride", "dtype", "offset", "dimensions", "meta"])
-def test_tensors_unlike_those_of_a_quick_call(quick, which, how):
-    tensors = list(quick)
+def test_tensors_unlike_those_of_a_known_call(known, which, how):
+    tensors = list(known)
     t = tensors[which]
     same_size = {torch.float32: torch.int32}
     tensors[which] = {
@@ -112,7 +110,7 @@ def test_tensors_unlike_those_of_a_quick_call(quick, which, how):
                 tilewise.attention(*tensors)
             return
     found = tilewise.attention(*tensors)
-    assert torch.equal(found, without_quick_ways(*tensors))
+    assert torch.equal(found, with_a_new_plan(*tensors))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
@@ -121,7 +119,7 @@ def test_types_of_one_size_are_two(dtypes):
     for _ in range(4):
         tilewise.attention(*first)
     found = tilewise.attention(*second)
-    assert found.dtype == dtypes[1] and torch.equal(found, without_quick_ways(*second))
+    assert found.dtype == dtypes[1] and torch.equal(found, with_a_new_plan(*second))
 
 
 def check_transforms(q, k, v, plain):
@@ -134,8 +132,8 @@ def check_transforms(q, k, v, plain):
     torch.testing.assert_close(compiled(q, k, v), plain)
 
 
-def test_quick_calls_see_who_watches(quick):
-    q, k, v = quick
+def test_known_calls_see_who_watches(known):
+    q, k, v = known
     plain = tilewise.attention(q, k, v)
     assert tilewise.attention(q.clone().requires_grad_(), k, v).grad_fn is not None
     check_transforms(q, k, v, plain)
@@ -146,16 +144,16 @@ def test_quick_calls_see_who_watches(quick):
     assert not tilewise.attention(q, k, v).is_inference()
 
 
-def test_a_quick_call_takes_only_tensors_with_memory(quick):
-    q, k, v = quick
+def test_a_known_call_takes_only_tensors_with_memory(known):
+    q, k, v = known
     outlived = []
     torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)
     for _ in range(2):
         assert torch.equal(tilewise.attention(outlived[0], k, v), tilewise.attention(q, k, v))
 
 
-def test_a_quick_call_follows_the_number_of_threads(quick):
-    q, k, v = quick
+def test_a_known_call_follows_the_number_of_threads(known):
+    q, k, v = known
     plain = tilewise.attention(q, k, v)
     for threads in (1, 2, 3, 1):
         torch.set_num_threads(threads)
@@ -165,32 +163,11 @@ def test_a_quick_call_follows_the_number_of_threads(quick):
 
 def test_calls_that_take_turns_keep_their_signatures():
     first, second = qkv(3, 5), qkv(4, 6)
-    expected = [without_quick_ways(*tensors) for tensors in (first, second)]
+    expected = [with_a_new_plan(*tensors) for tensors in (first, second)]
     for _ in range(4):
         for tensors, out in zip((first, second), expected, strict=True):
             assert torch.equal(tilewise.attention(*tensors), out)
-    assert not repeat._local.quick
-
-
-def test_without_the_exchange_calls_are_found_by_their_signatures(monkeypatch):
-    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
-    monkeypatch.setattr(repeated, "_fill_tensor", lambda: 0)
-    q, k, v = qkv()
-    outs = [tilewise.attention(q, k, v) for _ in range(4)]
-    assert all(torch.equal(outs[0], out) for out in outs) and not repeat._local.quick
-
-
-def test_only_an_exchange_that_fills_the_struct_is_used(monkeypatch):
-    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
-    fill = repeated._fill_tensor.__wrapped__()
-    if fill:
-        assert repeated._fills_what_is_expected(fill)
-    does_nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(lambda t, struct: 0)
-    assert not repeated._fills_what_is_expected(ctypes.cast(does_nothing, ctypes.c_void_p).value)
-    another = torch.empty(1).__dlpack__()  # a capsule of another name
-    for exchange in (1 << 40, another):
-        monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", exchange, raising=False)
-        assert repeated._fill_tensor.__wrapped__() == 0
+    assert number_of_plans() == 2
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -232,11 +209,11 @@ def test_gradients_of_a_second_call_equal_a_first(backend, layout, dtype, seqlen
         for of_lse in (False, True):
             if of_lse and backend == "aten":
                 continue
-            repeat.clear()
+            plans.clear()
             whole = gradients(second, layout, dout, options, of_lse)
-            repeat.clear()
+            plans.clear()
             gradients(first, layout, dout, options)
-            assert kept() == 1
+            assert number_of_plans() == 2
             for a, b in zip(gradients(second, layout, dout, options, of_lse), whole, strict=True):
                 assert torch.equal(a, b) and a.isfinite().all()
                 assert a.stride() == b.stride() or a.numel() == 0 or 1 in a.shape
@@ -258,17 +235,12 @@ def test_repeated_gradients_of_tensors_that_were_saved_elsewhere():
 
 
 @pytest.fixture
-def quick_gradients():
-    """Leaves and dout of calls whose backward goes the quick way too, and their gradients."""
-    plans = pytest.importorskip("tilewise.cpu.host.plans")
-    repeated = pytest.importorskip("tilewise.cpu.host.repeated")
-    plans.local.quick_backwards.clear()
+def known_gradients():
+    """Leaves and dout of calls whose backward's plan is in the cache too, and their gradients."""
     leaves, dout = [t.requires_grad_() for t in qkv()], torch.randn(2, 5, 4, 16)
     for _ in range(4):
         expected = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout)
-    if not repeated._fill_tensor():
-        pytest.skip("no quick way here")
-    assert plans.local.quick_backwards
+    assert number_of_plans() == 2
     return leaves, dout, expected
 
 
@@ -276,20 +248,20 @@ def quick_gradients():
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (7, 7), (3, 60), (150, 150)])
-def test_quick_gradients_equal_a_first(layout, threads, dtype, seqlen_q, seqlen_k):
+def test_known_gradients_equal_a_first(layout, threads, dtype, seqlen_q, seqlen_k):
     axes = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     sets = [[t.permute(axes).contiguous() for t in qkv(seqlen_q, seqlen_k, dtype=dtype)] for _ in range(5)]
     dout = torch.randn_like(sets[0][0])
     torch.set_num_threads(threads)
     found = [gradients(tensors, layout, dout, {"causal": True}) for tensors in sets]
     for tensors, grads in zip(sets, found, strict=True):
-        repeat.clear()
+        plans.clear()
         for a, b in zip(grads, gradients(tensors, layout, dout, {"causal": True}), strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride()
 
 
-def test_quick_gradients_of_tensors_unlike_the_last(quick_gradients):
-    leaves, dout, expected = quick_gradients
+def test_known_gradients_of_tensors_unlike_the_last(known_gradients):
+    leaves, dout, expected = known_gradients
     wide, turned = (
         torch.empty(2, 5, 4, 32)[..., :16].copy_(dout),
         dout.transpose(1, 2).clone().transpose(1, 2),
@@ -307,12 +279,12 @@ def test_quick_gradients_of_tensors_unlike_the_last(quick_gradients):
         torch.autograd.grad(out, leaves, dout)
 
 
-def test_quick_gradients_can_be_differentiated(quick_gradients):
-    leaves, dout, expected = quick_gradients
+def test_known_gradients_can_be_differentiated(known_gradients):
+    leaves, dout, expected = known_gradients
     grads = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout, create_graph=True)
     torch.testing.assert_close(grads, expected)
     second = torch.autograd.grad(grads[0].square().sum(), leaves)
-    repeat.clear()
+    plans.clear()
     grads = torch.autograd.grad(tilewise.attention(*leaves), leaves, dout, create_graph=True)
     for a, b in zip(second, torch.autograd.grad(grads[0].square().sum(), leaves), strict=True):
         torch.testing.assert_close(a, b)
@@ -333,7 +305,7 @@ def test_repeated_calls_meet_the_error_rule():
         q, k, v = qkv(70, 90)
         check_attention(q, k, v, window=(20, 3))
         tilewise.attention(q, k, v, window=(20, 3))
-    assert kept() == 2  # with gradients and without
+    assert number_of_plans() == 3  # with gradients and lse, their backward, and neither
 
 
 @pytest.mark.parametrize(
@@ -362,7 +334,7 @@ def test_dropout_draws_anew_in_each_call():
     q, k, v = qkv()
     outs = [tilewise.attention(q, k, v, dropout_p=0.5) for _ in range(3)]
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
-    assert list(repeat._local.runs.values()) == [None]
+    assert number_of_plans() == 1
 
 
 def test_strides_and_dtypes_count():
@@ -413,7 +385,7 @@ def test_a_default_device_changes_nothing():
     plain = tilewise.attention(q, k, v)
     with torch.device("meta"):
         assert torch.equal(tilewise.attention(q, k, v), plain)
-        repeat.clear()
+        plans.clear()
         assert torch.equal(tilewise.attention(q, k, v), plain)
 
 
@@ -456,20 +428,31 @@ def test_saved_tensors_may_come_back_with_other_strides():
             torch.testing.assert_close(a, b)
 
 
-def test_threads_do_not_share_what_they_keep():
+def test_threads_share_plans():
+    tensors = [qkv() for _ in range(8)]
+    expected = [with_a_new_plan(*t) for t in tensors]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            found = list(pool.map(lambda t: tilewise.attention(*t), tensors))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert number_of_plans() == 1
+
+
+def test_plans_not_used_for_the_longest_time_make_room(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 16)
     q, k, v = qkv()
     tilewise.attention(q, k, v)
-    counts = []
-    thread = threading.Thread(target=lambda: counts.append(kept()))
-    thread.start()
-    thread.join()
-    assert counts == [0] and kept() == 1
+    (known,) = plans._entries
+    for n in range(1, 60):
+        tilewise.attention(q[:, :1], k[:, :1].expand(-1, n, -1, -1), v[:, :1].expand(-1, n, -1, -1))
+        tilewise.attention(q, k, v)
+        assert number_of_plans() <= 16 and known in plans._entries
 
 
-def test_sdpa_face_takes_the_short_way_too():
+def test_sdpa_face_finds_its_plan_too():
     q, k, v = (t.transpose(1, 2) for t in qkv(kv_heads=4))
     first = tilewise.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert kept() == 2  # the face's own signature, and that of the call below it
+    assert number_of_plans() == 1
     other = [torch.randn_like(t) for t in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*other, is_causal=True)
     torch.testing.assert_close(tilewise.scaled_dot_product_attention(*other, is_causal=True), expected)

@@ -1,0 +1,73 @@
+"""What kernels do about lengths and page numbers that lead outside of a cache: `core.device_errors`.
+
+A sequence of a wrong length has no keys. In place of a page that is none, page 0 is read, and the sum of
+exponentials starts as NaN, with which out and lse become NaN. The role that sums reads the page numbers once
+more, ahead of its loop, while the first keys are under way.
+"""
+
+from tilewise.core.device_errors import LENGTH, PAGE
+from tilewise.gpu.hopper.common.compat import gl, gluon
+
+PAGE_FLAG, LENGTH_FLAG = gl.constexpr(PAGE), gl.constexpr(LENGTH)
+
+
+@gluon.jit
+def length_or_zero(held, most):
+    """A sequence's length, 0 if it is wrong."""
+    return gl.cast(gl.where((held >= 0) & (held <= most), held, 0), gl.int32)
+
+
+@gluon.jit
+def page_or_zero(page, sizes):
+    """Page numbers that may be read."""
+    return gl.where((page >= 0) & (page < sizes.num_pages), page, 0)
+
+
+@gluon.jit
+def length_poison(seqlens_k, errors, b, sizes):
+    """0, or NaN for a sequence of a wrong length, which is reported."""
+    held = gl.load(seqlens_k + b)
+    return reported_length((held < 0) | (held > sizes.seqlen_k), errors)
+
+
+@gluon.jit
+def reported_length(is_wrong, errors):
+    if is_wrong:
+        gl.store(errors + LENGTH_FLAG, 1)
+    return gl.where(is_wrong, float("nan"), 0.0)
+
+
+@gluon.jit
+def page_poison(
+    page_table, errors, b, seqlen_k, first_tile, end_tile, sizes,
+    LANE_PAGES: gl.constexpr, NUM_WARPS: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """0, or NaN if a page of key tiles [first_tile, end_tile) of a sequence is none, which is reported.
+
+    Every warp reads all of them, so that none waits for another, LANE_PAGES a lane at once.
+    """
+    poison = 0.0 * sizes.num_pages
+    if cfg.PAGE_SIZE > 0:
+        COUNT: gl.constexpr = 32 * LANE_PAGES
+        lanes = gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0]))
+        table = page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
+        end = (gl.minimum(seqlen_k, end_tile * cfg.BLOCK_N) + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+        wrong = gl.full([COUNT], 0, gl.int32, lanes.type.layout)
+        for n in range(first_tile * cfg.BLOCK_N // cfg.PAGE_SIZE, end, COUNT):
+            page = gl.load(table + (n + lanes), mask=n + lanes < end, other=0)
+            is_wrong = (n + lanes < end) & ((page < 0) | (page >= sizes.num_pages))
+            wrong = gl.maximum(wrong, is_wrong.to(gl.int32))
+        is_wrong = gl.max(wrong, 0) > 0
+        if is_wrong:
+            gl.store(errors + PAGE_FLAG, 1)
+        poison = gl.where(is_wrong, float("nan"), 0.0)
+    return poison
+
+
+@gluon.jit
+def piece_poison(page_table, errors, piece, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
+    """`page_poison` of a piece of the decoding kernels."""
+    end_tile = piece.tile + piece.count
+    return page_poison(
+        page_table, errors, piece.batch, piece.seqlen_k, piece.tile, end_tile, sizes, 8, NUM_WARPS, cfg
+    )

@@ -1,0 +1,1 @@
+"""Random sequences of calls that look for failures which single tests miss: `python -m tests.torture`."""

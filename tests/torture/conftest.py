@@ -1,0 +1,6 @@
+"""The test shares cache_model.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
