@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
@@ -13,19 +15,20 @@ from tilewise.gpu.hopper.forward import launch
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward)
-    return FunctionPlan(problem, _forward)
+    return FunctionPlan(problem, functools.partial(_forward, residual=signature.request.residual))
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves()
+    return Saves(residual=True)
 
 
-def _forward(problem: AttentionProblem, inputs: Inputs) -> Results:
-    return Results(*launch.forward(problem, inputs))
+def _forward(problem: AttentionProblem, inputs: Inputs, residual: bool) -> Results:
+    return Results(*launch.forward(problem, inputs, residual=residual))
 
 
 def _backward(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
-    return launch.backward(problem, inputs, results.out, results.lse, dout, dlse)
+    given = (results.out, results.lse, dout, dlse)
+    return launch.backward(problem, inputs, *given, residual=results.residual)
