@@ -288,6 +288,9 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
         if f"{name}.approx" in asm:
             is_tile = isinstance(args[0], torch.Tensor)
             return function(args[0]) if is_tile else function(torch.tensor(args[0])).item()
+    if "mul.rn" in asm or "fma.rn" in asm:  # in float64 products are exact
+        x, y, *z = (torch.as_tensor(x, dtype=torch.float32).double() for x in args)
+        return tile((x * y + z[0] if z else x * y).float())
     if "e4m3x2" in asm:
         return tile(args[0].to(dtype))
     return 0 if "$0, 0;" in asm else args[0]
@@ -389,8 +392,8 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """The function along an axis; of one dimension of integers a number comes out."""
-    return lambda x, axis: int(function(x, axis)) if x.ndim == 1 else function(x, axis)
+    """The function along an axis; of one dimension a number comes out."""
+    return lambda x, axis: function(x, axis).item() if x.ndim == 1 else function(x, axis)
 
 
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:

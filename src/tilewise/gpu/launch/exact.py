@@ -38,15 +38,12 @@ def two_product(x, y):
 
 
 @triton.jit
-def shift_and_low(lse, residual, scale):
+def shift_and_low(lse, residual, scale, ahead=0.0):
     """(shift, low) such that exp(scale * s - lse - residual) = exp2((s - shift) * scale * log2(e) - low).
 
-    lse + residual is scale * shift + low * log(2); low is at most a few units in the last place of lse, so
-    that nothing is lost however large lse is. Where that is +inf, low is, and where it is -inf, both are 0.
+    Of a finite lse: lse + residual is scale * shift + low * log(2), and low is log2(e) * `ahead` but for a
+    few units in the last place of lse. So nothing is lost, however large that is.
     """
-    is_finite = tl.abs(lse) < float("inf")
-    finite = tl.where(is_finite, lse, 0.0)
-    shift = tl.minimum(tl.maximum(finite / scale, -LARGEST), LARGEST)
+    shift = tl.minimum(tl.maximum((lse - ahead) / scale, -LARGEST), LARGEST)
     high, low = two_product(shift, scale)
-    low = (((finite - high) - low) + residual) * LOG2E
-    return shift, tl.where(is_finite | (lse == float("-inf")), low, lse)
+    return shift, (((lse - high) - low) + residual) * LOG2E

@@ -317,13 +317,13 @@ def exponentials(s, shift, low, factors, cfg: tl.constexpr):
 @triton.jit
 def softmax_stats(lse, residual, factors, cfg: tl.constexpr):
     """(shift, low) of rows for `exponentials`; p = 0 where lse is inf. Both are 0 where it is -inf."""
+    is_finite = tl.abs(lse) < float("inf")
+    finite = tl.where(is_finite, lse, 0.0)
     if cfg.IS_FOLDED:
-        shift, low = shift_and_low(lse, residual, scale_of(factors))
+        shift, low = shift_and_low(finite, residual, scale_of(factors))
     else:
-        is_finite = tl.abs(lse) < float("inf")
-        shift = tl.where(is_finite, lse, 0.0)
-        low = tl.where(is_finite | (lse == float("-inf")), residual * LOG2E, lse)
-    return shift, low
+        shift, low = finite, residual * LOG2E
+    return shift, tl.where(is_finite | (lse == float("-inf")), low, lse)
 
 
 @triton.jit

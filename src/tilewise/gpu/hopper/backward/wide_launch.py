@@ -15,6 +15,7 @@ from tilewise.gpu.hopper.backward.launch import (
     kernel_sizes,
     prepare_launch,
     score_factors,
+    shifts_shape,
     sinks_gradient,
     stats_shape,
 )
@@ -31,21 +32,28 @@ QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
 
 
 def backward(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse; the same bits every time. Scratch memory: 2 floats a row."""
+    """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 3 floats a row."""
     cfg = wide_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-    stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
+    shape = stats_shape(problem, cfg, query.shape[-3])
+    stats, shifts = (query.new_empty(n, dtype=torch.float32) for n in (shape, shifts_shape(shape)))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), dout)
-    new = (dq, dk, dv, stats, *shared_counters(query.device))
-    run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
+    new = (dq, dk, dv, stats, shifts, *shared_counters(query.device))
+    run_steps(problem, steps(problem, cfg, given, new, (residual, dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, shifts, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
@@ -54,22 +62,22 @@ def steps(
     cfg: WideBackwardConfig,
     given: Sequence[Tensor],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 7,
+    optional: Tensors = (None,) * 8,
 ) -> list[Step]:
-    """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
+    """The three launches; `new` are dq, dk, dv, the row statistics, shifts and `shared_counters`.
 
     The last two start early: the second gets ready while statistics are written; the third needs nothing of
-    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets,
-    `order_sequences` of both sides.
+    the second and takes the SMs that it leaves idle. `optional` are the residual, dlse, the sequences'
+    offsets, `order_sequences` of both sides.
     """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, counter, counter_q = new
-    dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
+    dq, dk, dv, stats, shifts, counter, counter_q = new
+    residual, dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     tensors = (query, key, value, dout, cu_q, cu_k)
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
-        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
-        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),
+        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, None)),
+        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, shifts, order_k, first_k, counter)),
+        Step(queries_launch, tensors, (cfg,), (dq, stats, shifts, order_q, first_q, counter_q)),
     ]
 
 
@@ -110,7 +118,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     else:
         from tilewise.gpu.hopper.backward.wide import attn_bwd_wide_keys_kernel as kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, *others = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
@@ -122,7 +130,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *(cu_q, cu_k, *others),
+        *(shifts, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
         cfg,
@@ -135,14 +143,14 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
     from tilewise.gpu.hopper.backward.wide_queries import attn_bwd_wide_queries_kernel
 
-    query, key, value, dout, cu_q, cu_k, dq, stats, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dq, stats, shifts, *others = tensors
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
     qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
-    arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
+    arguments = (*descriptors, stats, shifts, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel

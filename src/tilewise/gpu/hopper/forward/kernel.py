@@ -320,7 +320,7 @@ def store_rows(
 
 @gluon.jit
 def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr):
-    """Store lse, and unless that is None the residual; what O is to be multiplied by: 0 if a row sees no key."""
+    """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK

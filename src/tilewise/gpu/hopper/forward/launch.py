@@ -86,7 +86,7 @@ def backward(
     dlse: Tensor | None,
     residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse + residual, which may be any backend's; each in the dtype of its input."""
+    """Gradients by recomputation from lse + residual, of any backend; each in the dtype of its input."""
     from tilewise.gpu.hopper.backward import launch as backward_launch
 
     return backward_launch.backward(problem, inputs, out, lse, dout, dlse, residual=residual)
