@@ -215,7 +215,6 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
-
     from tilewise.gpu.hopper.forward.launch import factors
 
     query, lengths, sinks, *pieces = tensors
