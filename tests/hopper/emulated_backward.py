@@ -144,22 +144,25 @@ def prepare(
     cu_seqlens_q: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """What attn_bwd_prepare_kernel writes."""
-    tiles_q, num_heads, seqlen_q, _, _, scale, *_, block, _ = rest[6:]  # strides before
+    tiles_q, num_heads, seqlen_q, _, _, scale, *_, block, has_large, _ = rest[6:]  # strides before
     delta = (out.double() * do.double()).sum(-1).transpose(-1, -2)
-    rows = torch.zeros(2, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block).double()
+    rows_of_stats = stats.shape[1] // block
+    rows = torch.zeros(4, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block).double()
     rows[0] = float("inf")
     lse = torch.where(lse == -float("inf"), float("inf"), lse.double())
     lse = lse if residual is None else lse + residual.double()
     for a, b, tile in sequences(cu_seqlens_q, seqlen_q, block):
         rows[0, ..., tile * block : tile * block + b - a] = lse[..., a:b]
         rows[1, ..., tile * block : tile * block + b - a] = delta[..., a:b]
-    rows = rows.view(2, -1, block)
+    rows = rows.view(4, -1, block)
     finite = torch.where(rows[0].isfinite(), rows[0], 0)
-    is_large = (finite.abs() > LARGE_LSE).any(-1, keepdim=True)
+    is_large = (finite.abs() > LARGE_LSE).any(-1, keepdim=True) & has_large
     shift = torch.where(is_large, (finite - 133.0 - finite.abs() * 2**-20) / scale, 0).float()
     rows[0] = (rows[0] - scale * shift.double()) * LOG2_E
-    shifts.copy_(shift.flatten())
-    stats.copy_(rows.transpose(0, 1).reshape(stats.shape))
+    rows[2], rows[3] = shift, float("nan")
+    if shifts is not None:
+        shifts.copy_(shift.flatten())
+    stats.copy_(rows[:rows_of_stats].transpose(0, 1).reshape(stats.shape))
     if turns is not None:
         turns.zero_()
 

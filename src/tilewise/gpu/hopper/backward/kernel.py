@@ -134,8 +134,8 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, step, use, turn, slot, last, keys, at, key, own, work, desc, ch, sizes, factors,
-    cfg: gl.constexpr,
+    W: gl.constexpr, step, use, turn, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
@@ -149,13 +149,13 @@ def start_step(
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
         pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, weight = probabilities(s, stats, at, key, own, work, sizes, factors, ch.ds.dtype, cfg)
+        p, weight = probabilities(s, stats, at, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
         dp = start_product(v, query_block(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_block(ch, slot, 1), cfg)
         pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(s, stats, at, key, own, work, sizes, factors, cfg)
+        p, _ = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
         weight = p
     return p, weight, dp
 
@@ -205,9 +205,11 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, piec
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
             at = Step(shifts, head, tile, spread, tiles)
+            place = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, at, key, own, work, dk_desc, ch, sizes, factors, cfg
-            )
+                W, step, use, turn, slot, last, keys, at, place, key, own, work, dk_desc, ch, sizes,
+                factors, cfg,
+            )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)

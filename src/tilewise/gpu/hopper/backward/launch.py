@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import (
     CHUNK,
+    MOST_SOFTCAP,
     BackwardConfig,
     BackwardSizes,
     Division,
@@ -112,7 +113,13 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
         LATEST_FIRST=latest_first(problem, block_d),
+        HAS_LARGE_LSE=has_large_lse(problem),
     )
+
+
+def has_large_lse(problem: AttentionProblem) -> bool:
+    """Whether lse may be too large for one float."""
+    return not 0 < problem.softcap <= MOST_SOFTCAP
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
@@ -138,9 +145,9 @@ def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
 
 
 def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
-    """(tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta. `rows` of a packed query."""
+    """(tiles, rows * BLOCK_M): see `rows.attn_bwd_prepare_kernel`. `rows` of a packed query."""
     tiles = query_slots(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
-    return tiles, 2 * cfg.BLOCK_M
+    return tiles, cfg.STATS * cfg.BLOCK_M
 
 
 def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
@@ -249,7 +256,7 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     scale = problem.softcap or problem.scale
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, scale)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
-    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, True)
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, cfg.HAS_LARGE_LSE, True)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
@@ -358,11 +365,13 @@ def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
 
 
 def sinks_gradient(
-    problem: AttentionProblem, sinks: Tensor, stats: Tensor, shifts: Tensor, cfg: Config
+    problem: AttentionProblem, sinks: Tensor, stats: Tensor, shifts: Tensor | None, cfg: Config
 ) -> Tensor:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
     slots = query_slots(problem)
-    lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)
-    shifts = shifts.view(lse_log2.shape) * (problem.softcap or problem.scale)
+    stats = stats.view(-1, problem.num_heads, stats.shape[0] // slots, cfg.STATS, cfg.BLOCK_M)
+    lse_log2, delta, *rest = stats.unbind(3)
+    shifts = rest[0] if shifts is None else shifts.view(lse_log2.shape)
+    shifts = shifts * (problem.softcap or problem.scale)
     p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * LOG2_E - lse_log2)
     return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

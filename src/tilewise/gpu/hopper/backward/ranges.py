@@ -94,10 +94,14 @@ class Step:
 
 
 @gluon.jit
-def load_shift(at, work, layout: gl.constexpr, sizes, cfg: gl.constexpr):
-    """The shift [BLOCK_M] of a step's rows."""
-    tile = scratch_tile(work, at.head, staggered(at.number, at.tiles, at.spread, cfg), sizes, cfg)
-    return gl.load(at.shifts + tile * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, layout))
+def load_shift(stats, at, work, layout: gl.constexpr, sizes, cfg: gl.constexpr):
+    """The shift [BLOCK_M] of a query tile's rows: the third of its stats, or where the step `at` finds it."""
+    if cfg.STATS > 2:
+        shift = stats.slice(2 * cfg.BLOCK_M, cfg.BLOCK_M, 0).load(layout)
+    else:
+        tile = scratch_tile(work, at.head, staggered(at.number, at.tiles, at.spread, cfg), sizes, cfg)
+        shift = gl.load(at.shifts + tile * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, layout))
+    return shift
 
 
 @gluon.jit

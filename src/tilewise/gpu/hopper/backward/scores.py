@@ -1,6 +1,6 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
-from tilewise.gpu.hopper.backward.ranges import hide_transposed, load_shift, mirrored
+from tilewise.gpu.hopper.backward.ranges import hide_transposed, load_shift
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
 
@@ -43,28 +43,27 @@ def has_shift(stats):
 
 
 @gluon.jit
-def weights(s, stats, at, key, own, work, sizes, factors, cfg: gl.constexpr):
+def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
     """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
 
-    Where lse is large, scores lose a shift first: their difference is exact. That is rare, so a branch, and
-    what it needs is read from global memory; each addition saved here is one under no product.
+    Where lse is large, scores lose a shift first: their difference is exact. That is rare, so in a branch.
+    `at`: see `load_shift`.
     """
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     x, unit, slope = capped(s, factors, cfg)
     if cfg.HAS_LARGE_LSE and has_shift(stats):
-        x = x - load_shift(at, work, columns, sizes, cfg)[None, :]
+        x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
     x = x * unit - lse[None, :]
-    tile = mirrored(at.number, at.tiles, cfg)
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     return exp2(x), slope
 
 
 @gluon.jit
-def probabilities(s, stats, at, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def probabilities(s, stats, at, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, slope = weights(s, stats, at, key, own, work, sizes, factors, cfg)
+    p, slope = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
     p_16bit = pinned(p.to(dtype))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:

@@ -13,7 +13,7 @@ keys_role x 2  4 each  the four products for 64 keys
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
-from tilewise.gpu.hopper.backward.ranges import Step, locate_keys, next_tile, query_tiles, scratch_tile
+from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.backward.wide import stats_of
 from tilewise.gpu.hopper.common.arguments import Packing
@@ -51,7 +51,9 @@ class Channels:
     v: Ring  # [64, BLOCK_DV] x 2, likewise
     q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; `do` and `stats` arrive on the same barrier
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_DV] or packed [1, 1, ...] beside each q
-    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    stats: (
+        gl.shared_memory_descriptor
+    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
 
 
 @gluon.jit
@@ -131,11 +133,13 @@ def outputs(use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finish_step(W: gl.constexpr, s, dv, zero, at, key, own, work, use, ch, sizes, factors, cfg: gl.constexpr):
+def finish_step(
+    W: gl.constexpr, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg: gl.constexpr
+):
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
-    p, weight = probabilities(s, stats, at, key, own, work, sizes, factors, dtype, cfg)
+    p, weight = probabilities(s, stats, None, tile, key, own, work, sizes, factors, dtype, cfg)
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
@@ -156,7 +160,7 @@ def finish_step(W: gl.constexpr, s, dv, zero, at, key, own, work, use, ch, sizes
 
 
 @gluon.jit
-def keys_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg: gl.constexpr):
+def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws."""
     turn = 0
     use = 0  # query tiles so far
@@ -168,7 +172,6 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
         tile = tiles.begin
-        head = work.head * sizes.group_size
         dk = zero_parts(cfg)
         dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         ch.k.wait(turn)
@@ -177,8 +180,7 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg
         ch.v.wait(turn)
         for step in range(1, tiles.count() * sizes.group_size):
             zero = opaque_zero(step)
-            at = Step(shifts, head, tile, 0 * tile, tiles)
-            ds, dv = finish_step(W, s, dv, zero, at, key, own, work, use, ch, sizes, factors, cfg)
+            ds, dv = finish_step(W, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg)
             ch.q.wait(use + 1)  # not while dK runs: a loop would make ptxas run all products one by one
             take_turn(W)
             dk = accumulate_parts(ds, ch.q, use, dk, cfg)
@@ -189,11 +191,12 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg
             dk = await_parts(dk, cfg.PARTS, cfg)  # S^T of the next may still run
             ch.q.release(use)
             s = warpgroup_mma_wait(0, deps=(s,))
-            head, tile = next_tile(head, tile, tiles)
+            tile += 1
+            if tile == tiles.end:
+                tile = tiles.begin
             use += 1
         zero = opaque_zero(use)
-        at = Step(shifts, head, tile, 0 * tile, tiles)
-        ds, dv = finish_step(W, s, dv, zero, at, key, own, work, use, ch, sizes, factors, cfg)
+        ds, dv = finish_step(W, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg)
         dk = scaled(await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), 0, cfg), factors.scale)
         ch.q.release(use)
         use += 1
@@ -221,7 +224,7 @@ def store_parts(parts, desc, tiles, first, place):
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_slim_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, shifts,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -243,8 +246,8 @@ def attn_bwd_slim_keys_kernel(
     )
     gl.warp_specialize(
         [
-            (keys_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg)),
-            (keys_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, cfg)),
+            (keys_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
+            (keys_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
             (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],

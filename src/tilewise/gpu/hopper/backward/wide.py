@@ -18,7 +18,7 @@ products in turn, so that those of one run under the arithmetic of the other.
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
-from tilewise.gpu.hopper.backward.ranges import Step, locate_keys, next_tile, query_tiles, scratch_tile
+from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
@@ -59,7 +59,9 @@ class Channels:
     k: Ring  # [64, PART_WIDTH] x PARTS
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
-    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    stats: (
+        gl.shared_memory_descriptor
+    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
 
 
 @gluon.jit
@@ -97,11 +99,11 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
 
 @gluon.jit
 def stats_of(use, ch, cfg: gl.constexpr):
-    return ch.stats.index(use % cfg.STAGES).reshape([2 * cfg.BLOCK_M])
+    return ch.stats.index(use % cfg.STAGES).reshape([4 * cfg.BLOCK_M])
 
 
 @gluon.jit
-def weight_role(dv_desc, shifts, ch, sizes, factors, cfg: gl.constexpr):
+def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """P^T of every query tile, for the gradient role, and dV += P^T dO."""
     dtype: gl.constexpr = dv_desc.dtype
     turn = 0
@@ -110,19 +112,18 @@ def weight_role(dv_desc, shifts, ch, sizes, factors, cfg: gl.constexpr):
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
-        head = work.head * sizes.group_size
         dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         ch.k.wait(turn)
         s = warpgroup_mma_wait(0, deps=(start_s(turn, use, ch, cfg),))
-        at = Step(shifts, head, tile, 0 * tile, tiles)
-        p = leave_weight(s, at, use, work, ch, sizes, factors, dtype, cfg)
+        p = leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
             s = start_s(turn, use + 1, ch, cfg)
             dv = start_dv(p, dv, use, ch, cfg)
             s = warpgroup_mma_wait(1, deps=(s,))  # P^T dO may still run
-            head, tile = next_tile(head, tile, tiles)
-            at = Step(shifts, head, tile, 0 * tile, tiles)
-            p = leave_weight(s, at, use + 1, work, ch, sizes, factors, dtype, cfg)
+            tile += 1
+            if tile == tiles.end:
+                tile = tiles.begin
+            p = leave_weight(s, tile, tiles, use + 1, work, ch, sizes, factors, dtype, cfg)
             dv = warpgroup_mma_wait(0, deps=(dv,))
             ch.do.release(use)
             use += 1
@@ -151,10 +152,10 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def leave_weight(s, at, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
-        s, stats_of(use, ch, cfg), at, work.row, at.tiles, work, sizes, factors, dtype, cfg
+        s, stats_of(use, ch, cfg), None, tile, work.row, tiles, work, sizes, factors, dtype, cfg
     )
     ch.weight.acquire(use)
     ch.weight.part(use, 0).store(weight)
@@ -239,7 +240,7 @@ def store_part(x, i, desc, place, smem):
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, shifts,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -264,7 +265,7 @@ def attn_bwd_wide_keys_kernel(
     )
     gl.warp_specialize(
         [
-            (weight_role, (dv_desc, shifts, ch, sizes, factors, cfg)),
+            (weight_role, (dv_desc, ch, sizes, factors, cfg)),
             (gradient_role, (dk_desc, ch, sizes, factors, cfg)),
             (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
         ],

@@ -12,10 +12,10 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
 from tilewise.gpu.hopper.backward.launch import (
     flat_descriptor,
+    has_large_lse,
     kernel_sizes,
     prepare_launch,
     score_factors,
-    shifts_shape,
     sinks_gradient,
     stats_shape,
 )
@@ -40,20 +40,19 @@ def backward(
     dlse: Tensor | None,
     residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 3 floats a row."""
+    """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 4 floats a row."""
     cfg = wide_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-    shape = stats_shape(problem, cfg, query.shape[-3])
-    stats, shifts = (query.new_empty(n, dtype=torch.float32) for n in (shape, shifts_shape(shape)))
+    stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), dout)
-    new = (dq, dk, dv, stats, shifts, *shared_counters(query.device))
+    new = (dq, dk, dv, stats, *shared_counters(query.device))
     run_steps(problem, steps(problem, cfg, given, new, (residual, dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, shifts, cfg)
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
@@ -64,20 +63,20 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 8,
 ) -> list[Step]:
-    """The three launches; `new` are dq, dk, dv, the row statistics, shifts and `shared_counters`.
+    """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
 
     The last two start early: the second gets ready while statistics are written; the third needs nothing of
     the second and takes the SMs that it leaves idle. `optional` are the residual, dlse, the sequences'
     offsets, `order_sequences` of both sides.
     """
     query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, shifts, counter, counter_q = new
+    dq, dk, dv, stats, counter, counter_q = new
     residual, dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     tensors = (query, key, value, dout, cu_q, cu_k)
     return [
-        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, None)),
-        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, shifts, order_k, first_k, counter)),
-        Step(queries_launch, tensors, (cfg,), (dq, stats, shifts, order_q, first_q, counter_q)),
+        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, None, None)),
+        Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
+        Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),
     ]
 
 
@@ -104,6 +103,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
+        HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
@@ -118,7 +118,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     else:
         from tilewise.gpu.hopper.backward.wide import attn_bwd_wide_keys_kernel as kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
@@ -129,8 +129,8 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
             descriptor(t, (64, 1, width), is_packed)
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
-        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *(shifts, cu_q, cu_k, *others),
+        flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
+        *(cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
         cfg,
@@ -143,14 +143,14 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
     from tilewise.gpu.hopper.backward.wide_queries import attn_bwd_wide_queries_kernel
 
-    query, key, value, dout, cu_q, cu_k, dq, stats, shifts, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dq, stats, *others = tensors
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
     qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
-    arguments = (*descriptors, stats, shifts, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
+    arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel

@@ -113,7 +113,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg:
 
 
 @gluon.jit
-def query_role(W: gl.constexpr, dq_desc, stats, shifts, ch, sizes, factors, cfg: gl.constexpr):
+def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
     dtype: gl.constexpr = dq_desc.dtype
     IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
@@ -126,7 +126,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, shifts, ch, sizes, factors, cfg:
         row = work.row + W * 64
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         own = key_tiles(row, 64, work, sizes, cfg)
-        lse, delta, shift, has_shift = load_stats(row, stats, shifts, work, sizes, cfg)
+        lse, delta, shift, has_shift = load_stats(row, stats, work, sizes, cfg)
         own_use = turn * 2 + W
         ch.q.wait(own_use)
         ch.do.wait(own_use)
@@ -182,18 +182,18 @@ def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_stats(row, stats, shifts, work, sizes, cfg: gl.constexpr):
+def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
     """(lse in units of log2, delta, shift, whether there is one) of 64 rows; see `scores.weights`.
 
     Those past the end have lse = +inf, so that their P is 0.
     """
     i = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     tile = scratch_tile(work, work.head, row // 64, sizes, cfg)
-    ptrs = stats + tile * 128 + i
+    ptrs = stats + tile * 256 + i
     exists = row + i < work.seqlen_q
     lse = gl.load(ptrs, mask=exists, other=float("inf"))
     delta = gl.load(ptrs + 64, mask=exists, other=0.0)
-    shift = gl.load(shifts + tile * 64 + i, mask=exists, other=0.0)
+    shift = gl.load(ptrs + 128, mask=exists, other=0.0)
     return lse, delta, shift, gl.max(gl.abs(shift), 0) > 0.0
 
 
@@ -231,7 +231,7 @@ def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, stats, shifts,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
@@ -252,8 +252,8 @@ def attn_bwd_wide_queries_kernel(
     )
     gl.warp_specialize(
         [
-            (query_role, (0, dq_desc, stats, shifts, ch, sizes, factors, cfg)),
-            (query_role, (1, dq_desc, stats, shifts, ch, sizes, factors, cfg)),
+            (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
+            (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
             (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
         ],
         [4, 1],
