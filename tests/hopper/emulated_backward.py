@@ -63,6 +63,16 @@ CASES = {
         {"deterministic": True, "causal": True, "window_left": 20},
     ),
     # the last round's tiles in pieces: units that end inside of a tile, with it, and of several tiles
+    # all keys equal, and scores so large that a float32 lse has lost the sum
+    "large": (130, 200, 2, 2, 128, 128, {"large": 2.0**20, "causal": True}),
+    "large_d64": (260, 140, 2, 1, 64, 64, {"large": 2.0**24, "causal": True}),
+    "large_window": (200, 200, 1, 1, 64, 64, {"large": 2.0**20, "window_left": 40, "window_right": 10}),
+    "large_softcap": (100, 140, 1, 1, 128, 128, {"large": 2.0**26, "softcap": 2.0**22}),
+    "large_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {"large": 2.0**20}),
+    "large_deterministic": (200, 200, 1, 1, 128, 128, {"large": 2.0**20, "deterministic": True}),
+    "large_pieces": (700, 500, 2, 2, 64, 64, {"large": 2.0**20}),
+    "large_wide": (100, 140, 1, 1, 256, 256, {"large": 2.0**20}),
+    "large_slim": (100, 200, 1, 1, 192, 128, {"large": 2.0**20, "causal": True}),
     "pieces": (700, 500, 2, 2, 64, 64, {}),
     "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
     "pieces_in_dq": (1100, 200, 2, 2, 64, 64, {}),
@@ -96,6 +106,8 @@ CASES = {
 def check(name: str) -> float:
     """Largest error of dq, dk and dv relative to their largest value."""
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
+    options = dict(options)
+    large = options.pop("large", 0.0)
     is_packed = isinstance(lengths_q, list)
     lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
     torch.manual_seed(0)
@@ -108,6 +120,9 @@ def check(name: str) -> float:
             (lead_q, heads, dim_v),
         )
     )
+    if large:  # integers, whose products no sum rounds
+        q, k = q.round(), k.round().narrow(-3, 0, 1).expand(k.shape).contiguous()
+        options["scale"] = large
     packing = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
@@ -119,15 +134,28 @@ def check(name: str) -> float:
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap} | packing
+    if large:
+        plain["scale"] = large
     if "pieces" in name:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)
         assert division.pieces
         assert bool(backward_launch.late_tiles(problem, cfg, division)) == ("in_dq" in name)
     out, lse = reference.attention(q, k, v, **plain)
-    found = backward_launch.backward(problem, inputs, out.bfloat16(), lse.float(), dout, None)
+    high = lse.float()
+    residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
+    given = (problem, inputs, out.bfloat16(), high, dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    pairs = zip(found[:3], exact[:3], strict=True)
+    error = largest_error(backward_launch.backward(*given, residual=residual), exact, large)
+    if large:
+        assert largest_error(backward_launch.backward(*given), exact, large) > 5e-2, name
+    return error
+
+
+def largest_error(found: Any, exact: Any, large: float) -> float:
+    """Relative to the largest value of each; that of q nearly cancels where all keys are equal."""
+    first = 1 if large else 0
+    pairs = zip(found[first:3], exact[first:3], strict=True)
     return max(((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
 
 

@@ -135,7 +135,10 @@ def check(name: str) -> float:
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
     kernels = decode_mla_launch if is_latent else decode_launch
     assert kernels.supports(problem) is None
-    out, lse = kernels.forward(problem, inputs)
+    out, lse, residual = kernels.forward(problem, inputs, residual=True)
+    assert torch.equal(out.isnan(), kernels.forward(problem, inputs)[0].isnan())
+    finite = lse.isfinite()
+    assert (residual[finite].abs() <= lse[finite].abs() * 2.0**-23).all() and residual[finite].any(), name
     check_reported(bool(wrong))
     visibility = problem.visibility()
     worst = 0.0

@@ -69,7 +69,9 @@ def backward(
     given = (query, key, value, out, lse.contiguous(), dout)
     new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, division, given, new, optional))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, *scratch[:2], cfg)
+    dsinks = (
+        None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
+    )
     return Gradients(dq, dk, dv, None, dsinks)
 
 
