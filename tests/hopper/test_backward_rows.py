@@ -77,8 +77,9 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     total, block_m, scale = 150, 64, 0.3
     tiles = -(-total // block_m)
     out, dout = torch.randn(2, 1, total, 1, 64).unbind()
-    lse, residual = torch.randn(1, 1, total), torch.randn(1, 1, total) * 2**-25 * largest
+    lse = torch.randn(1, 1, total)
     lse[..., 70], lse[..., 75], lse[..., 80] = largest, -largest, -math.inf
+    residual = torch.where(lse.isfinite(), lse * 2**-25, 0)
     stats = torch.full((tiles, 2 if has_own_shifts else 4, block_m), math.nan)
     shifts = torch.full((tiles, block_m), math.nan)
     backward_rows.attn_bwd_prepare_kernel[(tiles,)](
@@ -96,7 +97,7 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     exact = (lse.double() + residual).flatten()
     seen = exact.isfinite()
     rounded = torch.tensor(scale).double() * shift.double() + low.double() * math.log(2)
-    torch.testing.assert_close(rounded[seen], exact[seen], rtol=2**-36, atol=2e-5)
+    torch.testing.assert_close(rounded[seen], exact[seen], rtol=2**-36, atol=4e-5)
     assert torch.equal(low[~seen], torch.full((1,), math.inf))
     assert (stats[-1, 0, total % block_m :] == math.inf).all()
 

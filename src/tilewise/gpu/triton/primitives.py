@@ -380,8 +380,8 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
     m_new = tl.maximum(m, m_tile)
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
     correction = exp_difference(m, m_finite, cfg)
-    if cfg.IS_FOLDED:  # one multiply-add each
-        p = tl.exp2(s * log2_unit(factors, cfg) - tl.expand_dims(m_finite, AXIS))
+    if cfg.IS_FOLDED:  # rounded once, or `exact_lse` would not be that of these p
+        p = tl.exp2(tl.fma(s, log2_unit(factors, cfg), -tl.expand_dims(m_finite, AXIS)))
     else:
         p = exp_difference(s, tl.expand_dims(m_finite, AXIS), cfg)
     return p, correction, m_new, l * correction + tl.sum(p, AXIS)
