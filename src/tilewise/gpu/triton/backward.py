@@ -198,13 +198,13 @@ def dkdv_step(
     V: tl.constexpr = cfg.V
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
-    shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
     bias = load_scores(extras.bias, i, j, place, IS_EDGE)
     mask = load_scores(extras.mask, i, j, place, IS_EDGE)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
     s, t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     p = exponentials(s, shift[None, :], low[None, :], factors, cfg)
     do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
