@@ -248,16 +248,19 @@ def attention_with_cache(
         if rotary is not None:
             step.check_rotary(rotary)
         inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks))
+        entry = None
         if not torch.compiler.is_compiling():
-            functions.check(inputs, options, backend)  # before the cache changes
+            entry = functions.check(inputs, options, backend, return_lse)  # before the cache changes
         query = step.store(query, key, value, rotary)
     except Exception:
         step.undo()
         raise
-    are_known = step.are_lengths_known()
+    if query is not inputs.query:
+        inputs, entry = inputs._replace(query=query), None
     out, lse = functions.attention(
-        inputs._replace(query=query), options, backend, wants_lse=return_lse, are_values_known=are_known
-    )
+        inputs, options, backend,
+        wants_lse=return_lse, are_values_known=step.are_lengths_known(), entry=entry,
+    )  # fmt: skip
     check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
@@ -282,7 +285,7 @@ def canonical_inputs(
     if layout != "bshd":
         query, key, value = _to_bshd(layout, query=query, key=key, value=value)
     seed = None
-    if dropout_p != 0 or generator is not None:
+    if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
         seed = _draw_seed(query, dropout_p, generator)
     return Inputs(
         query,

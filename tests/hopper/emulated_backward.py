@@ -22,6 +22,7 @@ from tilewise.gpu.hopper.backward import (
     slim as backward_slim,
     wide_launch as backward_wide_launch,
 )
+from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.hopper.forward.launch import LOG2_E
 from tilewise.gpu.launch import launch_plan
@@ -62,6 +63,16 @@ CASES = {
         {"deterministic": True, "causal": True, "window_left": 20},
     ),
     # the last round's tiles in pieces: units that end inside of a tile, with it, and of several tiles
+    # all keys equal, and scores so large that a float32 lse has lost the sum
+    "large": (130, 200, 2, 2, 128, 128, {"large": 2.0**20, "causal": True}),
+    "large_d64": (260, 140, 2, 1, 64, 64, {"large": 2.0**24, "causal": True}),
+    "large_window": (200, 200, 1, 1, 64, 64, {"large": 2.0**20, "window_left": 40, "window_right": 10}),
+    "large_softcap": (100, 140, 1, 1, 128, 128, {"large": 2.0**26, "softcap": 2.0**22}),
+    "large_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {"large": 2.0**20}),
+    "large_deterministic": (200, 200, 1, 1, 128, 128, {"large": 2.0**20, "deterministic": True}),
+    "large_pieces": (700, 500, 2, 2, 64, 64, {"large": 2.0**20}),
+    "large_wide": (100, 140, 1, 1, 256, 256, {"large": 2.0**20}),
+    "large_slim": (100, 200, 1, 1, 192, 128, {"large": 2.0**20, "causal": True}),
     "pieces": (700, 500, 2, 2, 64, 64, {}),
     "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
     "pieces_in_dq": (1100, 200, 2, 2, 64, 64, {}),
@@ -95,6 +106,8 @@ CASES = {
 def check(name: str) -> float:
     """Largest error of dq, dk and dv relative to their largest value."""
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
+    options = dict(options)
+    large = options.pop("large", 0.0)
     is_packed = isinstance(lengths_q, list)
     lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
     torch.manual_seed(0)
@@ -107,6 +120,9 @@ def check(name: str) -> float:
             (lead_q, heads, dim_v),
         )
     )
+    if large:  # integers, whose products no sum rounds
+        q, k = q.round(), k.round().narrow(-3, 0, 1).expand(k.shape).contiguous()
+        options["scale"] = large
     packing = {}
     if is_packed:
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
@@ -118,15 +134,28 @@ def check(name: str) -> float:
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap} | packing
+    if large:
+        plain["scale"] = large
     if "pieces" in name:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)
         assert division.pieces
         assert bool(backward_launch.late_tiles(problem, cfg, division)) == ("in_dq" in name)
     out, lse = reference.attention(q, k, v, **plain)
-    found = backward_launch.backward(problem, inputs, out.bfloat16(), lse.float(), dout, None)
+    high = lse.float()
+    residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
+    given = (problem, inputs, out.bfloat16(), high, dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    pairs = zip(found[:3], exact[:3], strict=True)
+    error = largest_error(backward_launch.backward(*given, residual=residual), exact, large)
+    if large:
+        assert largest_error(backward_launch.backward(*given), exact, large) > 5e-2, name
+    return error
+
+
+def largest_error(found: Any, exact: Any, large: float) -> float:
+    """Relative to the largest value of each; that of q nearly cancels where all keys are equal."""
+    first = 1 if large else 0
+    pairs = zip(found[first:3], exact[first:3], strict=True)
     return max(((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
 
 
@@ -139,18 +168,29 @@ def start(launched: launch_plan.Launch) -> None:
 
 
 def prepare(
-    out: Any, do: Any, lse: Any, dlse: None, stats: Any, turns: Any, cu_seqlens_q: Any, *rest: int
-) -> None:
+    out: Any, do: Any, lse: Any, residual: Any, dlse: None, stats: Any, shifts: Any, turns: Any,
+    cu_seqlens_q: Any, *rest: Any,
+) -> None:  # fmt: skip
     """What attn_bwd_prepare_kernel writes."""
-    tiles_q, num_heads, seqlen_q, *_, block, _ = rest[6:]  # strides before
+    tiles_q, num_heads, seqlen_q, _, _, scale, *_, block, has_large, _ = rest[6:]  # strides before
     delta = (out.double() * do.double()).sum(-1).transpose(-1, -2)
-    rows = torch.zeros(2, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block)
+    rows_of_stats = stats.shape[1] // block
+    rows = torch.zeros(4, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block).double()
     rows[0] = float("inf")
-    lse = torch.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+    lse = torch.where(lse == -float("inf"), float("inf"), lse.double())
+    lse = lse if residual is None else lse + residual.double()
     for a, b, tile in sequences(cu_seqlens_q, seqlen_q, block):
         rows[0, ..., tile * block : tile * block + b - a] = lse[..., a:b]
         rows[1, ..., tile * block : tile * block + b - a] = delta[..., a:b]
-    stats.copy_(rows.view(2, -1, block).transpose(0, 1).reshape(stats.shape))
+    rows = rows.view(4, -1, block)
+    finite = torch.where(rows[0].isfinite(), rows[0], 0)
+    is_large = (finite.abs() > LARGE_LSE).any(-1, keepdim=True) & has_large
+    shift = torch.where(is_large, (finite - 133.0 - finite.abs() * 2**-20) / scale, 0).float()
+    rows[0] = (rows[0] - scale * shift.double()) * LOG2_E
+    rows[2], rows[3] = shift, float("nan")
+    if shifts is not None:
+        shifts.copy_(shift.flatten())
+    stats.copy_(rows[:rows_of_stats].transpose(0, 1).reshape(stats.shape))
     if turns is not None:
         turns.zero_()
 

@@ -6,6 +6,7 @@ Caches hold NaN wherever no sequence has a token; workers are few, so that piece
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import emulator
@@ -135,7 +136,9 @@ def check(name: str) -> float:
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
     kernels = decode_mla_launch if is_latent else decode_launch
     assert kernels.supports(problem) is None
-    out, lse = kernels.forward(problem, inputs)
+    out, lse, residual = kernels.forward(problem, inputs, residual=True)
+    finite = lse.isfinite()
+    assert (residual[finite].abs() <= lse[finite].abs() * 2.0**-23).all() and residual[finite].any(), name
     check_reported(bool(wrong))
     visibility = problem.visibility()
     worst = 0.0
@@ -173,8 +176,9 @@ def check_quotient() -> float:
 def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, launched.programs)
     for case in sys.argv[1:] or [*CASES, "quotient"]:
+        start = time.monotonic()
         error = check_quotient() if case == "quotient" else check(case)
-        print(f"{case}: {error:.1e}", flush=True)
+        print(f"{case}: {error:.1e} in {time.monotonic() - start:.1f} s", flush=True)
         assert error < 1e-2, case
 
 

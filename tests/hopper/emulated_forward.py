@@ -32,6 +32,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
     "d192": (300, 200, 4, 4, 192, 192, {}),
     "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
+    "large": (200, 300, 2, 2, 128, 128, {"scale": 3e5, "causal": True}),
+    "large_sinks": (200, 300, 2, 1, 64, 64, {"scale": 3e5, "sinks": True}),
+    "tiny_scale": (100, 100, 1, 1, 64, 64, {"scale": 1e-38}),
     "steep": (500, 700, 2, 2, 64, 64, {"scale": 8.0}),  # sums grow too large: all is done again, exactly
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
     # sums that are too large for float16
@@ -80,7 +83,9 @@ def check(name: str) -> float:
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
-    out, lse = launch.forward(problem, inputs)
+    out, lse, residual = launch.forward(problem, inputs, residual=True)
+    if "large" in name and "values" not in name:
+        assert not torch.equal(residual, torch.zeros_like(residual))
     visibility = problem.visibility()
     exact_out, exact_lse = reference.attention(
         q,
@@ -93,6 +98,10 @@ def check(name: str) -> float:
     )
     assert torch.equal(lse.isneginf(), exact_lse.isneginf()), name
     seen = exact_lse.isfinite()
+    assert (residual[seen].abs() <= lse[seen].abs() * 2.0**-23).all() and not residual[~seen].any(), name
+    # to the rounding of products and of the sum
+    spread = (problem.scale * (q.abs().amax() * k.abs().amax() * dim).item() * 2**-22) + 2e-6
+    assert ((lse.double() + residual - exact_lse)[seen].abs() <= spread).all(), name
     pairs = ((out, exact_out), (lse[seen], exact_lse[seen]))
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 TIMEOUT = 60.0
+ALONE = {"attn_decode_merge_kernel", "attn_bwd_prepare_kernel"}  # programs that wait for no other
 _local = threading.local()
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
@@ -288,6 +289,9 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
         if f"{name}.approx" in asm:
             is_tile = isinstance(args[0], torch.Tensor)
             return function(args[0]) if is_tile else function(torch.tensor(args[0])).item()
+    if "mul.rn" in asm or "fma.rn" in asm:  # in float64 products are exact
+        x, y, *z = (torch.as_tensor(x, dtype=torch.float32).double() for x in args)
+        return tile((x * y + z[0] if z else x * y).float())
     if "e4m3x2" in asm:
         return tile(args[0].to(dtype))
     return 0 if "$0, 0;" in asm else args[0]
@@ -337,8 +341,8 @@ def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     assert not signals or _failures, "a signal that nobody waited for"
 
 
-def run_grid(kernel: Any, num_programs: int, *args: Any) -> None:
-    """Run a kernel's programs at the same time."""
+def run_grid(kernel: Any, num_programs: int, *args: Any, is_alone: bool = False) -> None:
+    """Run a kernel's programs at the same time, or one after another, which is faster for many small ones."""
     _failures.clear()
 
     def run(program: int) -> None:
@@ -348,11 +352,13 @@ def run_grid(kernel: Any, num_programs: int, *args: Any) -> None:
         except BaseException as error:
             _failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(num_programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for first in range(0, num_programs, 1 if is_alone else num_programs):
+        together = range(first, first + 1 if is_alone else num_programs)
+        threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in together]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if _failures:
         raise next((e for e in _failures if not isinstance(e, RuntimeError)), _failures[0])
 
@@ -367,7 +373,7 @@ def start(launched: Any, num_programs: int) -> None:
         first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
         return
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
-    run_grid(launched.kernel, num_programs, *pointers)
+    run_grid(launched.kernel, num_programs, *pointers, is_alone=launched.kernel.__name__ in ALONE)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
@@ -389,8 +395,8 @@ def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """The function along an axis; of one dimension of integers a number comes out."""
-    return lambda x, axis: int(function(x, axis)) if x.ndim == 1 else function(x, axis)
+    """The function along an axis; of one dimension a number comes out."""
+    return lambda x, axis: function(x, axis).item() if x.ndim == 1 else function(x, axis)
 
 
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.testing import check_attention
+from tilewise import reference
+from tilewise.testing import check_attention, compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
@@ -107,13 +108,34 @@ def test_deterministic_gradients(dim: int, lengths: tuple[int, int]):
         check_attention(q, k, v, deterministic=True, backend="hopper", holds_mean=False, **options)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(301, 458), (8, 2000)], ids=str)
+def test_rows_of_large_scores(lengths: tuple[int, int], dims: tuple[int, int]):
+    """All keys of a row are equal, and integers, so that no product is rounded; few queries are decoded."""
+    query = torch.randint(-9, 10, (2, lengths[0], 4, dims[0]), device="cuda").bfloat16()
+    key = torch.randint(-9, 10, (2, 1, 2, dims[0]), device="cuda").bfloat16()
+    key = key.expand(-1, lengths[1], -1, -1).contiguous()
+    value, dout = draw(lengths[1], 2, dims[1]), draw(lengths[0], 4, dims[1])
+    for options in ({}, {"causal": True}, {"deterministic": True}):
+        for scale in (64.0, 2.0**20):
+            found = gradients(query, key, value, dout, scale=scale, backend="hopper", **options)[2]
+            exact, baseline = (
+                reference.attention_backward(
+                    dout, query, key, value, scale=scale, dtype=dtype, **options
+                ).value
+                for dtype in (torch.float64, torch.bfloat16)
+            )
+            report = compare("dvalue", found, exact, baseline)
+            assert report.max_error <= report.max_budget, report
+
+
 def test_large_logits_in_float16_have_finite_gradients():
     q, k, v, dout = (draw(500, 4, 128, dtype=torch.float16) for _ in range(4))
     assert all(g.isfinite().all() for g in gradients(20 * q, k, v, dout, causal=True, backend="hopper"))
 
 
 @pytest.mark.parametrize("heads", [8, 18, 5])
-def test_memory_beyond_gradients_is_one_float32_dq_and_two_floats_a_row(heads: int):
+def test_memory_beyond_gradients_is_one_float32_dq_and_three_floats_a_row(heads: int):
     """With 18 and 5 heads blocks share tiles of keys, up to two for each SM with a float32 dK and dV.
 
     Those of 18 fit into dq.
@@ -129,4 +151,4 @@ def test_memory_beyond_gradients_is_one_float32_dq_and_two_floats_a_row(heads: i
     extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     pieces = 2 * sms * 4 * 256 * 128 if heads == 5 else 0
-    assert extra <= 4 * q.numel() + 8 * q.numel() // 128 + pieces + (1 << 20)
+    assert extra <= 4 * q.numel() + 12 * q.numel() // 128 + pieces + (1 << 20)

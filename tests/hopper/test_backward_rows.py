@@ -28,13 +28,15 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     lse[..., 3] = -math.inf
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
+    shifts = torch.full((slots, tiles_q, block_m), math.nan)
     turns = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
-        out, dout, lse, dlse, stats, turns, cu_seqlens, *strides, *strides, *sizes, total, batch,
-        dim, block_d, block_m, False,
+        out, dout, lse, None, dlse, stats, shifts, turns, cu_seqlens, *strides, *strides, *sizes, total,
+        batch, 0.125, dim, block_d, block_m, True, False,
     )  # fmt: skip
     assert (turns == 0).all()
+    assert (shifts == 0).all()
 
     x = torch.randn(slots * tiles_q, block_m, block_d)
     parts = x.view(-1, block_m // 64, 64, block_d // 64, 64).transpose(2, 3).reshape(-1, 4, 2, 8, 8, 4, 2)
@@ -64,6 +66,40 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
             stats[:, :, 1].reshape(slots, -1)[:, here], delta.reshape(slots, -1)[:, there]
         )
         torch.testing.assert_close(found[:, there], rows[:, here, :dim] * 0.5)
+
+
+@pytest.mark.parametrize("has_own_shifts", [False, True])
+@pytest.mark.parametrize("largest", [40.0, 60.0, 1e6, 1e9])
+def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
+    """lse + residual = scale * shift + low * log(2), in tiles with a large lse."""
+    from tilewise.gpu.hopper.backward import rows as backward_rows
+
+    total, block_m, scale = 150, 64, 0.3
+    tiles = -(-total // block_m)
+    out, dout = torch.randn(2, 1, total, 1, 64).unbind()
+    lse = torch.randn(1, 1, total)
+    lse[..., 70], lse[..., 75], lse[..., 80] = largest, -largest, -math.inf
+    residual = torch.where(lse.isfinite(), lse * 2**-25, 0)
+    stats = torch.full((tiles, 2 if has_own_shifts else 4, block_m), math.nan)
+    shifts = torch.full((tiles, block_m), math.nan)
+    backward_rows.attn_bwd_prepare_kernel[(tiles,)](
+        out, dout, lse, residual, None, stats, shifts if has_own_shifts else None, None, None,
+        *out.stride()[:3], *out.stride()[:3], tiles, 1, total, total, 1, scale, 64, 64, block_m, True, False,
+    )  # fmt: skip
+    shift, low = (shifts if has_own_shifts else stats[:, 2]).flatten()[:total], stats[:, 0].flatten()[:total]
+    is_large = torch.arange(total) // block_m == 1
+    if largest > 44:
+        assert stats[1, 0, 0] > 128 and (shift[is_large] != 0).all()
+        assert (low[is_large] > 128).all()
+    else:
+        assert not shift.any()
+    assert not shift[~is_large].any() and (low[~is_large] < 128).all()
+    exact = (lse.double() + residual).flatten()
+    seen = exact.isfinite()
+    rounded = torch.tensor(scale).double() * shift.double() + low.double() * math.log(2)
+    torch.testing.assert_close(rounded[seen], exact[seen], rtol=2**-36, atol=4e-5)
+    assert torch.equal(low[~seen], torch.full((1,), math.inf))
+    assert (stats[-1, 0, total % block_m :] == math.inf).all()
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -153,9 +153,9 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     problem = describe(inputs, Options(**case.options))
 
     def run() -> None:
-        out, lse = launch.forward(problem, inputs)
+        out, lse, residual = launch.forward(problem, inputs, residual=True)
         if not name.startswith("decode") and "paged" not in case.extras:
-            launch.backward(problem, inputs, out, lse, out, lse)
+            launch.backward(problem, inputs, out, lse, out, lse, residual=residual)
 
     return compiled_rows(name, run, capability)
 

@@ -25,7 +25,7 @@ REST = (
 # Bytes of registers that may spill: with headline shapes; with every option or very wide heads.
 FEW, SOME = 64, 1024
 # Outside of the loop over full tiles; measured faster than any tile without spills.
-MEASURED = {("d128_causal", "attn_bwd_dkdv_kernel"): 160}
+MEASURED = {("d128_causal", "attn_bwd_dkdv_kernel"): 224}  # of Triton 3.6; 0 of 3.9
 # Kernels of a backward that start before the one before has ended.
 EARLY = ("attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel")
 

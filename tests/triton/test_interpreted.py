@@ -29,6 +29,7 @@ pytest.importorskip("triton")
         ("triton/test_decode.py", "not slow"),
         pytest.param("triton/test_decode.py", "slow", marks=pytest.mark.slow),
         ("triton/test_chunks.py", "not slow"),
+        ("triton/test_large_scores.py", "not slow"),
         ("triton/test_guards.py", "not slow"),
         ("hopper/test_backward_rows.py", "not slow"),
         ("hopper/test_quantize.py", "not slow"),

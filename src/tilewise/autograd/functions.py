@@ -25,6 +25,7 @@ from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
+_NEEDED = ("query", "key", "value")
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 _NO_LSE, _LSE = Request(lse=False), Request()
 
@@ -36,6 +37,7 @@ def attention(
     order: str = "bshd",
     wants_lse: bool = True,
     are_values_known: bool = False,
+    entry: Entry | None = None,
 ) -> tuple[Tensor, Any]:
     """out and lse, differentiable: the one entry that the public API calls.
 
@@ -43,23 +45,25 @@ def attention(
         order: of out's memory, see `tilewise.core.signature.Request`.
         wants_lse: lse may be None if not.
         are_values_known: lengths and pages come from a cache that has checked them itself.
+        entry: what `check` has found for these very tensors.
 
     Raises:
         ValueError, TypeError: see `core.problem.describe` and `core.values.check_values`.
         NotImplementedError: see `dispatch.choice.choose`.
     """
-    if not is_plain_eager(inputs.query):
-        return _watched_attention(inputs, options, backend, order)
-    request = _LSE if wants_lse else _NO_LSE
-    if order != "bshd":
-        request = Request(wants_lse, order=order)
-    try:
-        entry = plans.forward_plan(inputs, options, backend, request)
-    except LazyTensor:
-        inputs = Inputs(*all_resolved(inputs))
-        entry = plans.forward_plan(inputs, options, backend, request)
-    except NoMemory:
-        return _watched_attention(inputs, options, backend, order)
+    if entry is None:
+        if not is_plain_eager(inputs.query):
+            return _watched_attention(inputs, options, backend, order)
+        request = _LSE if wants_lse else _NO_LSE
+        if order != "bshd":
+            request = Request(wants_lse, order=order)
+        try:
+            entry = plans.forward_plan(inputs, options, backend, request)
+        except LazyTensor:
+            inputs = Inputs(*all_resolved(inputs))
+            entry = plans.forward_plan(inputs, options, backend, request)
+        except NoMemory:
+            return _watched_attention(inputs, options, backend, order)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:
         check_values(problem, inputs, options)
@@ -69,14 +73,14 @@ def attention(
     return found if wants_lse else (found, None)
 
 
-def check(inputs: Inputs, options: Options, backend: str | None) -> None:
-    """Raise what `attention` would, but for values."""
+def check(inputs: Inputs, options: Options, backend: str | None, wants_lse: bool = True) -> Entry | None:
+    """Raise what `attention` would, but for values; the plan, if plain eager code has one."""
     if is_plain_eager(inputs.query):
         with contextlib.suppress(LazyTensor, NoMemory):
-            plans.forward_plan(inputs, options, backend, _LSE)
-            return
-    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None})
+            return plans.forward_plan(inputs, options, backend, _LSE if wants_lse else _NO_LSE)
+    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in _NEEDED})
     choice.choose(describe(inputs, options), backend)
+    return None
 
 
 def _watched_attention(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, shown
+from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, shown
 from tilewise.core.device_errors import raise_errors
 
 
@@ -87,8 +87,7 @@ class KVCache:
         if dtype not in DTYPES:
             raise TypeError(f"dtype={shown(dtype)} must be float64, float32, bfloat16 or float16")
         self.value_in_key = value_in_key
-        if value_in_key:
-            check_value_in_key(head_dim, head_dim_v)
+        check_value_in_key(value_in_key, head_dim, head_dim_v)
         rows = (batch, max_seqlen, num_kv_heads)
         with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
             self.key = torch.zeros(*rows, head_dim, dtype=dtype, device=device)
@@ -247,9 +246,10 @@ def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:
             raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
 
 
-def check_value_in_key(head_dim: int, head_dim_v: int) -> None:
-    """Raise ValueError unless values can be the first coordinates of keys."""
-    if head_dim_v > head_dim:
+def check_value_in_key(value_in_key: bool, head_dim: int, head_dim_v: int) -> None:
+    """Raise ValueError unless values can be the first coordinates of keys, if they are to be."""
+    check_flag("value_in_key", value_in_key)
+    if value_in_key and head_dim_v > head_dim:
         raise ValueError(
             f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True"
         )

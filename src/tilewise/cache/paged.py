@@ -89,8 +89,7 @@ class PagedKVCache:
             )
         shape = (num_pages, page_size, num_kv_heads)
         self.value_in_key = value_in_key
-        if value_in_key:
-            check_value_in_key(head_dim, head_dim_v)
+        check_value_in_key(value_in_key, head_dim, head_dim_v)
         with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
             self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
             self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None

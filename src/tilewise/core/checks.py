@@ -22,6 +22,9 @@ HUGE = 1 << 128
 
 
 def check_dtypes_and_devices(s: Any) -> None:
+    for name in ("query", "key", "value"):
+        if getattr(s, name) is None:
+            raise TypeError(f"{name}=None must be a torch.Tensor")
     if s.query.dtype not in DTYPES:
         raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
     for name, t, scale in (("key", s.key, s.key_scale), ("value", s.value, s.value_scale)):

@@ -213,6 +213,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     """`describe` for the `TensorSignature`s of `Inputs`."""
     query, key, value = signatures.query, signatures.key, signatures.value
     check_dtypes_and_devices(signatures)
+    check_scalars(options, signatures.dropout_seed is not None, query.dtype)
     is_packed = signatures.cu_seqlens_q is not None
     is_paged = signatures.page_table is not None
     batch = check_shapes(signatures, is_packed, is_paged)
@@ -228,7 +229,6 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     else:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
-    check_scalars(options, signatures.dropout_seed is not None, query.dtype)
     if options.precision == "fp8":
         check_fp8(signatures)
     check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)

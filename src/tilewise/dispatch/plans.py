@@ -118,7 +118,8 @@ def backward_plan(
 
 
 def _share_memory(inputs: Inputs) -> bool:
-    return inputs.key.data_ptr() == inputs.value.data_ptr()
+    key, value = inputs.key, inputs.value
+    return key is not None and value is not None and key.data_ptr() == value.data_ptr()
 
 
 def _make_backward(signature: Signature) -> Entry:

@@ -159,7 +159,7 @@ def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
 
 
 def check_tensors(call: KVCacheCall) -> None:
-    for name in ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"):
+    for name in ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes"):
         t = getattr(call, name)
         if not isinstance(t, Tensor) and (t is not None or name in ("q", "k_cache", "v_cache")):
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")

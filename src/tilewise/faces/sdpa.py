@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
     if is_causal is not False or enable_gqa is not False:
         check_flag("is_causal", is_causal)
         check_flag("enable_gqa", enable_gqa)
-    if dropout_p != 0:
+    if type(dropout_p) is not float or dropout_p != 0:
         check_number("dropout_p", dropout_p)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True must be False when attn_mask is given")

@@ -90,7 +90,7 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
     out, lse = launch.forward(problem, inputs)
     grads = (torch.empty_like(out) for _ in range(3))
     statistics_of_rows = launch.new_statistics(problem, lse)
-    results = launch.Results(out, lse, torch.randn_like(out), None, *statistics_of_rows, *grads)
+    results = launch.Results(out, lse, None, torch.randn_like(out), None, *statistics_of_rows, *grads)
     results = results._replace(dbias=launch._unshared_dbias(problem, inputs))
     launch.run(launch._prepare_launch, problem, (*inputs, *results))
     without = {"dk": results._replace(dv=None), "dv": results._replace(dk=None)}

@@ -108,10 +108,9 @@ class Tiles:
         return t[self.segment.sequences.start : self.segment.sequences.stop]
 
     def row_shift(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor]:
-        """What `weights` takes off the scores of each row, and what it multiplies by; folded like the scores.
+        """(shift, factor) of each row, folded like scores: exp(s - shift) * factor = exp(s - lse - residual).
 
-        Their product with exp(s) is exp(s - lse - residual). A shift among the scores, not above them as lse is,
-        leaves the differences small, which rounds them less.
+        A shift among the scores, not above them as lse is, leaves differences small, which rounds them less.
         """
         row_lse = self.fold(self.lse_rows(lse)[:, :, i0:i1, None])
         row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0

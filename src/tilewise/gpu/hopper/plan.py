@@ -31,41 +31,41 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
-    order = signature.request.order
-    first = functools.partial(_forward, order=order)
+    _, residual, order = signature.request
+    first = functools.partial(_forward, order=order, residual=residual)
     if problem.precision != "fp8" and (
         problem.head_dim > launch.MAX_HEAD_DIM or decode_launch.is_faster(problem)
     ):
-        again = functools.partial(_again_decode, problem, order)
+        again = functools.partial(_again_decode, problem, order, residual)
         return GpuPlan(problem, signature, first, again, _given_to_decode)
-    again = functools.partial(_again_forward, problem, order)
+    again = functools.partial(_again_forward, problem, order, residual)
     return GpuPlan(problem, signature, first, again, _given_to_forward)
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves()
+    return Saves(residual=problem.precision != "fp8")
 
 
-def _forward(problem: AttentionProblem, inputs: Inputs, order: str) -> Results:
-    out, lse = launch.forward(problem, inputs, order=order)
-    return Results(in_order(out, order), lse)
+def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> Results:
+    out, *rest = launch.forward(problem, inputs, order=order, residual=residual)
+    return Results(in_order(out, order), *rest)
 
 
 def _given_to_forward(inputs: Inputs) -> Given | None:
     return None if any(t is not None for t in inputs[3:]) else inputs[:3]
 
 
-def _again_forward(problem: AttentionProblem, order: str, given: Given) -> Again | None:
+def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
     if any(launch.tma_ready(t) is not t for t in given) or problem.precision == "fp8":
         return None
     config = launch.forward_config(problem)
 
     def steps(given: Given, new: Given) -> list[Step]:
-        out, lse, counter = new
+        out, lse, rest, counter = new
         tensors = (*given, None, None, None, None, None)
-        return [Step(launch.forward_launch, tensors, (config,), (out, lse, None, None, counter))]
+        return [Step(launch.forward_launch, tensors, (config,), (out, lse, rest, None, None, counter))]
 
-    return again_forward(problem, order, given, steps, launch.shared_counter)
+    return again_forward(problem, order, residual, given, steps, launch.shared_counter)
 
 
 def _given_to_decode(inputs: Inputs) -> tuple[Any, ...] | None:
@@ -75,7 +75,7 @@ def _given_to_decode(inputs: Inputs) -> tuple[Any, ...] | None:
     return tuple(getattr(inputs, name) for name in used)
 
 
-def _again_decode(problem: AttentionProblem, order: str, given: Any) -> Again | None:
+def _again_decode(problem: AttentionProblem, order: str, residual: bool, given: Any) -> Again | None:
     is_latent = problem.head_dim > launch.MAX_HEAD_DIM
     room: Any = mla_launch if is_latent else decode_launch
     config = room.mla_config(problem) if is_latent else room.decode_config(problem)
@@ -89,22 +89,24 @@ def _again_decode(problem: AttentionProblem, order: str, given: Any) -> Again | 
     ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), rows)
     if any(a is not b for a, b in zip(ready, tensors)):  # something is copied first
         return None
-    new = decode_launch.new_tensors(problem, config, workers)
-    stand_ins = [query for _ in new]  # plans are found by what is given
+    new = decode_launch.new_tensors(problem, config, workers, residual)
+    stand_ins = [None if n is None else query for n in new]  # plans are found by what is given
     plans: list[Any] = [
         find(s.build, problem, s.tensors, *s.choices, fresh=s.fresh)
         for s in room.steps(config, workers, tensors, stand_ins)
     ]
     if None in plans:
         return None
-    allocators = [allocator(query, shape, dtype) for shape, dtype in new]
+    allocators = [None if n is None else allocator(query, *n) for n in new]
 
     def again(given: Any) -> Results:
         tensors = decode_launch.CachedTensors(*given)
-        fresh = [allocate() for allocate in allocators]
+        fresh = [None if allocate is None else allocate() for allocate in allocators]
         for found, step in zip(plans, room.steps(config, workers, tensors, fresh)):
             found((*step.tensors, *step.fresh))
-        return Results(in_order(fresh[-2], order), fresh[-1])
+        out, *rest = fresh[-3:]
+        assert out is not None
+        return Results(in_order(out, order), *rest)
 
     return again
 
@@ -113,7 +115,8 @@ def _backward(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
-    return backward_launch.backward(problem, inputs, results.out, results.lse, dout, dlse)
+    given = (results.out, results.lse, dout, dlse)
+    return backward_launch.backward(problem, inputs, *given, residual=results.residual)
 
 
 def _given_to_backward(
@@ -121,11 +124,13 @@ def _given_to_backward(
 ) -> Sequence[Tensor] | None:
     if dlse is not None or any(t is not None for t in inputs[3:]):
         return None
-    return (*inputs[:3], results.out, results.lse, dout)  # type: ignore[return-value]
+    return (*inputs[:3], *results, dout)  # type: ignore[return-value]
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
-    if not given[4].is_contiguous() or any(launch.tma_ready(t) is not t for t in (*given[:4], given[5])):
+    *tensors, lse, residual, dout = given
+    is_ready = all(launch.tma_ready(t) is t for t in (*tensors, dout))
+    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
     if problem.head_dim > backward_launch.NARROW:
         wide = wide_launch.wide_config(problem)

@@ -103,7 +103,7 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         """Whether they were started: not if a profiler wants to be told, or a tensor is not aligned."""
         if self._plans[0][0].is_watched():
             return False
-        launches = self[tuple([t.data_ptr() for t in tensors])]
+        launches = self[tuple([0 if t is None else t.data_ptr() for t in tensors])]
         for plan, arguments in launches:
             plan.start(arguments)
         return bool(launches)
@@ -125,6 +125,7 @@ def plan_steps(
 def again_forward(
     problem: AttentionProblem,
     order: str,
+    residual: bool,
     given: Given,
     steps: Callable[[Given, Given], Sequence[Step]],
     shared: Shared = lambda device: (),
@@ -132,24 +133,25 @@ def again_forward(
     """A dense forward of query, key and value.
 
     Args:
-        steps: all launches, from those three, and out, lse and what is shared.
+        residual: whether what rounding took from lse is asked for.
+        steps: all launches, from those three, and out, lse, residual or None, and what is shared.
         shared: tensors that the current stream's launches share.
     """
     query = given[0]
     batch, seqlen, heads = query.shape[:-1]
     new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, order)
     new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
-    new = [new_out(), new_lse(), *shared(query.device)]
+    new = [new_out(), new_lse(), new_lse() if residual else None, *shared(query.device)]
     places: dict[int, Place | None] = {id(None): None}
-    places |= {id(t): Place(n) for n, t in enumerate((*given, *new))}
+    places |= {id(t): Place(n) for n, t in enumerate((*given, *new)) if t is not None}
     planned = plan_steps(problem, steps(given, new), places)
     if planned is None:
         return None
 
     def again(given: Given) -> Results | None:
-        out, lse = new_out(), new_lse()
-        is_started = planned.start((*given, out, lse, *shared(out.device)))
-        return Results(out, lse) if is_started else None
+        out, lse, rest = new_out(), new_lse(), new_lse() if residual else None
+        is_started = planned.start((*given, out, lse, rest, *shared(out.device)))
+        return Results(out, lse, rest) if is_started else None
 
     return again
 
@@ -161,10 +163,10 @@ def again_backward(
     scratch: Sequence[tuple[int, ...]],
     shared: Shared = lambda device: (),
 ) -> Again | None:
-    """A dense backward of query, key, value, out, lse and dout without optional tensors.
+    """A dense backward of query, key, value, out, lse, residual and dout without optional tensors.
 
     Args:
-        steps: all launches, from those six, and dq, dk, dv, scratch and what is shared.
+        steps: all launches, from those seven, and dq, dk, dv, scratch and what is shared.
         scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
         shared: tensors that the current stream's launches share.
     """
@@ -178,7 +180,7 @@ def again_backward(
     new, shared_now = [*gradients, *parts], shared(query.device)
     last = len(given) + 3  # the place of all scratch
     places: dict[int, Place | None] = {id(None): None}
-    places |= {id(t): Place(n) for n, t in enumerate((*given, *gradients))}
+    places |= {id(t): Place(n) for n, t in enumerate((*given, *gradients)) if t is not None}
     places |= {id(t): Place(last, offset) for t, offset in zip(parts, offsets, strict=True)}
     places |= {id(t): Place(last + 1 + n) for n, t in enumerate(shared_now)}
     planned = plan_steps(problem, steps(given, [*new, *shared_now]), places)

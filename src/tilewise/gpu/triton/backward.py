@@ -1,7 +1,7 @@
 """Backward kernels: gradients by recomputation from lse, without atomics, so bit for bit repeatable.
 
     delta = rowsum(dO * O) - dlse                           attn_bwd_prepare_kernel, and dsinks
-    p  = exp(s - lse),  dp = dO v^T,  ds = p * (dp - delta)
+    p  = exp(s - lse - residual),  dp = dO v^T,  ds = p * (dp - delta)
     dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
     dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
     dbias = ds where nothing shares the bias, else          see `backward_bias`
@@ -30,13 +30,14 @@ from tilewise.gpu.triton.primitives import (
     let_next_kernel_start,
     load_scores,
     load_stat,
+    logits,
     packed_tile,
     padded_stat_start,
     program_tile,
     query_regions,
     query_tile,
-    scores_log2,
     sequence_rows,
+    softmax_stats,
     stat_start,
     store_scores,
     wait_for_kernel_before,
@@ -56,14 +57,15 @@ from tilewise.gpu.triton.tiles import (
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_prepare_kernel(
-    out, do, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dsinks_ptr, ragged, sinks,
+    out, do, lse_ptr, residual_ptr, dlse_ptr, shift_ptr, low_ptr, delta_ptr, dsinks_ptr,
+    ragged, sinks, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """One block of lse_log2 and delta of one head, and its part of dsinks (slots, tiles).
+    """One block of shift, low and delta of one head, and its part of dsinks (slots, tiles).
 
-    lse_log2 is such that exp2(s - lse_log2) is 0 in rows that see nothing and in padding.
+    shift and low are such that `exponentials` gives 0 in rows that see nothing and in padding.
     """
     V: tl.constexpr = cfg.V
     sizes = Sizes(
@@ -95,14 +97,17 @@ def attn_bwd_prepare_kernel(
             delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
         if dlse_ptr is not None:
             delta -= tl.load(dlse_ptr + first + i, mask=exists, other=0.0)
-        lse_log2 = tl.load(lse_ptr + first + i, mask=exists, other=float("inf")) * LOG2E
-        sees_nothing = lse_log2 == float("-inf")
-        lse_log2 = tl.where(sees_nothing, 0.0, lse_log2)
-        tl.store(lse_log2_ptr + first_padded + i, lse_log2)
+        lse = tl.load(lse_ptr + first + i, mask=exists, other=float("inf"))
+        residual = tl.zeros((BLOCK_M,), tl.float32)
+        if residual_ptr is not None:
+            residual += tl.load(residual_ptr + first + i, mask=exists, other=0.0)
+        shift, low = softmax_stats(lse, residual, factors, cfg)
+        tl.store(shift_ptr + first_padded + i, shift)
+        tl.store(low_ptr + first_padded + i, low)
         tl.store(delta_ptr + first_padded + i, delta)
         if sinks is not None:
-            p_sink = tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - lse_log2)
-            dsink -= tl.where(sees_nothing, 0.0, p_sink) * delta
+            p_sink = tl.exp2(((tl.load(sinks + h).to(tl.float32) - lse) - residual) * LOG2E)
+            dsink -= tl.where(lse == float("-inf"), 0.0, p_sink) * delta
     if sinks is not None:
         tl.store(dsinks_ptr + part, tl.sum(dsink, 0))
 
@@ -110,7 +115,7 @@ def attn_bwd_prepare_kernel(
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
     q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
-    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -129,7 +134,7 @@ def attn_bwd_dkdv_kernel(
         dropout_threshold, num_tiles, num_slots, section,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for lse_log2 and delta
+    IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for the rows' statistics
     if not IS_SECOND:
         wait_for_kernel_before(cfg)
     let_next_kernel_start(cfg)
@@ -160,13 +165,13 @@ def attn_bwd_dkdv_kernel(
         full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
         for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
             dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
                 place, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
             )  # fmt: skip
         for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
             i0 = edge_tile(n, full_lo, full_hi)
             dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
                 place, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
             )  # fmt: skip
     if IS_SECOND:
@@ -181,26 +186,27 @@ def attn_bwd_dkdv_kernel(
 
 @triton.jit
 def dkdv_step(
-    dk_acc, dv_acc, k_tile, v_tile, q, do, lse_log2_ptr, delta_ptr, i0, j0, q_start,
+    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
     place, ragged, extras, sizes, factors,
     cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
 
-    Rows beyond seqlen_q have q = do = 0 and lse = inf, so p = 0; columns beyond seqlen_k are never stored.
+    Rows beyond seqlen_q have q = do = 0 and low = inf, so p = 0; columns beyond seqlen_k are never stored.
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
-    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
     bias = load_scores(extras.bias, i, j, place, IS_EDGE)
     mask = load_scores(extras.mask, i, j, place, IS_EDGE)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
-    p = exponentials(s, lse_log2[None, :], factors, cfg)
+    s, t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
+    low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
+    p = exponentials(s, shift[None, :], low[None, :], factors, cfg)
     do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
     if extras.dropout_seed is not None:
@@ -224,7 +230,7 @@ def dkdv_step(
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
     q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_log2_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
@@ -251,7 +257,8 @@ def attn_bwd_dq_kernel(
     first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
     q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
     do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, V, True)
-    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, BLOCK_M)
+    shift = load_stat(shift_ptr + first_stat, i0, BLOCK_M)
+    low = load_stat(low_ptr + first_stat, i0, BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
     dq_acc = zero_tile(BLOCK_M, QK)
     i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
@@ -259,13 +266,13 @@ def attn_bwd_dq_kernel(
     full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
     for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
         dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, False,
         )  # fmt: skip
     for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
         j0 = edge_tile(n, full_lo, full_hi)
         dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
             place, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
     wait_for_kernel_before(cfg)
@@ -275,7 +282,7 @@ def attn_bwd_dq_kernel(
 
 @triton.jit
 def dq_step(
-    dq_acc, q_tile, do_tile, lse_log2, delta, k, v, dbias, i0, j0, k_start,
+    dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
     place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
@@ -289,8 +296,8 @@ def dq_step(
     mask = load_scores(extras.mask, i, j, place, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
-    p = exponentials(s, lse_log2[:, None], factors, cfg)
+    s, t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         dp = tl.where(keep, dp * factors.keep, 0.0)

@@ -18,8 +18,8 @@ from tilewise.gpu.triton.primitives import (
     key_regions,
     load_scores,
     load_stat,
+    logits,
     padded_stat_start,
-    scores_log2,
     sequence_rows,
     store_scores,
     visible_pairs,
@@ -31,7 +31,7 @@ from tilewise.gpu.triton.tiles import dot_rows, load_source
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_log2_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
@@ -85,7 +85,7 @@ def attn_bwd_dbias_kernel(
             b = bias_b + n // loop_heads
             h = bias_h + n % loop_heads
             acc += dbias_step(
-                q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, tile_m * BLOCK_M, tile_n * BLOCK_N,
+                q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, tile_m * BLOCK_M, tile_n * BLOCK_N,
                 q_start, k_start, Place(b, h, seqlen_q, seqlen_k, place.offset, place.first_col),
                 ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
@@ -104,7 +104,7 @@ def attn_bwd_dbias_kernel(
                 offs_j = (j0 + tl.arange(0, BLOCK_N))[None, :]
                 bias_tile = load_scores(extras.bias, offs_i, offs_j, place, True)
                 acc += dbias_step(
-                    q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, i0, j0,
+                    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0,
                     q_start, k_start, place, ragged, extras, sizes, factors, cfg, True,
                 )  # fmt: skip
 
@@ -138,7 +138,7 @@ def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
 
 @triton.jit
 def dbias_step(
-    q, k, v, do, lse_log2_ptr, delta_ptr, bias_tile, i0, j0, q_start, k_start, place,
+    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0, q_start, k_start, place,
     ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """ds of queries [i0, i0 + BLOCK_M) and keys [j0, j0 + BLOCK_N), 0 where there is no such query.
@@ -155,13 +155,14 @@ def dbias_step(
     k_tile = load_source(k, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, QK, True)
     do_tile = load_source(do, b, h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, True)
     v_tile = load_source(v, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, V, True)
-    lse_log2 = load_stat(lse_log2_ptr + first_stat, i0, cfg.BLOCK_M)
+    shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
+    low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
     mask = load_scores(extras.mask, i, j, place, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, _t = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
-    p = exponentials(s, lse_log2[:, None], factors, cfg)
+    s, _t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
+    p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         if ragged.leftpad_k is None:
             keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)

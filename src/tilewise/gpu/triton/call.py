@@ -40,9 +40,11 @@ class Results(NamedTuple):
 
     out: Tensor | None = None
     lse: Tensor | None = None
+    residual: Tensor | None = None  # what rounding took from lse
     dout: Tensor | None = None
     dlse: Tensor | None = None
-    lse_log2: Tensor | None = None  # with delta: see attn_bwd_prepare_kernel
+    shift: Tensor | None = None  # with low and delta: see attn_bwd_prepare_kernel
+    low: Tensor | None = None
     delta: Tensor | None = None
     dsinks: Tensor | None = None
     dq: Tensor | None = None
@@ -51,7 +53,7 @@ class Results(NamedTuple):
     dbias: Tensor | None = None
 
 
-GIVEN = 4  # of `Results`, to a backward: the rest is allocated for it
+GIVEN = 5  # of `Results`, to a backward: the rest is allocated for it
 
 
 def launchable(inputs: Inputs) -> Inputs:

@@ -8,8 +8,9 @@ tiles of all (sequence, key head, row tile) segments stand in one line, of which
     tiles    | . . . . . . . | . . . . | . . . . . . |
     worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
 
-    attn_decode_kernel        piece -> normalized out (float32) and lse, at index segment + worker: unique
-    attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
+    attn_decode_kernel        piece -> normalized out (float32), m and l, at index segment + worker: unique
+    attn_decode_merge_kernel  l = sum_p l_p exp(m_p - m) [+ exp(sink - m)],  lse = m + log l
+                              out = sum_p l_p exp(m_p - m) / l out_p
 
 The plan is arithmetic on the lengths that every program does for itself: nothing is read by the host, so a
 CUDA graph replays with new lengths. Source: Dao et al., "Flash-Decoding" (2023); the line of tiles: Osama
@@ -24,12 +25,13 @@ import triton.language as tl
 from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Place
 from tilewise.gpu.triton.guards import cached_rows, is_page, length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
-    LN2,
-    LOG2E,
+    exact_lse,
+    exp_difference,
     let_next_kernel_start,
     load_scores,
+    logits,
     online_softmax,
-    scores_log2,
+    sink_maximum,
     wait_for_kernel_before,
 )
 
@@ -141,7 +143,7 @@ def decode_step(
         s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
-        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
@@ -149,7 +151,7 @@ def decode_step(
         s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
-        s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
@@ -157,9 +159,13 @@ def decode_step(
 
 
 @triton.jit
-def store_piece(partial, partial_lse, piece, exists, acc, m, l, cfg: tl.constexpr):
-    """Normalized out [rows, head_dim_v] and lse in log2 units of one piece's rows."""
-    tl.store(partial_lse + piece, m + tl.log2(l), mask=exists)  # -inf where nothing was seen
+def store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg: tl.constexpr):
+    """Normalized out [rows, head_dim_v], maximum and sum of one piece's rows.
+
+    Their lse in one number would be of use only where it is small: of 1e9 a float holds no log l.
+    """
+    tl.store(partial_m + piece, m, mask=exists)  # -inf where nothing was seen
+    tl.store(partial_l + piece, l, mask=exists)
     inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
     offs_dv = tl.arange(0, cfg.BLOCK_DV)
     exists_dv = offs_dv < cfg.HEAD_DIM_V
@@ -173,14 +179,14 @@ def store_piece(partial, partial_lse, piece, exists, acc, m, l, cfg: tl.constexp
 
 @triton.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_kernel(
-    q, k, v, partial, partial_lse, ragged, scales, mask, bias, alibi, factors,
+    q, k, v, partial, partial_m, partial_l, ragged, scales, mask, bias, alibi, factors,
     batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
     window_left, window_right, row_tiles, segments, workers,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,).
 
-    partial: float32 [pieces, ROWS, head_dim_v]; partial_lse: [pieces, ROWS], log2 units.
+    partial: float32 [pieces, ROWS, head_dim_v]; partial_m and partial_l: [pieces, ROWS].
     """
     extras = Extras(mask, bias, alibi, None, None)
     sizes = DecodeSizes(
@@ -233,18 +239,22 @@ def attn_decode_kernel(
             end_row = k_start + tl.minimum((t + count) * cfg.BLOCK_N, seqlen_kb)
             l += page_poison(b, k_start + t * cfg.BLOCK_N, end_row, sizes, ragged, cfg)
         piece = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
-        store_piece(partial, partial_lse, piece, row_exists & (offs_m < cfg.ROWS), acc, m, l, cfg)
+        exists = row_exists & (offs_m < cfg.ROWS)
+        store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg)
         unit += count
 
 
 @triton.jit(do_not_specialize=DecodeSizes._fields)
 def attn_decode_merge_kernel(
-    partial, partial_lse, out, lse_ptr, ragged, sinks,
+    partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors,
     batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
     window_left, window_right, row_tiles, segments, workers,
     MERGE_ROWS: tl.constexpr, MERGE_PIECES: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of MERGE_ROWS rows of a segment. Grid: (segments of all, blocks of rows)."""
+    """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
+
+    Grid: (segments of all, blocks of rows).
+    """
     sizes = DecodeSizes(
         batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
         window_left, window_right, row_tiles, segments, workers,
@@ -272,7 +282,7 @@ def attn_decode_merge_kernel(
     m = tl.full((MERGE_ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((MERGE_ROWS,), tl.float32)
     if sinks is not None:
-        m = tl.load(sinks + h, mask=row_exists, other=0.0).to(tl.float32) * LOG2E
+        m = sink_maximum(tl.load(sinks + h, mask=row_exists, other=0.0), cfg)
         l += 1.0
     if ragged.errors is not None:
         l += length_poison(b, sizes, ragged)
@@ -282,13 +292,14 @@ def attn_decode_merge_kernel(
         w = p + tl.arange(0, MERGE_PIECES)
         piece = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
         exists = (w < last)[:, None] & row_exists[None, :]  # [MERGE_PIECES, MERGE_ROWS]
-        part_lse = tl.load(partial_lse + piece, mask=exists, other=float("-inf"))
+        part_m = tl.load(partial_m + piece, mask=exists, other=float("-inf"))
+        part_l = tl.load(partial_l + piece, mask=exists, other=0.0)
         ptrs = partial + piece[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
         part = tl.load(ptrs, mask=exists[:, :, None] & exists_dv[None, None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(part_lse, 0))
+        m_new = tl.maximum(m, tl.max(part_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-        correction = tl.exp2(m - m_finite)
-        weight = tl.exp2(part_lse - m_finite[None, :])
+        correction = exp_difference(m, m_finite, cfg)
+        weight = part_l * exp_difference(part_m, m_finite[None, :], cfg)
         acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], 0)
         l = l * correction + tl.sum(weight, 0)
         m = m_new
@@ -298,4 +309,7 @@ def attn_decode_merge_kernel(
     out_mask = row_exists[:, None] & exists_dv[None, :]
     tl.store(out_ptrs[:, None] + offs_dv[None, :], acc.to(out.ptr.dtype.element_ty), mask=out_mask)
     stat = (b.to(tl.int64) * sizes.num_heads + h) * sizes.seqlen_q + i
-    tl.store(lse_ptr + stat, (m + tl.log2(l)) * LN2, mask=row_exists)
+    lse, residual = exact_lse(m, l, factors, cfg)
+    tl.store(lse_ptr + stat, lse, mask=row_exists)
+    if residual_ptr is not None:
+        tl.store(residual_ptr + stat, residual, mask=row_exists)

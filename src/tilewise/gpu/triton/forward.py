@@ -7,7 +7,8 @@
         l  = c l + rowsum p,    acc = c acc + p v
     out = acc / l,  lse = m + log l
 
-FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse is written.
+FlashAttention-2's loop order (Dao 2023, section 3.1); nothing but out and lse is written, and for a
+backward the residual: what rounding took from lse.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import triton.language as tl
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
 from tilewise.gpu.triton.guards import length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
-    LN2,
-    LOG2E,
     edge_tile,
+    exact_lse,
     full_end,
     keep_tile,
     key_regions,
     load_scores,
+    logits,
     online_softmax,
     query_tile,
-    scores_log2,
+    sink_maximum,
     stat_start,
 )
 from tilewise.gpu.triton.tiles import (
@@ -45,12 +46,12 @@ from tilewise.gpu.triton.tiles import (
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_slots, section,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Rows of out and lse. Grid: (tiles * slots,), see `program_tile`."""
+    """Rows of out, lse and, unless that is None, residual. Grid: (tiles * slots,), see `program_tile`."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
@@ -70,7 +71,7 @@ def attn_fwd_kernel(
     q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
     acc = zero_tile(BLOCK_M, V)
     if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
-        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(extras.sinks + place.h).to(tl.float32) * LOG2E
+        m = tl.zeros((BLOCK_M,), tl.float32) + sink_maximum(tl.load(extras.sinks + place.h), cfg)
         l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -94,9 +95,11 @@ def attn_fwd_kernel(
         if cfg.PAGE_SIZE > 0:
             l += page_poison(place.b, k_start + lo, k_start + hi, sizes, ragged, cfg)
     i = i0 + tl.arange(0, BLOCK_M)
-    lse = (m + tl.log2(l)) * LN2  # -inf where nothing was seen
+    lse, residual = exact_lse(m, l, factors, cfg)
     first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
     tl.store(lse_ptr + first_stat + i, lse, mask=i < place.seqlen_q)
+    if residual_ptr is not None:
+        tl.store(residual_ptr + first_stat + i, residual, mask=i < place.seqlen_q)
     acc = scaled_tile(acc, (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None])
     out_base = row_base(out, place.b, place.h, q_start)
     store_tile(out, out_base, i0, place.seqlen_q, acc, BLOCK_M, V)
@@ -116,7 +119,7 @@ def forward_step(
     bias = load_scores(extras.bias, i, j, place, IS_EDGE)
     mask = load_scores(extras.mask, i, j, place, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _ = scores_log2(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
         p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)

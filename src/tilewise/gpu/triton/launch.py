@@ -38,11 +38,18 @@ Tiles = dict[str, KernelTile]
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, tile: KernelTile | None = None, order: str = "bshd"
-) -> tuple[Tensor, Tensor]:
-    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    problem: AttentionProblem,
+    inputs: Inputs,
+    tile: KernelTile | None = None,
+    order: str = "bshd",
+    residual: bool = False,
+) -> tuple[Tensor, ...]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
+
+    And, if asked for, what rounding took from lse, in its shape.
+    """
     if tile is None and launch_decode.serves(problem):
-        return launch_decode.forward(problem, inputs)
+        return launch_decode.forward(problem, inputs, residual=residual)
     if problem.is_quantized:
         problem, inputs = _dequantized(problem, inputs)
     inputs = launchable(inputs)
@@ -50,8 +57,9 @@ def forward(
     *batch, seqlen, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
-    run(forward_launch, problem, inputs, tile, fresh=(out, lse))
-    return out, lse
+    rest = (torch.empty_like(lse),) if residual else ()
+    run(forward_launch, problem, inputs, tile, fresh=(out, lse, *(rest or (None,))))
+    return out, lse, *rest
 
 
 def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
@@ -82,7 +90,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile
     arguments = (
         *map(call.rows, tensors_qkvo),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        call.results.lse,
+        *(call.results.lse, call.results.residual),
         call.ragged(),
         *call.extras(),
         call.factors(),
@@ -99,17 +107,18 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     tiles: Tiles | None = None,
+    residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse, each in the dtype of its input; the same bits every time."""
+    """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
     tiles = tiles or {}
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    lse, residual, dlse = (None if t is None else t.contiguous() for t in (lse, residual, dlse))  # type: ignore[assignment]
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    given = (with_dense_rows(out), lse, with_dense_rows(dout), dlse)
+    given = (with_dense_rows(out), lse, residual, with_dense_rows(dout), dlse)
     results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, _unshared_dbias(problem, inputs))
     run_steps(problem, _steps(problem, inputs, results, tiles))
     dbias = results.dbias
@@ -127,24 +136,24 @@ def plain_backward_steps(
     """The launches of a dense backward without optional tensors.
 
     Args:
-        given: query, key, value, out, lse, dout.
-        new: dq, dk, dv, lse_log2 and delta.
+        given: query, key, value, out, lse, residual, dout.
+        new: dq, dk, dv, shift, low and delta.
     """
-    query, key, value, out, lse, dout = given
-    dq, dk, dv, lse_log2, delta = new
-    results = Results(out, lse, dout, None, lse_log2, delta, None, dq, dk, dv)
+    query, key, value, out, lse, residual, dout = given
+    dq, dk, dv, shift, low, delta = new
+    results = Results(out, lse, residual, dout, None, shift, low, delta, None, dq, dk, dv)
     return _steps(problem, Inputs(query, key, value), results, {})
 
 
-def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """lse_log2 and delta, and the parts of dsinks."""
+def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """shift, low and delta, and the parts of dsinks."""
     *heads, rows = padded_rows(problem, lse.shape)
-    lse_log2, delta = lse.new_empty(2, *heads, rows)
-    return lse_log2, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
+    shift, low, delta = lse.new_empty(3, *heads, rows)
+    return shift, low, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
 
 
 def padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of lse_log2 and delta for an lse: rows in blocks of STAT_ROWS."""
+    """Shape of shift, low and delta for an lse: rows in blocks of STAT_ROWS."""
     *heads, seqlen = shape
     blocks = seqlen // STAT_ROWS + problem.batch if problem.is_packed else -(-seqlen // STAT_ROWS)
     return (*heads, blocks * STAT_ROWS)
@@ -178,9 +187,10 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     arguments = (
         call.rows(r.out),
         call.rows(r.dout),
-        *(r.lse, r.dlse, r.lse_log2, r.delta, r.dsinks),
+        *(r.lse, r.residual, r.dlse, r.shift, r.low, r.delta, r.dsinks),
         call.ragged(),
         call.inputs.sinks,
+        call.factors(),
         *call.sizes(blocks, call.slots_q, call.slots_q),
     )
     return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.slots_q, arguments)
@@ -195,7 +205,7 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
         *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
-        *(r.lse_log2, r.delta),
+        *(r.shift, r.low, r.delta),
         call.ragged(),
         *call.extras(),
         call.factors(),
@@ -215,7 +225,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        *(r.lse_log2, r.delta),
+        *(r.shift, r.low, r.delta),
         call.ragged(),
         *call.extras(),
         call.factors(),
@@ -281,7 +291,7 @@ def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile,
         *map(call.rows, (*call.inputs[:3], r.dout)),
         *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        *(r.lse_log2, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
+        *(r.shift, r.low, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
         *call.extras(),
         call.factors(),

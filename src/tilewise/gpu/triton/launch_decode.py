@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.gpu.triton.arguments import DecodeConfig, DecodeSizes
-from tilewise.gpu.triton.call import Call, gpu_capability, has_pdl, launchable
+from tilewise.gpu.triton.call import SMALLEST_SCALE, Call, gpu_capability, has_pdl, launchable
 from tilewise.gpu.triton.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
@@ -33,23 +33,28 @@ def serves(problem: AttentionProblem) -> bool:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, tile: DecodeTile | None = None
-) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    problem: AttentionProblem, inputs: Inputs, tile: DecodeTile | None = None, residual: bool = False
+) -> tuple[Tensor, ...]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q).
+
+    And, if asked for, what rounding took from lse, in its shape.
+    """
     inputs = launchable(inputs)
     query = inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
     lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
+    rest = (torch.empty_like(lse),) if residual else ()
     if problem.batch == 0:
-        return out, lse
+        return out, lse, *rest
     is_shared = _is_shared(inputs.key, inputs.value)
     cuts = _cuts(problem, tile or _tile(problem, query.device, is_shared), query.device)
     slots = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
-    partial = query.new_empty(slots * (problem.head_dim_v + 1), dtype=torch.float32)
-    fresh = (out, lse, partial[slots:], partial[:slots])
+    partial = query.new_empty(slots * (problem.head_dim_v + 2), dtype=torch.float32)
+    pieces = (partial[2 * slots :], partial[:slots], partial[slots : 2 * slots])
+    fresh = (out, lse, *(rest or (None,)), *pieces)
     run(_decode_launch, problem, inputs, cuts, is_shared, fresh=fresh)
     run(_merge_launch, problem, inputs, cuts, fresh=fresh)
-    return out, lse
+    return out, lse, *rest
 
 
 class Cuts(NamedTuple):
@@ -76,7 +81,7 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_kernel
 
-    call, (_, _, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    call, (_, _, _, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
     inputs, (mask, bias, alibi, *_) = call.inputs, call.extras()
     arguments = (
         *map(call.rows, inputs[:3]),
@@ -101,7 +106,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_s
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_merge_kernel
 
-    call, (out, lse, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    call, (out, lse, residual, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
     cfg = _config(problem, cuts, False)
     segments = problem.batch * cuts.segments
     is_small = segments * cuts.rows <= 4 * _processors(call.inputs.query.device)
@@ -109,9 +114,10 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
     arguments = (
         *pieces,
         call.rows(out),
-        lse,
+        *(lse, residual),
         call.ragged(),
         call.inputs.sinks,
+        call.factors(),
         *_sizes(problem, call.inputs, cuts),
         *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.BLOCK_DV))),
         cfg,
@@ -163,7 +169,7 @@ def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeCon
         GROUP_SIZE=problem.group_size,
         PAGE_SIZE=problem.page_size or 0,
         HAS_SOFTCAP=problem.softcap > 0,
-        IS_FOLDED=problem.scale > 0 and not adds_to_scores,
+        IS_FOLDED=problem.scale > SMALLEST_SCALE and not adds_to_scores,
         IS_SHARED=is_shared and block_d == block_dv == problem.head_dim_v,
         IS_TRANSPOSED=cuts.tile.is_transposed,
         HAS_PDL=cuts.has_pdl,

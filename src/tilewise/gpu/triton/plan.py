@@ -21,40 +21,41 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
-    order = signature.request.order
-    first = functools.partial(_forward, order=order)
-    again = functools.partial(_again_forward, problem, order)
+    _, residual, order = signature.request
+    first = functools.partial(_forward, order=order, residual=residual)
+    again = functools.partial(_again_forward, problem, order, residual)
     return GpuPlan(problem, signature, first, again, _given_to_forward)
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves()
+    return Saves(residual=True)
 
 
-def _forward(problem: AttentionProblem, inputs: Inputs, order: str) -> Results:
-    out, lse = launch.forward(problem, inputs, order=order)
-    return Results(in_order(out, order), lse)
+def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> Results:
+    out, *rest = launch.forward(problem, inputs, order=order, residual=residual)
+    return Results(in_order(out, order), *rest)
 
 
 def _given_to_forward(inputs: Inputs) -> Given | None:
     return None if any(t is not None for t in inputs[3:]) else inputs[:3]
 
 
-def _again_forward(problem: AttentionProblem, order: str, given: Given) -> Again | None:
+def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
     if any(with_dense_rows(t) is not t for t in given) or launch_decode.serves(problem):
         return None
 
     def steps(given: Given, new: Given) -> list[Step]:
         return [Step(launch.forward_launch, Inputs(*given), (None,), tuple(new))]
 
-    return again_forward(problem, order, given, steps)
+    return again_forward(problem, order, residual, given, steps)
 
 
 def _backward(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
-    return launch.backward(problem, inputs, results.out, results.lse, dout, dlse)
+    given = (results.out, results.lse, dout, dlse)
+    return launch.backward(problem, inputs, *given, residual=results.residual)
 
 
 def _given_to_backward(
@@ -62,13 +63,14 @@ def _given_to_backward(
 ) -> Sequence[Tensor] | None:
     if dlse is not None or any(t is not None for t in inputs[3:]):
         return None
-    return (*inputs[:3], results.out, results.lse, dout)  # type: ignore[return-value]
+    return (*inputs[:3], *results, dout)  # type: ignore[return-value]
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
-    lse = given[4]
-    if not lse.is_contiguous() or any(with_dense_rows(t) is not t for t in (*given[:4], given[5])):
+    *tensors, lse, residual, dout = given
+    is_ready = all(with_dense_rows(t) is t for t in (*tensors, dout))
+    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
     rows = launch.padded_rows(problem, lse.shape)
     steps = functools.partial(launch.plain_backward_steps, problem)
-    return again_backward(problem, given, steps, (rows, rows))
+    return again_backward(problem, given, steps, (rows, rows, rows))

@@ -6,7 +6,11 @@ never specialized: a new sequence length runs the kernel that is already compile
 
 Kernel names: `i` is a query's position and `j` a key's, each inside its own sequence; a score tile is
 [BLOCK_M queries, BLOCK_N keys] and starts at (i0, j0). `i` and `j` are 2-D so that the same code serves
-a transposed tile. Scores that reach an exponential are in log2 units.
+a transposed tile.
+
+Scores that reach an exponential are plain products s where the scale is folded into the exponential
+(cfg.IS_FOLDED), and else natural logits. Only their difference from a row's maximum or lse is taken to log2
+units: a logit of -1e9 there would be rounded to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS, Place
 from tilewise.gpu.triton.guards import cached_rows
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # ---- programmatic dependent launch
@@ -179,7 +183,7 @@ def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def padded_stat_start(b, h, q_start, sizes, ragged):
-    """Offset of a head's first row of lse_log2 or delta: every sequence starts and ends with a STAT_BLOCK."""
+    """Offset of a head's first row of statistics: every sequence starts and ends with a STAT_BLOCK."""
     if ragged.cu_seqlens_q is None:
         block = (b * sizes.num_heads + h).to(tl.int64) * tl.cdiv(sizes.seqlen_q, STAT_BLOCK)
     else:  # numbered as by `packed_tile`
@@ -190,7 +194,7 @@ def padded_stat_start(b, h, q_start, sizes, ragged):
 
 @triton.jit
 def load_stat(ptr, i0, BLOCK_M: tl.constexpr):
-    """[BLOCK_M] of lse_log2 or delta; in padding inf or 0, so that p = 0 there. Wide loads without a mask."""
+    """[BLOCK_M] of shift, low or delta; low is inf in padding, so that p = 0. Wide loads without a mask."""
     return tl.load(ptr + tl.multiple_of(i0, BLOCK_M) + tl.arange(0, BLOCK_M))
 
 
@@ -246,25 +250,25 @@ def store_scores(x, tile, i, j, place, IS_EDGE: tl.constexpr):
 
 
 @triton.jit
-def scores_log2(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
+def logits(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
-    In log2 units, or still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where
-    the key is not visible. IS_EDGE=False promises that lengths and window hide nothing in this tile.
-    `bias` and `mask` are what `load_scores` gives for those of extras.
+    Still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where the key is not
+    visible. IS_EDGE=False promises that lengths and window hide nothing in this tile. `bias` and `mask` are
+    what `load_scores` gives for those of extras.
     """
     t = s
-    unit = LOG2E
+    unit = 1.0
     if cfg.HAS_SOFTCAP:
         t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION == "ieee")
-        s = t * (factors.softcap * LOG2E)
+        s = t * factors.softcap
     else:
         if cfg.IS_FOLDED:
             unit = 1.0 / factors.scale
         else:
-            s = s * (factors.scale * LOG2E)
+            s = s * factors.scale
     if extras.bias is not None:
-        s += bias.to(tl.float32) * LOG2E
+        s += bias.to(tl.float32)
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
         s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * unit)
@@ -287,29 +291,99 @@ def visible_pairs(i, j, place, sizes):
 
 
 @triton.jit
-def exponentials(s, m, factors, cfg: tl.constexpr):
-    """exp2(scores - m): one multiply-add and one exp2 each where the scale is folded in."""
+def log2_unit(factors, cfg: tl.constexpr):
+    """What scores are multiplied by to be in log2 units."""
     if cfg.IS_FOLDED:
-        p = tl.exp2(s * (factors.scale * LOG2E) - m)
+        return scale_of(factors) * LOG2E
     else:
-        p = tl.exp2(s - m)
-    return p
+        return LOG2E
+
+
+@triton.jit
+def scale_of(factors):
+    """The scale as a float32, which under the interpreter is a number of Python's."""
+    return tl.zeros((), tl.float32) + factors.scale
+
+
+@triton.jit
+def exponentials(s, shift, low, factors, cfg: tl.constexpr):
+    """p = exp(logits - lse) of scores s, for rows' `softmax_stats`.
+
+    s - shift is exact where p is not tiny: what is left of scores and lse of any size is small.
+    """
+    return tl.exp2((s - shift) * log2_unit(factors, cfg) - low)
+
+
+@triton.jit
+def softmax_stats(lse, residual, factors, cfg: tl.constexpr):
+    """(shift, low) of rows for `exponentials`; p = 0 where lse is inf. Both are 0 where it is -inf."""
+    is_finite = tl.abs(lse) < float("inf")
+    finite = tl.where(is_finite, lse, 0.0)
+    if cfg.IS_FOLDED:
+        shift, low = shift_and_low(finite, residual, scale_of(factors))
+    else:
+        shift, low = finite, residual * LOG2E
+    return shift, tl.where(is_finite | (lse == float("-inf")), low, lse)
+
+
+@triton.jit
+def sink_maximum(sink, cfg: tl.constexpr):
+    """m of a row that has seen a key of logit `sink`."""
+    if cfg.IS_FOLDED:
+        return sink.to(tl.float32) * LOG2E
+    else:
+        return sink.to(tl.float32)
+
+
+@triton.jit
+def exp_difference(m, m_new, cfg: tl.constexpr):
+    """exp of the difference of two maxima."""
+    if cfg.IS_FOLDED:
+        return tl.exp2(m - m_new)
+    else:
+        return tl.exp2((m - m_new) * LOG2E)
+
+
+@triton.jit
+def exact_lse(m, l, factors, cfg: tl.constexpr):
+    """(lse, residual) of a maximum and a sum of exponentials: -inf and 0 where nothing was seen.
+
+    Folded, m is in log2 units, rounded: m = scale * log2(e) * shift + what two floats hold, and lse is
+    scale * shift plus that and the sum's logarithm.
+    """
+    m = tl.where(m == float("-inf"), 0.0, m)
+    if cfg.IS_FOLDED:
+        scale_log2e = log2_unit(factors, cfg)
+        shift = m / scale_log2e
+        high, low = two_product(shift, scale_log2e)
+        rest = (((m - high) - low) + tl.log2(l)) * LN2
+        high, low = two_product(shift, scale_of(factors))
+    else:
+        rest = tl.log2(l) * LN2
+        high, low = m, 0.0
+    high, lower = two_sum(high, rest)
+    low += lower
+    lse = high + low
+    return tl.where(l == 0.0, float("-inf"), lse), tl.where(l == 0.0, 0.0, (high - lse) + low)
 
 
 @triton.jit
 def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
     """(p, correction, m, l) after one more tile of scores with its keys along AXIS: 1, or 0 if transposed.
 
-    m and l are the running maximum (log2 units) and sum of exponentials; what was summed under the old
-    maximum is worth `correction` of its value now. A row that saw only -inf keeps m = -inf and l = 0.
+    m and l are the running maximum (folded: in log2 units) and sum of exponentials; what was summed under
+    the old maximum is worth `correction` of its value now. A row that saw only -inf keeps m = -inf and l = 0.
     """
     m_tile = tl.max(s, AXIS)
     if cfg.IS_FOLDED:
-        m_tile = m_tile * (factors.scale * LOG2E)  # the scale is positive, so it commutes with the maximum
+        m_tile = m_tile * log2_unit(factors, cfg)  # the scale is positive, so it commutes with the maximum
     m_new = tl.maximum(m, m_tile)
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    correction = tl.exp2(m - m_finite)
-    p = exponentials(s, tl.expand_dims(m_finite, AXIS), factors, cfg)
+    correction = exp_difference(m, m_finite, cfg)
+    if cfg.IS_FOLDED:  # rounded once, or `exact_lse` would not be that of these p
+        p = tl.exp2(tl.fma(s, log2_unit(factors, cfg), -tl.expand_dims(m_finite, AXIS)))
+    else:
+        p = exp_difference(s, tl.expand_dims(m_finite, AXIS), cfg)
     return p, correction, m_new, l * correction + tl.sum(p, AXIS)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+MOST_SOFTCAP = 1000.0  # that keeps lse so small that 16-bit weights need no shift
+LARGE_LSE = 44.0  # 64 in units of log2; up to here a float has it to 2^-18
 CHUNK = 4096  # float32 elements of dq that one warpgroup adds at a time
 
 
@@ -23,6 +25,8 @@ class BackwardConfig:
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several blocks share a tile of keys: see backward_pieces
+    HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
+    STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
 
@@ -118,6 +122,8 @@ class WideBackwardConfig:
     DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
     IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
+    HAS_LARGE_LSE: bool = True
+    STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
 

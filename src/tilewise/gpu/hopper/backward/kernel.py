@@ -41,6 +41,7 @@ from tilewise.gpu.hopper.backward.loads import (
 )
 from tilewise.gpu.hopper.backward.pieces import queries_of, receive_piece, store_piece
 from tilewise.gpu.hopper.backward.ranges import (
+    Step,
     mirrored,
     next_queries,
     query_tiles,
@@ -133,8 +134,8 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, step, use, turn, slot, last, keys, tile, key, own, work, desc, ch, sizes, factors,
-    cfg: gl.constexpr,
+    W: gl.constexpr, step, use, turn, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
@@ -148,13 +149,13 @@ def start_step(
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
         pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
+        p, weight = probabilities(s, stats, at, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
         dp = start_product(v, query_block(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_block(ch, slot, 1), cfg)
         pass_on(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
+        p, _ = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
         weight = p
     return p, weight, dp
 
@@ -182,7 +183,7 @@ def leave_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg: gl.constexpr):
+def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg: gl.constexpr):
     """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
     turn = 0
     use = 0  # query tiles so far
@@ -195,7 +196,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        head, tile, steps, _ = queries_of(start, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -203,10 +204,12 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg:
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
+            at = Step(shifts, head, tile, spread, tiles)
             place = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, place, key, own, work, dk_desc, ch, sizes, factors, cfg
-            )
+                W, step, use, turn, slot, last, keys, at, place, key, own, work, dk_desc, ch, sizes,
+                factors, cfg,
+            )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)
@@ -324,7 +327,7 @@ def await_count(counter, least):
 
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit"])
 def attn_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, turns,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, turns,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
@@ -341,8 +344,8 @@ def attn_bwd_kernel(
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, ch, sizes, factors, pieces, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg)),
             (
                 load_role,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, pieces, cfg),

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import (
     CHUNK,
+    MOST_SOFTCAP,
     BackwardConfig,
     BackwardSizes,
     Division,
@@ -46,12 +47,13 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     config: BackwardConfig | None = None,
+    residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse, each contiguous and in the dtype of its input."""
+    """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
     if problem.head_dim > NARROW:
         from tilewise.gpu.hopper.backward.wide_launch import backward as wide_backward
 
-        return wide_backward(problem, inputs, out, lse, dout, dlse)
+        return wide_backward(problem, inputs, out, lse, dout, dlse, residual)
     cfg = config or backward_config(problem)
     division = divide(problem, cfg, num_sms(inputs.query.device.index))
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
@@ -62,12 +64,14 @@ def backward(
         scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
-    given = (query, key, value, out, lse.contiguous(), dout)
+    given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, division, given, new, optional))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], cfg)
+    dsinks = (
+        None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
+    )
     return Gradients(dq, dk, dv, None, dsinks)
 
 
@@ -75,7 +79,7 @@ def steps(
     problem: AttentionProblem,
     cfg: BackwardConfig,
     division: Division,
-    given: Sequence[Tensor],
+    given: Sequence[Tensor | None],
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 5,
 ) -> list[Step]:
@@ -83,13 +87,13 @@ def steps(
 
     `optional` are dlse, the sequences' offsets, and `order_sequences`.
     """
-    query, key, value, out, lse, dout = given
-    dq, dk, dv, stats, dq_sum, *pieces, turns, counter = new
+    query, key, value, out, lse, residual, dout = given
+    dq, dk, dv, stats, shifts, dq_sum, *pieces, turns, counter = new
     key_sums = pieces[0] if pieces else dq if division.pieces else None
     dlse, cu_q, cu_k, *ordered = optional
-    fresh = (dk, dv, stats, dq_sum, turns, *ordered, counter, key_sums)
+    fresh = (dk, dv, stats, shifts, dq_sum, turns, *ordered, counter, key_sums)
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, turns)),
+        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, turns)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
         Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, turns, ordered[1], dk, dv, key_sums)),
     ]
@@ -111,7 +115,13 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
         LATEST_FIRST=latest_first(problem, block_d),
+        HAS_LARGE_LSE=has_large_lse(problem),
     )
+
+
+def has_large_lse(problem: AttentionProblem) -> bool:
+    """Whether lse may be too large for one float."""
+    return not 0 < problem.softcap <= MOST_SOFTCAP
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
@@ -137,15 +147,20 @@ def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
 
 
 def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
-    """(tiles, 2 * BLOCK_M): of each query tile lse in units of log2, and delta. `rows` of a packed query."""
+    """(tiles, rows * BLOCK_M): see `rows.attn_bwd_prepare_kernel`. `rows` of a packed query."""
     tiles = query_slots(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
-    return tiles, 2 * cfg.BLOCK_M
+    return tiles, cfg.STATS * cfg.BLOCK_M
+
+
+def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
+    """Of each row what scores lose where lse is large."""
+    return (stats[0] * stats[1] // 2,)
 
 
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Memory of one call. Float32: `stats_shape`; dQ, and dK and dV of pieces, in the order of registers.
+    """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of pieces as registers lie.
 
     Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there;
     how many parts of shared tiles are merged.
@@ -154,7 +169,13 @@ def scratch_shapes(
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
     turns = (stats[0] + query_slots(problem) + 1,)
     has_own = division.pieces and not late_tiles(problem, cfg, division)
-    return [stats, dq, *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []), turns]
+    return [
+        stats,
+        shifts_shape(stats),
+        dq,
+        *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []),
+        turns,
+    ]
 
 
 def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> int:
@@ -229,14 +250,15 @@ def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> D
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.gpu.hopper.backward.rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, dlse, cu_seqlens_q, stats, turns = tensors
+    out, dout, lse, residual, dlse, cu_seqlens_q, stats, shifts, turns = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, dlse, stats, turns, cu_seqlens_q)
-    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers)
+    pointers = (out, dout, lse, residual, dlse, stats, shifts, turns, cu_seqlens_q)
+    scale = problem.softcap or problem.scale
+    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, scale)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
-    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, True)
+    constants = (problem.head_dim_v, columns, cfg.BLOCK_M, cfg.HAS_LARGE_LSE, True)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
 
 
@@ -245,7 +267,7 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, dq, turns, *others, key_sums = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, turns, *others, key_sums = tensors
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.pieces > 0)
     is_packed = problem.is_packed
@@ -257,7 +279,7 @@ def main_launch(
         flat_descriptor(dq, (CHUNK // 128, 128)),
         *(descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *(turns, cu_q, cu_k, *others),
+        *(shifts, turns, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
         *Pieces(division.border, division.unit, key_sums),
@@ -344,9 +366,14 @@ def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
 
 
-def sinks_gradient(problem: AttentionProblem, sinks: Tensor, stats: Tensor, cfg: Config) -> Tensor:
+def sinks_gradient(
+    problem: AttentionProblem, sinks: Tensor, stats: Tensor, shifts: Tensor | None, cfg: Config
+) -> Tensor:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
     slots = query_slots(problem)
-    lse_log2, delta = stats.view(-1, problem.num_heads, stats.shape[0] // slots, 2, cfg.BLOCK_M).unbind(3)
-    p_sink = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
+    stats = stats.view(-1, problem.num_heads, stats.shape[0] // slots, cfg.STATS, cfg.BLOCK_M)
+    lse_log2, delta, *rest = stats.unbind(3)
+    shifts = rest[0] if shifts is None else shifts.view(lse_log2.shape)
+    shifts = shifts * (problem.softcap or problem.scale)
+    p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * LOG2_E - lse_log2)
     return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

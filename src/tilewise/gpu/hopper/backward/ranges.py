@@ -82,6 +82,28 @@ def staggered(tile, tiles, spread, cfg: gl.constexpr):
     return mirrored(tile, tiles, cfg)
 
 
+@aggregate
+class Step:
+    """A query tile that a tile of keys visits: `number` before `staggered`."""
+
+    shifts: gl.tensor  # of all query tiles: what `rows` subtracts from scores where lse is large
+    head: gl.tensor
+    number: gl.tensor
+    spread: gl.tensor
+    tiles: QueryTiles
+
+
+@gluon.jit
+def load_shift(stats, at, work, layout: gl.constexpr, sizes, cfg: gl.constexpr):
+    """The shift [BLOCK_M] of a query tile's rows: the third of its stats, or where the step `at` finds it."""
+    if cfg.STATS > 2:
+        shift = stats.slice(2 * cfg.BLOCK_M, cfg.BLOCK_M, 0).load(layout)
+    else:
+        tile = scratch_tile(work, at.head, staggered(at.number, at.tiles, at.spread, cfg), sizes, cfg)
+        shift = gl.load(at.shifts + tile * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, layout))
+    return shift
+
+
 @gluon.jit
 def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.

@@ -8,7 +8,11 @@ from cu_seqlens_q[b] // BLOCK_M + b on, which is always enough.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
+from tilewise.gpu.launch.exact import LOG2E, shift_and_low
+
+LARGE = tl.constexpr(LARGE_LSE)
+AHEAD = tl.constexpr(133.0)  # 192 in units of log2
 
 
 @triton.jit
@@ -35,12 +39,17 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
 def attn_bwd_prepare_kernel(
-    out, do, lse_ptr, dlse_ptr, stats_ptr, turns_ptr, cu_seqlens_q,
+    out, do, lse_ptr, residual_ptr, dlse_ptr, stats_ptr, shifts_ptr, turns_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
-    tiles_q, num_heads, seqlen_q, total_q, batch,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, STARTS_NEXT: tl.constexpr,
+    tiles_q, num_heads, seqlen_q, total_q, batch, scale,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LARGE_LSE: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """stats [2, BLOCK_M] of a query tile: lse in units of log2, delta = rowsum(dO * O) - dlse.
+
+    A float takes no more than 24 bits of lse. Where that of some row is large, in place of lse stands what a
+    shift leaves of it in all rows, more than 128: see `scores.weights`. The shifts are a tensor of their own
+    or, if that is None, the third of four rows of stats. `scale`: of logits; a softcap.
 
     A zero for those that have claimed a part in its dQ, of which the first one stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
@@ -65,10 +74,26 @@ def attn_bwd_prepare_kernel(
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stat, mask=exists, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+    residual = tl.zeros((BLOCK_M,), tl.float32)
+    if residual_ptr is not None:
+        residual += tl.load(residual_ptr + stat, mask=exists, other=0.0)
+    is_finite = tl.abs(lse) < float("inf")
+    finite = tl.where(is_finite, lse, 0.0)
+    is_large = (tl.max(tl.abs(finite), 0) > LARGE) & HAS_LARGE_LSE
+    ahead = tl.maximum(tl.abs(finite) * 2.0**-20, AHEAD)  # more than roundings of shift
+    shift, low = shift_and_low(finite, residual, tl.zeros((), tl.float32) + scale, ahead)
+    low = tl.where(is_large, low, (finite + residual) * LOG2E)
+    low = tl.where(is_finite, low, tl.where(lse == float("-inf"), float("inf"), lse))
     offset = tl.arange(0, BLOCK_M)
-    tl.store(stats_ptr + number * (2 * BLOCK_M) + offset, lse)
-    tl.store(stats_ptr + number * (2 * BLOCK_M) + BLOCK_M + offset, delta)
+    shift = tl.where(is_large, shift, 0.0)
+    if shifts_ptr is not None:
+        tl.store(shifts_ptr + number * BLOCK_M + offset, shift)
+        stats_ptr += number * (2 * BLOCK_M) + offset
+    else:
+        stats_ptr += number * (4 * BLOCK_M) + offset
+        tl.store(stats_ptr + 2 * BLOCK_M, shift)
+    tl.store(stats_ptr, low)
+    tl.store(stats_ptr + BLOCK_M, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + number, 0)
         counter = turns_ptr + tl.num_programs(0) + slot

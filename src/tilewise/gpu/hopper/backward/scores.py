@@ -1,6 +1,6 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
-from tilewise.gpu.hopper.backward.ranges import hide_transposed
+from tilewise.gpu.hopper.backward.ranges import hide_transposed, load_shift
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
 
@@ -26,30 +26,44 @@ def pinned(x):
 
 
 @gluon.jit
-def exponents(s, lse, factors, cfg: gl.constexpr):
-    """(log2 of the weights, derivative of the softcap) of finished products; lse broadcasts to them."""
+def capped(s, factors, cfg: gl.constexpr):
+    """(scores, their unit in units of log2, derivative of the softcap) of finished products."""
+    unit, slope = factors.scale_log2e, 1.0
     if cfg.HAS_SOFTCAP:
-        t = tanh_of_scores(s, factors)
-        x, slope = t * factors.softcap_log2e - lse, 1.0 - t * t
-    else:
-        x, slope = s * factors.scale_log2e - lse, 1.0
-    return x, slope
+        s = tanh_of_scores(s, factors)
+        unit, slope = factors.softcap_log2e, 1.0 - s * s
+    return s, unit, slope
 
 
 @gluon.jit
-def weights(s, stats, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
-    """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M]."""
-    lse = stats.slice(0, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, s.type.layout))
-    x, slope = exponents(s, lse[None, :], factors, cfg)
+def has_shift(stats):
+    """Whether some row of the tile has a large lse; see `rows.attn_bwd_prepare_kernel`."""
+    first = stats.slice(0, 1, 0).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.max(first, 0) > 128.0
+
+
+@gluon.jit
+def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+    """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
+
+    Where lse is large, scores lose a shift first: their difference is exact. That is rare, so in a branch.
+    `at`: see `load_shift`.
+    """
+    columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    x, unit, slope = capped(s, factors, cfg)
+    if cfg.HAS_LARGE_LSE and has_shift(stats):
+        x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
+    lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
+    x = x * unit - lse[None, :]
     if (tile < own.plain_begin) | (tile >= own.plain_end):
         x = hide_transposed(x, tile, key, work, sizes, cfg)
     return exp2(x), slope
 
 
 @gluon.jit
-def probabilities(s, stats, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def probabilities(s, stats, at, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, slope = weights(s, stats, tile, key, own, work, sizes, factors, cfg)
+    p, slope = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
     p_16bit = pinned(p.to(dtype))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:

@@ -51,7 +51,9 @@ class Channels:
     v: Ring  # [64, BLOCK_DV] x 2, likewise
     q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; `do` and `stats` arrive on the same barrier
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_DV] or packed [1, 1, ...] beside each q
-    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    stats: (
+        gl.shared_memory_descriptor
+    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
 
 
 @gluon.jit
@@ -137,7 +139,7 @@ def finish_step(
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
-    p, weight = probabilities(s, stats, tile, key, own, work, sizes, factors, dtype, cfg)
+    p, weight = probabilities(s, stats, None, tile, key, own, work, sizes, factors, dtype, cfg)
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))

@@ -59,7 +59,9 @@ class Channels:
     k: Ring  # [64, PART_WIDTH] x PARTS
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
-    stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 beside each q: lse in units of log2, delta
+    stats: (
+        gl.shared_memory_descriptor
+    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
 
 
 @gluon.jit
@@ -97,7 +99,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
 
 @gluon.jit
 def stats_of(use, ch, cfg: gl.constexpr):
-    return ch.stats.index(use % cfg.STAGES).reshape([2 * cfg.BLOCK_M])
+    return ch.stats.index(use % cfg.STAGES).reshape([4 * cfg.BLOCK_M])
 
 
 @gluon.jit
@@ -153,7 +155,7 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
-        s, stats_of(use, ch, cfg), tile, work.row, tiles, work, sizes, factors, dtype, cfg
+        s, stats_of(use, ch, cfg), None, tile, work.row, tiles, work, sizes, factors, dtype, cfg
     )
     ch.weight.acquire(use)
     ch.weight.part(use, 0).store(weight)

@@ -12,6 +12,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
 from tilewise.gpu.hopper.backward.launch import (
     flat_descriptor,
+    has_large_lse,
     kernel_sizes,
     prepare_launch,
     score_factors,
@@ -31,43 +32,49 @@ QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
 
 
 def backward(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse; the same bits every time. Scratch memory: 2 floats a row."""
+    """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 4 floats a row."""
     cfg = wide_config(problem)
     query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
     ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
-    given = (query, key, value, out, lse.contiguous(), dout)
+    given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, stats, *shared_counters(query.device))
     run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, cfg)
+    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
 def steps(
     problem: AttentionProblem,
     cfg: WideBackwardConfig,
-    given: Sequence[Tensor],
+    given: Sequence[Tensor | None],
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 7,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
 
     The last two start early: the second gets ready while statistics are written; the third needs nothing of
-    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets,
-    `order_sequences` of both sides.
+    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences'
+    offsets, `order_sequences` of both sides.
     """
-    query, key, value, out, lse, dout = given
+    query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, counter, counter_q = new
     dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     tensors = (query, key, value, dout, cu_q, cu_k)
     return [
-        Step(prepare_launch, (out, dout, lse, dlse, cu_q), (cfg,), (stats, None)),
+        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, None, None)),
         Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
         Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),
     ]
@@ -96,6 +103,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
+        HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
@@ -121,7 +129,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
             descriptor(t, (64, 1, width), is_packed)
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
-        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
+        flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
         *(cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),

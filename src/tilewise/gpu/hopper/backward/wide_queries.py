@@ -10,7 +10,7 @@ statistics before it lets this one start.
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import scratch_tile
-from tilewise.gpu.hopper.backward.scores import exponents, opaque_zero, pinned
+from tilewise.gpu.hopper.backward.scores import capped, opaque_zero, pinned
 from tilewise.gpu.hopper.backward.wide import store_part
 from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
@@ -126,7 +126,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         row = work.row + W * 64
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         own = key_tiles(row, 64, work, sizes, cfg)
-        lse, delta = load_stats(row, stats, work, sizes, cfg)
+        lse, delta, shift, has_shift = load_stats(row, stats, work, sizes, cfg)
         own_use = turn * 2 + W
         ch.q.wait(own_use)
         ch.do.wait(own_use)
@@ -137,7 +137,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         ch.v.release(use)
-        p, slope = weights(s, lse, tiles.begin, row, own, work, sizes, factors, cfg)
+        p, slope = weights(s, lse, shift, has_shift, tiles.begin, row, own, work, sizes, factors, cfg)
         ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
         for j in range(tiles.begin + 1, tiles.end):
             ch.k.wait(use + 1)
@@ -152,7 +152,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
             dq = await_parts(dq, cfg.PARTS + (0 if IS_V_LATE else 1), cfg)
             ch.k.release(use)
             s = warpgroup_mma_wait(0 if IS_V_LATE else 1, deps=(s,))
-            p, slope = weights(s, lse, j, row, own, work, sizes, factors, cfg)
+            p, slope = weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg)
             if IS_V_LATE:
                 ch.v.wait(use + 1)
                 take_turn(W)
@@ -183,12 +183,18 @@ def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
 
 @gluon.jit
 def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
-    """(lse in units of log2, delta) of 64 rows; those past the end have lse = +inf, so that their P is 0."""
+    """(lse in units of log2, delta, shift, whether there is one) of 64 rows; see `scores.weights`.
+
+    Those past the end have lse = +inf, so that their P is 0.
+    """
     i = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
-    ptrs = stats + scratch_tile(work, work.head, row // 64, sizes, cfg) * 128 + i
+    tile = scratch_tile(work, work.head, row // 64, sizes, cfg)
+    ptrs = stats + tile * 256 + i
     exists = row + i < work.seqlen_q
     lse = gl.load(ptrs, mask=exists, other=float("inf"))
-    return lse, gl.load(ptrs + 64, mask=exists, other=0.0)
+    delta = gl.load(ptrs + 64, mask=exists, other=0.0)
+    shift = gl.load(ptrs + 128, mask=exists, other=0.0)
+    return lse, delta, shift, gl.max(gl.abs(shift), 0) > 0.0
 
 
 @gluon.jit
@@ -212,9 +218,12 @@ def start_dq(ds, dq, use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, lse, j, row, own, work, sizes, factors, cfg: gl.constexpr):
+def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl.constexpr):
     """(P [64, BLOCK_N], derivative of the softcap) of finished products."""
-    x, slope = exponents(s, lse[:, None], factors, cfg)
+    x, unit, slope = capped(s, factors, cfg)
+    if cfg.HAS_LARGE_LSE and has_shift:
+        x = x - shift[:, None]
+    x = x * unit - lse[:, None]
     if (j < own.plain_begin) | (j >= own.plain_end):
         x = hide(x, j, row, work, sizes, cfg)
     return exp2(x), slope

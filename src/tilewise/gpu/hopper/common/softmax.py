@@ -32,6 +32,37 @@ def reciprocal(x):
 
 
 @gluon.jit
+def rounded_product(x, y):
+    """x * y, which the compiler fuses into no sum."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def multiply_add(x, y, z):
+    """x * y + z, rounded once."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def two_product(x, y):
+    """(x * y rounded, what rounding took)."""
+    high = rounded_product(x, y)
+    return high, multiply_add(x, y, -high)
+
+
+@gluon.jit
+def two_sum(a, b):
+    """(a + b rounded, what rounding took). Knuth, The Art of Computer Programming 4.2.2."""
+    s = a + b
+    b_in_s = s - a
+    return s, (a - (s - b_in_s)) + (b - b_in_s)
+
+
+@gluon.jit
 def tanh_of_scores(s, factors):
     """tanh(scale * s / softcap), as tanh x = 1 - 2 / (1 + exp 2x)."""
     return 1.0 - 2.0 / (1.0 + exp2(s * factors.two_over_softcap_log2e))
@@ -45,17 +76,39 @@ def softcapped(s, factors):
 
 @aggregate
 class Factors:
-    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2."""
+    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2.
+
+    `scale` turns it into a logit.
+    """
 
     scale_log2e: gl.tensor
     two_over_softcap_log2e: gl.tensor
     softcap_log2e: gl.tensor
+    scale: gl.tensor
 
 
 @gluon.jit
 def finite_or_zero(m):
     """m, but 0 where every score so far is -inf, so that exp2(s - m) is 0 and not NaN."""
     return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def exact_lse(m, l, factors):
+    """(lse, residual) of a maximum in units of log2 and a sum of exponentials: -inf and 0 if it saw no key.
+
+    lse + residual is the log-sum-exp to 2^-45. m = scale_log2e * shift + what two floats hold; lse is
+    scale * shift plus that and the sum's logarithm.
+    """
+    m = finite_or_zero(m)
+    shift = m * reciprocal(factors.scale_log2e)
+    high, low = two_product(shift, factors.scale_log2e)
+    rest = (((m - high) - low) + log2(l)) * LN_2
+    high, low = two_product(shift, factors.scale)
+    high, lower = two_sum(high, rest)
+    low += lower
+    lse = high + low
+    return gl.where(l == 0.0, float("-inf"), lse), gl.where(l == 0.0, 0.0, (high - lse) + low)
 
 
 @gluon.jit

@@ -105,8 +105,8 @@ def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, q, out, lse, partial, partial_lse, seqlens_k, page_table, errors, slopes, smem, sizes,
-    factors, cfg: gl.constexpr,
+    W: gl.constexpr, q, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
+    slopes, smem, sizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a piece for both."""
     k_ring, v_ring = smem.k, smem.v
@@ -148,10 +148,10 @@ def mma_role(
         if W == 0:
             acc, m, l = take_over(acc, m, l, pieces, smem, cfg)
             if cfg.STORES_WHOLE and piece.is_whole:
-                store_rows(out, lse, acc, m, l, piece.batch, piece.segment, sizes, cfg)
+                store_rows(out, lse, residual, acc, m, l, piece.batch, piece.segment, sizes, factors, cfg)
             else:
                 place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
-                store_piece(partial, partial_lse, acc, m, l, place, piece, sizes, cfg)
+                store_piece(partial, partial_lse, partial_low, acc, m, l, place, piece, sizes, cfg)
         else:
             hand_over(acc, m, l, pieces, smem, cfg)
         pieces += 1
@@ -164,22 +164,23 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
-    q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, partial, partial_lse, seqlens_k, page_table,
-    errors, slopes,
+    q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, residual, partial, partial_lse, partial_low,
+    seqlens_k, page_table, errors, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
 
-    partial: float32 [pieces * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse: [pieces * WARPGROUPS, ROWS].
+    partial: float32 [pieces * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse and, unless that is None,
+    partial_low: [pieces * WARPGROUPS, ROWS].
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(
@@ -191,8 +192,10 @@ def attn_decode_kernel(
                     q,
                     out,
                     lse,
+                    residual,
                     partial,
                     partial_lse,
+                    partial_low,
                     seqlens_k,
                     page_table,
                     errors,
@@ -210,8 +213,10 @@ def attn_decode_kernel(
                     q,
                     out,
                     lse,
+                    residual,
                     partial,
                     partial_lse,
+                    partial_low,
                     seqlens_k,
                     page_table,
                     errors,

@@ -92,36 +92,38 @@ def is_faster(problem: AttentionProblem) -> bool:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, config: DecodeConfig | None = None
-) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    problem: AttentionProblem, inputs: Inputs, config: DecodeConfig | None = None, residual: bool = False
+) -> tuple[Tensor, ...]:
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q).
+
+    And, if asked for, what rounding took from lse, in its shape.
+    """
     cfg = config or decode_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device)
     given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
-    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
+    new = new_tensors(problem, cfg, workers, residual)
+    return attend(problem, given, functools.partial(steps, cfg, workers), new)
 
 
 def attend(
     problem: AttentionProblem,
     given: CachedTensors,
-    launches: Callable[[CachedTensors, Sequence[Tensor]], Sequence[Step]],
-    new: Sequence[tuple[Sequence[int], torch.dtype]],
-) -> tuple[Tensor, Tensor]:
-    """out and lse, the last of the `new_tensors`."""
-    fresh = [given.query.new_empty(shape, dtype=dtype) for shape, dtype in new]
+    launches: Callable[[CachedTensors, Tensors], Sequence[Step]],
+    new: Sequence[tuple[Sequence[int], torch.dtype] | None],
+) -> tuple[Tensor, ...]:
+    """out, lse and residual, the last of the `new_tensors`."""
+    fresh = tuple(None if n is None else given.query.new_empty(n[0], dtype=n[1]) for n in new)
     run_steps(problem, launches(given, fresh))
-    return fresh[-2], fresh[-1]
+    return tuple(t for t in fresh[-3:] if t is not None)
 
 
-def steps(
-    cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]
-) -> tuple[Step, Step]:
-    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+def steps(cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Tensors) -> tuple[Step, Step]:
+    """Both launches; `fresh`: see `new_tensors`."""
     query, key, value, lengths, table, slopes, sinks = given
-    choices, new = (cfg, workers), tuple(fresh)
+    choices = (cfg, workers)
     return (
-        Step(_decode_launch, (query, key, value, lengths, table, slopes), choices, new),
-        Step(merge_launch, (query, lengths, sinks), choices, new),
+        Step(_decode_launch, (query, key, value, lengths, table, slopes), choices, fresh),
+        Step(merge_launch, (query, lengths, sinks), choices, fresh),
     )
 
 
@@ -135,13 +137,16 @@ def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
     return CachedTensors(query, key, value, lengths, table, slopes, sinks)
 
 
-def new_tensors(problem: AttentionProblem, cfg: DecodeConfig, workers: int) -> list[tuple[Any, torch.dtype]]:
-    """Shapes and dtypes of out and lse of all pieces, out and lse."""
+def new_tensors(
+    problem: AttentionProblem, cfg: DecodeConfig, workers: int, residual: bool = False
+) -> list[tuple[Any, torch.dtype] | None]:
+    """Shapes and dtypes of out, lse and its low part of all pieces, then out, lse and residual."""
     rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
     sizes = problem.batch, problem.seqlen_q, problem.num_heads
-    shapes = (rows, cfg.BLOCK_DV), (rows,), (*sizes, problem.head_dim_v), (sizes[0], sizes[2], sizes[1])
-    kinds = torch.float32, torch.float32, problem.dtype, torch.float32
-    return list(zip(shapes, kinds, strict=True))
+    pieces, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
+    low, rest = (pieces, lse) if residual else (None, None)
+    out = ((*sizes, problem.head_dim_v), problem.dtype)
+    return [((rows, cfg.BLOCK_DV), torch.float32), pieces, low, out, lse, rest]
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
@@ -193,14 +198,14 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
     from tilewise.gpu.hopper.forward.launch import factors
 
-    query, key, value, lengths, table, slopes, *pieces, out, lse = tensors
+    query, key, value, lengths, table, slopes, *pieces, out, lse, residual = tensors
     arguments = (
         query,
         key_descriptor(key, cfg),
         key_descriptor(value, cfg),
         _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
-        *(out, lse, *pieces, lengths, table, errors_of(problem, query), slopes),
+        *(out, lse, residual, *pieces, lengths, table, errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *factors(problem),
         cfg,
@@ -210,10 +215,13 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
+    from tilewise.gpu.hopper.forward.launch import factors
 
-    query, lengths, sinks, *pieces, out, lse = tensors
+    query, lengths, sinks, *pieces = tensors
     errors = errors_of(problem, query)
-    arguments = (*pieces, out, lse, lengths, errors, sinks, *decode_sizes(problem, cfg, workers), cfg)
+    scale_log2e, *_, scale = factors(problem)
+    numbers = (*decode_sizes(problem, cfg, workers), scale_log2e, scale)
+    arguments = (*pieces, lengths, errors, sinks, *numbers, cfg)
     blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
     programs = problem.batch * segments(problem, cfg) * blocks
     return Launch(

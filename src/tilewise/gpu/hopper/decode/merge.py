@@ -3,7 +3,7 @@
 from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.guards import length_poison
-from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
+from tilewise.gpu.hopper.common.softmax import LOG2_E, Factors, exp2, finite_or_zero
 from tilewise.gpu.hopper.decode.plan import make_line, number_of, piece_index, worker_of
 from tilewise.gpu.hopper.decode.rows import divided, places, store_columns, store_lse
 
@@ -24,18 +24,21 @@ def merge_layout(cfg):
 
 @gluon.jit
 def add_pieces(
-    acc, m, l, ptr_lse, ptrs, left, COUNT: gl.constexpr, LANES: gl.constexpr, cfg: gl.constexpr
+    acc, m, l, ptr_lse, ptr_low, ptrs, left, COUNT: gl.constexpr, LANES: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
     """(acc, m, l) with COUNT more pieces of each lane's, at most `left`, every LANES-th one from ptrs on.
 
     Addresses that differ by constants: as a vector of pieces, 265 instructions came before the last load.
     """
     stats = ()  # [MERGE_ROWS, LANES] each
+    lows = ()
     parts = ()  # [MERGE_ROWS, LANES, MERGE_COLUMNS]
     for i in gl.static_range(COUNT):
         place = i * LANES * cfg.ROWS
         exists = left > i * LANES
         stats = stats + (gl.load(ptr_lse + place, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
+        if ptr_low is not None:
+            lows = lows + (gl.load(ptr_low + place, mask=exists, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         part = gl.load(ptrs + place * cfg.BLOCK_DV, mask=gl.expand_dims(exists, 2), other=0.0)
         parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
     largest = m[:, None]
@@ -47,7 +50,10 @@ def add_pieces(
     acc = acc * gl.expand_dims(alpha[:, None], 2)
     weights = 0.0
     for i in gl.static_range(COUNT):
-        weight = exp2(stats[i] - m_finite[:, None])
+        x = stats[i] - m_finite[:, None]
+        if ptr_low is not None:
+            x += lows[i]
+        weight = exp2(x)
         weights += weight
         acc += parts[i] * gl.expand_dims(weight, 2)
     return acc, m_new, l * alpha + gl.sum(weights, 1)
@@ -55,12 +61,12 @@ def add_pieces(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_merge_kernel(
-    partial, partial_lse, out, lse, seqlens_k, errors, sinks,
+    partial, partial_lse, partial_low, out, lse, residual, seqlens_k, errors, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    cfg: gl.constexpr,
+    scale_log2e, scale, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of MERGE_ROWS rows of a segment.
+    """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
 
     Grid: (segments of all sequences * blocks of rows * blocks of columns,).
     """
@@ -115,10 +121,14 @@ def attn_decode_merge_kernel(
             wait_for_previous_kernel()  # until all is written: who waits for this kernel relies on it
         here = (piece + n) * cfg.ROWS
         ptr_lse, ptrs = partial_lse + here + place, partial + here * cfg.BLOCK_DV + offset
+        ptr_low = None
+        if partial_low is not None:
+            ptr_low = partial_low + here + place
         acc, m, l = add_pieces(
-            acc, m, l, ptr_lse, ptrs, gl.where(n >= 0, left - n, 0), COUNT, LANES, cfg
+            acc, m, l, ptr_lse, ptr_low, ptrs, gl.where(n >= 0, left - n, 0), COUNT, LANES, cfg
         )  # fmt: skip
     if count >= 0:
         store_columns(out, divided(gl.sum(acc, 1), l), first_column, b, segment, first_row, sizes, cfg)
         if first_column == 0:
-            store_lse(lse, m, l, b, segment, first_row, sizes, cfg)
+            factors = Factors(scale_log2e, scale_log2e, scale_log2e, scale)  # without softcap's
+            store_lse(lse, residual, m, l, b, segment, first_row, sizes, factors, cfg)

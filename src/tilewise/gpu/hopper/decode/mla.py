@@ -92,7 +92,19 @@ def scores(smem, use):
 
 
 @gluon.jit
-def score_role(lse, partial_lse, seqlens_k, page_table, errors, smem, sizes, factors, cfg: gl.constexpr):
+def score_role(
+    lse,
+    residual,
+    partial_lse,
+    partial_low,
+    seqlens_k,
+    page_table,
+    errors,
+    smem,
+    sizes,
+    factors,
+    cfg: gl.constexpr,
+):
     """S and softmax of every tile of the worker's. A piece's last factor is 1 / l."""
     weights = smem.weights
     wait_for_previous_kernel()
@@ -127,10 +139,10 @@ def score_role(lse, partial_lse, seqlens_k, page_table, errors, smem, sizes, fac
         smem.factors.store(1.0 / gl.where(l == 0.0, 1.0, l))
         weights.publish(handed)
         if cfg.STORES_WHOLE and piece.is_whole:
-            store_lse(lse, m, l, piece.batch, piece.segment, 0, sizes, cfg)
+            store_lse(lse, residual, m, l, piece.batch, piece.segment, 0, sizes, factors, cfg)
         else:
             place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
-            store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
+            store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg)
         handed += 1
         pieces += 1
         unit += piece.units
@@ -190,25 +202,40 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_kernel(
-    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table, errors,
+    q, k_desc, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line. Grid: (workers,); `cfg` is an MlaConfig.
 
-    partial: float32 [pieces, ROWS, BLOCK_DV]; partial_lse: [pieces, ROWS].
+    partial: float32 [pieces, ROWS, BLOCK_DV]; partial_lse, partial_low: [pieces, ROWS].
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (score_role, (lse, partial_lse, seqlens_k, page_table, errors, smem, sizes, factors, cfg)),
+            (
+                score_role,
+                (
+                    lse,
+                    residual,
+                    partial_lse,
+                    partial_low,
+                    seqlens_k,
+                    page_table,
+                    errors,
+                    smem,
+                    sizes,
+                    factors,
+                    cfg,
+                ),
+            ),
             (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
             (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -66,22 +65,23 @@ def head_blocks(problem: AttentionProblem) -> int:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, config: MlaConfig | None = None
-) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q)."""
+    problem: AttentionProblem, inputs: Inputs, config: MlaConfig | None = None, residual: bool = False
+) -> tuple[Tensor, ...]:
+    """out, lse and, if asked for, residual, as of `decode.launch.forward`."""
     cfg = config or mla_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
     given = cached_tensors(inputs._replace(value=inputs.key))
-    return attend(problem, given, functools.partial(steps, cfg, workers), new_tensors(problem, cfg, workers))
+    new = new_tensors(problem, cfg, workers, residual)
+    return attend(problem, given, functools.partial(steps, cfg, workers), new)
 
 
-def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor]) -> tuple[Step, Step]:
-    """Both launches; `fresh` are out and lse of all pieces, out and lse."""
+def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Tensors) -> tuple[Step, Step]:
+    """Both launches; `fresh`: see `new_tensors`."""
     query, key, _, lengths, table, _, sinks = given
-    choices, new = (cfg, workers), tuple(fresh)
+    choices = (cfg, workers)
     return (
-        Step(_mla_launch, (query, key, lengths, table), choices, new),
-        Step(merge_launch, (query, lengths, sinks), choices, new),
+        Step(_mla_launch, (query, key, lengths, table), choices, fresh),
+        Step(merge_launch, (query, lengths, sinks), choices, fresh),
     )
 
 
@@ -90,9 +90,19 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
     from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
     from tilewise.gpu.hopper.forward.launch import factors
 
-    query, key, lengths, table, *pieces, out, lse = tensors
+    query, key, lengths, table, *pieces, out, lse, residual = tensors
     arguments: tuple[Any, ...] = (
-        *(query, key_descriptor(key, cfg), out, lse, *pieces, lengths, table, errors_of(problem, query)),
+        *(
+            query,
+            key_descriptor(key, cfg),
+            out,
+            lse,
+            residual,
+            *pieces,
+            lengths,
+            table,
+            errors_of(problem, query),
+        ),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
         *factors(problem),
         cfg,

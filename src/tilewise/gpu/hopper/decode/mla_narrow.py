@@ -130,8 +130,10 @@ def mma_role(
     q,
     out,
     lse,
+    residual,
     partial,
     partial_lse,
+    partial_low,
     seqlens_k,
     page_table,
     errors,
@@ -174,7 +176,23 @@ def mma_role(
             parts.release(first + 1)
         smem.queries.release(pieces)
         l = gl.sum(sums, 0)
-        store_half(W, out, lse, partial, partial_lse, left, right, m, l, piece, sizes, cfg)
+        store_half(
+            W,
+            out,
+            lse,
+            residual,
+            partial,
+            partial_lse,
+            partial_low,
+            left,
+            right,
+            m,
+            l,
+            piece,
+            sizes,
+            factors,
+            cfg,
+        )
         use += piece.count
         pieces += 1
         unit += piece.units
@@ -182,7 +200,21 @@ def mma_role(
 
 @gluon.jit
 def store_half(
-    W: gl.constexpr, out, lse, partial, partial_lse, left, right, m, l, piece, sizes, cfg: gl.constexpr
+    W: gl.constexpr,
+    out,
+    lse,
+    residual,
+    partial,
+    partial_lse,
+    partial_low,
+    left,
+    right,
+    m,
+    l,
+    piece,
+    sizes,
+    factors,
+    cfg: gl.constexpr,
 ):
     """Half W of a piece's rows from O^T that l divides; the first half's warpgroup also stores lse."""
     inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
@@ -192,21 +224,21 @@ def store_half(
             acc = ((left, right)[n] * inverse[None, :]).permute((1, 0))
             store_columns(out, acc, (2 * W + n) * PART, piece.batch, piece.segment, 0, sizes, cfg)
         if W == 0:
-            store_lse(lse, m, l, piece.batch, piece.segment, 0, sizes, cfg)
+            store_lse(lse, residual, m, l, piece.batch, piece.segment, 0, sizes, factors, cfg)
     else:
         for n in gl.static_range(2):
             acc = ((left, right)[n] * inverse[None, :]).permute((1, 0))
             store_piece_columns(partial, acc, (2 * W + n) * PART, place, piece, sizes, cfg)
         if W == 0:
-            store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
+            store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_narrow_kernel(
-    q, k_desc, out, lse, partial, partial_lse, seqlens_k, page_table, errors,
+    q, k_desc, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's part of the line; arguments as of `hopper.decode_mla`'s kernel."""
     sizes = DecodeSizes(
@@ -214,7 +246,7 @@ def attn_decode_mla_narrow_kernel(
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
@@ -225,8 +257,10 @@ def attn_decode_mla_narrow_kernel(
                     q,
                     out,
                     lse,
+                    residual,
                     partial,
                     partial_lse,
+                    partial_low,
                     seqlens_k,
                     page_table,
                     errors,
@@ -243,8 +277,10 @@ def attn_decode_mla_narrow_kernel(
                     q,
                     out,
                     lse,
+                    residual,
                     partial,
                     partial_lse,
+                    partial_low,
                     seqlens_k,
                     page_table,
                     errors,

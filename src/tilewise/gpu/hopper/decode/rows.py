@@ -5,7 +5,15 @@ Row r of a segment's tile is query r // PACK and, of the heads that share its ke
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
-from tilewise.gpu.hopper.common.softmax import LN_2, exp2, finite_or_zero, log2, reciprocal
+from tilewise.gpu.hopper.common.softmax import (
+    LN_2,
+    exact_lse,
+    exp2,
+    finite_or_zero,
+    log2,
+    reciprocal,
+    two_sum,
+)
 from tilewise.gpu.hopper.decode.plan import tile_of
 
 
@@ -83,18 +91,23 @@ def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(partial, partial_lse, out, m, l, place, piece, sizes, cfg: gl.constexpr):
+def store_piece(partial, partial_lse, partial_low, out, m, l, place, piece, sizes, cfg: gl.constexpr):
     """out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
-    store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg)
+    store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg)
     store_piece_columns(partial, out, 0, place, piece, sizes, cfg)
 
 
 @gluon.jit
-def store_piece_lse(partial_lse, m, l, place, piece, sizes, cfg: gl.constexpr):
-    """lse [ROWS] of a piece."""
+def store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg: gl.constexpr):
+    """lse [ROWS] of a piece, and unless that is None what rounding took from it."""
     rows = gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
-    gl.store(partial_lse + (place * cfg.ROWS + rows), m + log2(l), mask=exists, eviction_policy="evict_last")
+    high, low = two_sum(m, log2(l))
+    stat = place * cfg.ROWS + rows
+    gl.store(partial_lse + stat, high, mask=exists, eviction_policy="evict_last")
+    if partial_low is not None:
+        low = gl.where(l == 0.0, 0.0, low)
+        gl.store(partial_low + stat, low, mask=exists, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -121,19 +134,24 @@ def divided(acc, l):
 
 
 @gluon.jit
-def store_rows(out, lse, rows, m, l, b, segment, sizes, cfg: gl.constexpr):
+def store_rows(out, lse, residual, rows, m, l, b, segment, sizes, factors, cfg: gl.constexpr):
     """out and lse of a whole segment."""
-    store_lse(lse, m, l, b, segment, 0, sizes, cfg)
+    store_lse(lse, residual, m, l, b, segment, 0, sizes, factors, cfg)
     store_columns(out, rows, 0, b, segment, 0, sizes, cfg)
 
 
 @gluon.jit
-def store_lse(lse, m, l, b, segment, first, sizes, cfg: gl.constexpr):
-    """lse of rows [first, ...) of a segment."""
+def store_lse(lse, residual, m, l, b, segment, first, sizes, factors, cfg: gl.constexpr):
+    """lse of rows [first, ...) of a segment, and unless that is None the residual."""
     layout: gl.constexpr = m.type.layout
     position, head, exists = places(first, m.shape[0], layout, segment, sizes, cfg)
     stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
+    if residual is None:
+        gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
+    else:
+        high, low = exact_lse(m, l, factors)
+        gl.store(lse + stat, high, mask=exists)
+        gl.store(residual + stat, low, mask=exists)
 
 
 @gluon.jit

@@ -49,6 +49,7 @@ from tilewise.gpu.hopper.common.softmax import (
     LN_2,
     LOG2_E,
     Factors,
+    exact_lse,
     exp2,
     finite_or_zero,
     log2,
@@ -220,6 +221,7 @@ def mma_role(
     W: gl.constexpr,
     o_desc,
     lse_ptr,
+    residual_ptr,
     sinks,
     rings,
     sizes,
@@ -285,7 +287,7 @@ def mma_role(
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_SHARE)
-        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg)
+        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -306,17 +308,19 @@ def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
+def store_rows(
+    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr
+):
     """Normalize, and store O (through the shared memory of Q, which is no longer needed) and lse."""
-    factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
+    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
     acc = rescaled(acc, factor, cfg)  # [64, BLOCK_DV]
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     store_block(o_desc, smem_o, row, work, cfg)
 
 
 @gluon.jit
-def store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg: gl.constexpr):
-    """Store lse; what O is to be multiplied by: 0 in rows that see no key."""
+def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr):
+    """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     position = row + rows // cfg.PACK
@@ -330,14 +334,18 @@ def store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg: gl.constexpr):
         factor = exp2(m - m_finite)
         l = l * factor + exp2(sink_log2 - m_finite)
         m = m_with_sink
-    lse = (m + log2(l)) * LN_2
     if cfg.IS_PACKED:
-        ptr_lse = lse_ptr + head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
+        stat = head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
     else:
         slots = sizes.num_slots if cfg.IS_CACHED else sizes.num_slots // sizes.batch
         num_heads = slots * cfg.PACK
-        ptr_lse = lse_ptr + (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    gl.store(ptr_lse, lse, mask=inside)
+        stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    if residual_ptr is None:
+        lse = (m + log2(l)) * LN_2
+    else:
+        lse, residual = exact_lse(m, l, factors)
+        gl.store(residual_ptr + stat, residual, mask=inside)
+    gl.store(lse_ptr + stat, lse, mask=inside)
     return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
 
 
@@ -350,20 +358,21 @@ def store_block(o_desc, smem_o, row, work, cfg: gl.constexpr):
 
 @gluon.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    cfg: gl.constexpr,
+    scale, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of every query tile; `cfg` is a ForwardConfig, the integers are those of `Sizes`."""
+    """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
     k_ring = make_key_ring(k_desc, cfg.PART_WIDTH, cfg.PARTS, cfg)
@@ -376,8 +385,8 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 1],
@@ -386,10 +395,10 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (3, o_desc, lse_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 4, 4, 1],

@@ -83,16 +83,20 @@ def forward(
     inputs: Inputs,
     config: ForwardConfig | None = None,
     order: str = "bshd",
-) -> tuple[Tensor, Tensor]:
-    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
+    residual: bool = False,
+) -> tuple[Tensor, ...]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
+
+    And, if asked for, what rounding took from lse, in its shape.
+    """
     if problem.precision == "fp8":
         from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
         return fp8_launch.forward(problem, inputs)
     if problem.head_dim > MAX_HEAD_DIM:
-        return decode_mla_launch.forward(problem, inputs)
+        return decode_mla_launch.forward(problem, inputs, residual=residual)
     if config is None and decode_launch.is_faster(problem):
-        return decode_launch.forward(problem, inputs)
+        return decode_launch.forward(problem, inputs, residual=residual)
     cfg = config or forward_config(problem)
     ready = decode_launch.keys_ready if problem.is_cached else tma_ready
     query, key, value = tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
@@ -108,9 +112,10 @@ def forward(
     )  # fmt: skip
     ordered = order_sequences(problem, cu_q, cu_k if lengths is None else lengths, cfg.BLOCK_M // cfg.PACK)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
-    fresh = (out, lse, *ordered, scheduler_counter(query.device))
+    rest = (torch.empty_like(lse),) if residual else ()
+    fresh = (out, lse, *(rest or (None,)), *ordered, scheduler_counter(query.device))
     run(forward_launch, problem, tensors, cfg, fresh=fresh)
-    return out, lse
+    return out, lse, *rest
 
 
 def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
@@ -152,7 +157,7 @@ def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Lau
 def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
-    query, key, value, sinks, cu_q, cu_k, *cache, out, lse, order, first_tile, counter = tensors
+    query, key, value, sinks, cu_q, cu_k, *cache, out, lse, residual, order, first_tile, counter = tensors
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, cache[1])
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.PART_WIDTH if cfg.BOXES == 1 else BOX_COLUMNS
@@ -162,7 +167,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConf
         descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, sinks, cu_q, cu_k, order, first_tile, counter, *cache),
+        *(lse, residual, sinks, cu_q, cu_k, order, first_tile, counter, *cache),
         decode_launch.errors_of(problem, query),
         *sizes,
         *factors(problem),
@@ -212,11 +217,11 @@ def edge(bound: int | None) -> int:
     return UNBOUNDED if bound is None else min(bound, UNBOUNDED)
 
 
-def factors(problem: AttentionProblem) -> tuple[float, float, float]:
-    """A kernel's scale_log2e, two_over_softcap_log2e and softcap_log2e."""
+def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
+    """A kernel's scale_log2e, two_over_softcap_log2e, softcap_log2e and scale."""
     if problem.softcap > 0:
-        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap
-    return problem.scale * LOG2_E, 0.0, 0.0
+        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0
+    return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
 
 
 def section_size(num_keys: int, fitting: int) -> int:

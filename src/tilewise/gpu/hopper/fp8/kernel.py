@@ -303,7 +303,7 @@ def store_parts(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg
     PARTS: gl.constexpr = cfg.PARTS_V
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.PARTS_V
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
-    factor = store_lse(m, l, row, work, lse_ptr, sinks, sizes, cfg)
+    factor = store_lse(m, l, row, work, lse_ptr, None, sinks, sizes, None, cfg)
     factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
     o = smem_o.reshape([64, cfg.BLOCK_DV])
     for part in gl.static_range(PARTS):
@@ -337,7 +337,7 @@ def attn_fwd_fp8_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     scales = Scales(q_factors, k_factors, v_factors, slots_q, slots_k)
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale_log2e)  # no use of scale
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_PARTS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, 1, N)

@@ -139,7 +139,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         stride_page_table=0,
         num_pages=0,
     )
-    scale, two_over_softcap, softcap = launch.factors(problem)
+    scale, two_over_softcap, softcap, _ = launch.factors(problem)
     unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
