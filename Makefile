@@ -41,7 +41,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.PHONY: docs
+.PHONY: docs readme
+readme: $(STAMP)
+	$(BIN)/python docs/readme.py
+
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -20,6 +21,28 @@ COMMANDS = [
     for line in code.splitlines()
     if line.startswith("tilewise ")
 ]
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "docs" / "readme.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_what_is_made_is_in_step():
+    """`make readme` would change nothing; the plot is drawn."""
+    script, text = load_script(), (ROOT / "README.md").read_text()
+    made = script.sections()
+    assert len(made) == 2 and text == script.with_sections(text, made)
+    assert "docs/speed.svg" in text and script.PLOT.stat().st_size > 1000
+    with pytest.raises(LookupError, match="has no lines"):
+        script.with_sections(text, {"no such part": ""})
+
+
+def test_it_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 140
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))

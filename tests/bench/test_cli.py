@@ -61,14 +61,6 @@ def test_report_and_compare(tiny, tmp_path, results_of):
     assert call("compare", old, old).exit_code == 0
 
 
-def test_report_keeps_a_readme_in_step(tmp_path, results_of):
-    found = write(tmp_path / "a.json", results_of((CASE, {"tilewise": [1.0] * 3})))
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    assert "rewritten" in call("report", "--readme", readme, found).stdout
-    assert "was in step" in call("report", "--readme", readme, found).stdout
-
-
 BAD = {
     "suite": (["run", "--suite", "fast"], "suite 'fast' is unknown, must be one of cpu, headline, gqa"),
     "suite without run": (["--suite", "fast"], "suite 'fast' is unknown"),
@@ -95,7 +87,6 @@ BAD = {
     "another schema": (["report", "{other}"], "schema_version=7 must be 1"),
     "another schema to compare": (["compare", "{old}", "{other}"], "schema_version=7 must be 1"),
     "no JSON": (["report", "{text}"], "is not JSON"),
-    "README": (["report", "{old}", "--readme", "{text}"], "has no line '<!-- bench:begin -->'"),
 }
 
 

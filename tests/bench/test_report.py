@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.bench import readme, results
+from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import decode, dense
-from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.readme import README_BEGIN, README_END, readme_sources, update_readme
 from tilewise.lab.bench.report import best_peer, recorded_mean, tables
 
 ROOT = Path(__file__).parents[2]
@@ -121,60 +119,6 @@ def test_a_recorded_file_is_a_table_of_its_own(reference):
     text = tables(reference)
     assert "1.50 × sdpa-cudnn" in text
     assert rows_of(text, SHORT.name)[0][-1] == "flash-attn-3"
-
-
-def test_readme_is_rewritten_between_its_markers(run, tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text(f"before\n{README_BEGIN}\nold\n{README_END}\nafter\n")
-    results.save(run, tmp_path / "a.json")
-    assert update_readme(path, ["a.json"], [run])
-    text = path.read_text()
-    assert text.startswith(f"before\n{README_BEGIN}\n") and text.endswith(f"\n{README_END}\nafter\n")
-    assert "old" not in text
-    assert rows_of(text, "forward, f32, full") == [
-        ["forward, f32, full", "2", "40.0 GFLOP/s", "2.83×", "2.00×"]
-    ]
-    assert readme_sources(path) == (["a.json"], None)
-    assert not update_readme(path, ["a.json"], [run])  # in step: nothing to do
-    run["cases"][0]["peers"]["tilewise"]["samples"] = [[1.0]] * 3
-    assert update_readme(path, ["a.json"], [run])
-
-
-def test_readme_with_a_reference(results_of, reference, tmp_path):
-    path, beside = tmp_path / "README.md", tmp_path / "recorded.json"
-    path.write_text(f"{README_BEGIN}{README_END}")
-    results.save(reference, beside)
-    found = results_of((SHORT, {"tilewise": [1.0], "sdpa-cudnn": [1.25]}))
-    update_readme(path, ["a.json"], [found], str(beside))
-    assert rows_of(path.read_text(), "forward")[0][-2:] == ["1.25×", "1.50×"]
-    assert readme_sources(path) == (["a.json"], str(beside))
-
-
-def test_readme_names_what_is_wrong(results_of):
-    wrong = {"status": "wrong", "reason": "off", "error": 1.0, "limit": 0.1}
-    block = readme.readme_block(["a.json"], [results_of((SHORT, {"tilewise": wrong, "flex": [1.0]}))])
-    assert f"Wrong or failed: {SHORT.name} tilewise wrong." in block
-
-
-def test_readme_without_markers_or_file(tmp_path, run):
-    path = tmp_path / "README.md"
-    with pytest.raises(BenchError, match="No such file"):
-        update_readme(path, [], [])
-    path.write_text("text")
-    with pytest.raises(BenchError, match="bench:begin"):
-        update_readme(path, [], [])
-
-
-def test_the_readme_is_in_step_with_the_committed_results():
-    path = ROOT / "README.md"
-    sources, reference = readme_sources(path)
-    assert sources and all(source.startswith("benchmarks/results/") for source in sources)
-    loaded = [results.load(ROOT / source) for source in sources]
-    text = path.read_text()
-    block = text.partition(README_BEGIN)[2].partition(README_END)[0].strip("\n")
-    beside = None if reference is None else str(ROOT / reference)
-    expected = readme.readme_block(sources, loaded, beside).replace(str(ROOT) + "/", "")
-    assert block == expected, "run the command that the block names"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").rglob("*.json")), ids=lambda p: p.name)

@@ -9,19 +9,27 @@ import torch
 
 from tilewise.core.problem import AttentionProblem
 
-BACKENDS = ("hopper", "triton", "llvm", "aten", "tiled")  # "tiled" serves everything
+DEVICES = {  # of each backend; "tiled" serves everything
+    "hopper": "Hopper GPUs",
+    "triton": "GPUs",
+    "llvm": "CPUs",
+    "aten": "CPUs",
+    "tiled": "any device",
+}
+BACKENDS = tuple(DEVICES)
 FORWARD, BACKWARD = "forward", "backward"
 
 
 class Row(NamedTuple):
     """A feature, when a problem has it, and why a backend refuses it: by its name, or "name backward".
 
-    A reason may use the problem's fields as `{p.dtype}`.
+    A reason may use the problem's fields as `{p.dtype}`. Rare features are left out of the documents.
     """
 
     feature: str
     applies: Callable[[AttentionProblem], object]
     reasons: dict[str, str]
+    is_rare: bool = False
 
 
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
@@ -37,10 +45,9 @@ def _is_empty(p: AttentionProblem) -> bool:
     return 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads)
 
 
+NO_CACHE, NO_BIAS = "has no caches or pages", "does not take a bias"
+
 ROWS = (
-    Row("GPU", lambda p: p.device_type != "cpu", {
-        "llvm": "runs on the CPU only", "aten": "runs on the CPU only",
-    }),
     Row("float64", lambda p: p.dtype == torch.float64, {
         "triton": "has no float64, only float32, bfloat16 and float16",
         "hopper": "takes bfloat16 and float16, not {p.dtype}",
@@ -51,40 +58,73 @@ ROWS = (
     Row("8-bit products", lambda p: p.precision == "fp8", {
         "triton": "has no 8-bit products", "llvm": "has no 8-bit products", "aten": "has no 8-bit products",
     }),
-    Row("8-bit pages", lambda p: p.is_quantized, {"llvm": "has no quantized caches"}),
+    Row("8-bit pages", lambda p: p.is_quantized, {
+        "llvm": "has no quantized caches", "aten": NO_CACHE, "hopper": "does not take 8-bit pages",
+    }),
     Row("packed sequences", lambda p: p.is_packed, {"aten": "has no packed sequences"}),
     Row("caches and pages", lambda p: p.is_cached or p.is_paged, {
-        "aten": "has no caches or pages", "hopper backward": "has no gradient of keys in a cache",
+        "aten": NO_CACHE, "hopper backward": "has no gradient of keys in a cache",
     }),
-    Row("gradient of pages", lambda p: p.is_paged, {
+    Row("gradient of keys in pages", lambda p: p.is_paged, {
         f"{name} backward": "has no gradient of keys in pages" for name in BACKENDS[:-1]
     }),
     Row("gradient of packed queries with a cache", lambda p: p.is_packed and p.is_cached, {
         f"{name} backward": "has no gradient of packed queries with a cache" for name in BACKENDS[:-1]
     }),
+    Row("left padding of a cache", lambda p: p.has_leftpad, {
+        "aten": NO_CACHE, "hopper": "does not take left padding",
+    }),
+    Row("mask", lambda p: p.mask_shape is not None, {"hopper": "does not take a mask"}),
+    Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
-    Row("scale of 0 or less", lambda p: p.scale <= 0, {"aten": "masks before it scales, by 0 or less"}),
+    Row("scale of 0 or less", lambda p: p.scale <= 0, {
+        "aten": "masks before it scales, by 0 or less", "hopper": "takes a positive scale, not {p.scale}",
+    }, is_rare=True),
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
-    Row("ALiBi", lambda p: p.has_alibi, {"aten": "has no ALiBi"}),
-    Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),
-    Row("head_dim_v", lambda p: p.head_dim != p.head_dim_v, {"aten": "needs head_dim == head_dim_v"}),
+    Row("ALiBi with a cache", lambda p: p.has_alibi and p.is_cached, {"aten": "has no ALiBi"}),
+    Row("ALiBi without a cache", lambda p: p.has_alibi and not p.is_cached, {
+        "aten": "has no ALiBi", "hopper": "takes ALiBi slopes for a cache only",
+    }),
+    Row("dropout", lambda p: p.dropout_p > 0, {
+        "aten": "has no reproducible dropout", "hopper": "does not take dropout",
+    }),
+    Row("head_dim_v other than head_dim", lambda p: p.head_dim != p.head_dim_v, {
+        "aten": "needs head_dim == head_dim_v",
+    }),
     Row("causal, bottom-right", lambda p: p.causal and p.seqlen_q != p.seqlen_k, {
         "aten": "aligns causal masks top-left",
     }),
     Row("mask and bias", lambda p: p.mask_shape is not None and p.bias_shape is not None, {
-        "aten": "takes a mask or a bias, not both",
+        "aten": "takes a mask or a bias, not both", "hopper": NO_BIAS,
     }),
-    Row("gradient of a bias", lambda p: p.bias_needs_grad, {"aten": "has no bias gradient"}),
+    Row("gradient of a bias", lambda p: p.bias_needs_grad, {
+        "aten": "has no bias gradient", "hopper": NO_BIAS,
+    }),
     Row("gradient of a bias that is broadcast over keys", _is_broadcast_over_keys, {
         "llvm": "has no gradient of a bias that is broadcast over keys",
-    }),
+    }, is_rare=True),
     Row("gradient of a bias that sequences with left padding share", _is_shared_with_padding, {
         "llvm": "has no gradient of a bias that sequences with left padding share",
-    }),
+    }, is_rare=True),
     Row("gradient of lse", lambda p: p.lse_needs_grad, {"aten": "has no lse gradient"}),
-    Row("empty tensors", _is_empty, {"aten": "fails on empty tensors"}),
+    Row("empty tensors", _is_empty, {
+        "aten": "fails on empty tensors", "hopper": "does not take empty dimensions",
+    }, is_rare=True),
 )  # fmt: skip
+
+
+def table() -> str:
+    """`ROWS` in Markdown: what each backend serves."""
+    header = (f"`{name}`: {device}" for name, device in DEVICES.items())
+    lines = [f"| | {' | '.join(header)} |", f"|---|{':---:|' * len(BACKENDS)}"]
+    for row in (row for row in ROWS if not row.is_rare):
+        cells = [
+            "–" if name in row.reasons else "forward" if f"{name} {BACKWARD}" in row.reasons else "✓"
+            for name in BACKENDS
+        ]
+        lines.append(f"| {row.feature} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def refusal(name: str, problem: AttentionProblem, direction: str) -> str | None:
@@ -105,7 +145,9 @@ def _feature(name: str, problem: AttentionProblem, direction: str) -> str | None
 
 def _machine(name: str, problem: AttentionProblem) -> str | None:
     """What the package or the device lacks, whatever the problem."""
-    if name == "llvm" and problem.device_type == "cpu":
+    if DEVICES[name] == "CPUs" and problem.device_type != "cpu":
+        return "runs on the CPU only"
+    if name == "llvm":
         from tilewise.cpu.host.compile import unavailable
 
         return unavailable()

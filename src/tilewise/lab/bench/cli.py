@@ -116,25 +116,16 @@ def report(
     plots: Annotated[
         Path | None, typer.Option("--plots", help="Draw PNG bar charts into this folder.")
     ] = None,
-    readme: Annotated[
-        Path | None, typer.Option("--readme", help="Rewrite the summary between this file's markers.")
-    ] = None,
 ) -> None:
-    """Print Markdown tables of result files; draw plots; keep a README's summary in step."""
-    from tilewise.lab.bench.readme import update_readme
+    """Print Markdown tables of result files; draw plots."""
     from tilewise.lab.bench.report import tables
     from tilewise.lab.bench.results import load
 
     with _one_line_errors():
         loaded = [load(path) for path in files]
         recorded = None if reference is None else load(reference)
-        if readme is not None:
-            beside = None if reference is None else reference.as_posix()
-            changed = update_readme(readme, [path.as_posix() for path in files], loaded, beside)
-            typer.echo(f"{readme}: {'rewritten' if changed else 'was in step'}")
-        else:
-            for found in loaded:
-                typer.echo(tables(found, recorded))
+        for found in loaded:
+            typer.echo(tables(found, recorded))
         if plots is not None:
             _draw(loaded, plots)
 

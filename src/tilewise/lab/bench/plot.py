@@ -9,7 +9,7 @@ from typing import Any
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import SHORT_DIRECTIONS, SHORT_DTYPES, Case
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.report import Record, is_measured, peer_names, speed, work
+from tilewise.lab.bench.report import Record, is_measured, peer_names, scale_and_unit, speed, work
 from tilewise.lab.bench.results import Results
 
 COLOURS = {
@@ -81,6 +81,42 @@ def _tick(case: Case) -> str:
         page = "" if case.page_size is None else f"\npage {case.page_size}"
         return f"{case.batch} × {short(case.seqlen_k)}" + f"\nq {case.seqlen_q}" + page
     return short(case.seqlen_q)
+
+
+def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
+    """One panel a result file: dense causal cases of a head size, by direction, dtype and length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilewise"  # the same file from the same results
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(shown), figsize=(11, 3.6 * len(shown)), squeeze=False)
+    for axes, found in zip(panels[:, 0], shown):
+        cases = [(r, results.case_of(r)) for r in found["cases"] if r["case"]["kind"] == "dense"]
+        chosen = [
+            (r, c) for r, c in cases if c.mask_label == "causal" and c.head_dim == c.head_dim_v == head_dim
+        ]
+        chosen.sort(key=lambda both: (both[1].direction != "forward", SHORT_DTYPES[both[1].dtype]))
+        names = [n for n in peer_names(found) if any(is_measured(r["peers"].get(n)) for r, _ in chosen)]
+        scale, unit = scale_and_unit([r for r, _ in chosen])
+        width = 0.84 / len(names)
+        for index, (name, colour) in enumerate(colours(names).items()):
+            entries = [(x, r, e) for x, (r, _) in enumerate(chosen) if is_measured(e := r["peers"].get(name))]
+            at = [x + (index - (len(names) - 1) / 2) * width for x, _, _ in entries]
+            axes.bar(at, [speed(r, e) / scale for _, r, e in entries], width * 0.94, label=name, color=colour)
+        ticks = [f"{c.direction}\n{SHORT_DTYPES[c.dtype]}, {_tick(c)}" for _, c in chosen]
+        axes.set_xticks(range(len(chosen)), ticks, fontsize=7)
+        axes.set_ylabel(unit)
+        axes.set_title(f"{found['device']['name']}: head size {head_dim}, causal", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.margins(y=0.2)
+        axes.legend(frameon=False, fontsize=8, ncols=len(names), loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:

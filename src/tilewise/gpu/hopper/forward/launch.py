@@ -52,30 +52,15 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
             f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
         )
     lengths = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)
-    if 0 in lengths:
-        return "does not take empty dimensions"
     if max(lengths) >= UNBOUNDED:
         return f"takes lengths below {UNBOUNDED}"
-    if not problem.scale > 0:
-        return f"takes a positive scale, not {problem.scale}"
     if is_latent:
         return decode_mla_launch.supports(problem)
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
     if problem.page_size is not None and not decode_launch.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
-    lacking = {
-        "a mask": problem.mask_shape is not None,
-        "a bias": problem.bias_shape is not None,
-        "ALiBi slopes": problem.has_alibi,
-        "dropout": problem.dropout_p > 0,
-        "left padding": problem.has_leftpad,
-        "8-bit pages": problem.is_quantized,
-    }
-    for feature, is_present in lacking.items():
-        if is_present:
-            return f"does not take {feature}"
-    return None
+    return "takes ALiBi slopes for few queries to a cache only" if problem.has_alibi else None
 
 
 def forward(
