@@ -1,0 +1,224 @@
+"""What the plans of GPU calls launch, first and later, by launches that only record; this needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from tilewise.core.plan import Results
+from tilewise.core.problem import Inputs, Options, describe_signature
+from tilewise.core.signature import Request, Signature, look
+from tilewise.gpu.launch import launch_plan
+
+LEAST_ADDRESS = 1 << 22  # of a process; the other integers of these launches are smaller
+DEVICE = torch.device("cuda", 0)  # what signatures say; the tensors are on the CPU
+
+
+class Recorder:
+    """Stands for Triton's launches: keeps kernels, grids and arguments, with addresses for tensors."""
+
+    def __init__(self):
+        self.launches, self.is_profiled, self.compiled = [], False, 0
+
+    def start(self, launch):
+        arguments = []
+        for argument in launch.arguments:
+            if launch_plan.is_descriptor(argument):
+                arguments += encoded(argument)
+            elif isinstance(argument, tuple):
+                arguments.append(tuple(map(address, argument)))
+            else:
+                arguments.append(address(argument))
+        self.compiled += 1
+        self.launches.append((launch.kernel, (launch.programs, launch.programs_y, 1), arguments))
+        return launch.kernel
+
+    def bind(self, kernel, grid):
+        return Bound(self, kernel, grid)
+
+    def forget(self):
+        """Nothing has been launched before."""
+        launch_plan._plans.clear()
+        self.compiled = 0
+
+    def take(self, tensors):
+        """The launches since the last time, with names for addresses: places in `tensors`, then in order."""
+        names = {t.data_ptr(): place for place, t in enumerate(tensors) if t is not None}
+
+        def named(x):
+            if isinstance(x, (tuple, list)):
+                return [named(item) for item in x]
+            is_address = isinstance(x, int) and x >= LEAST_ADDRESS
+            return names.setdefault(x, f"scratch {len(names)}") if is_address else x
+
+        launches, self.launches = named(self.launches), []
+        return launches
+
+
+class Bound:
+    """Stands for `launcher.BoundKernel`."""
+
+    def __init__(self, recorder, kernel, grid):
+        self.recorder, self.kernel, self.grid = recorder, kernel, grid
+
+    def launch(self, device, arguments):
+        self.recorder.launches.append((self.kernel, self.grid, arguments))
+
+    def encode(self, index, descriptor):
+        return encoded(descriptor)
+
+    def is_watched(self):
+        return self.recorder.is_profiled
+
+
+def address(argument):
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def encoded(descriptor):
+    numbers = *descriptor.shape, *descriptor.strides
+    return [(descriptor.base.data_ptr(), *numbers, *descriptor.block_shape), *numbers]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    pytest.importorskip("triton")
+    recorder, counters = Recorder(), [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
+    for backend in ("hopper", "triton"):
+        importlib.import_module(f"tilewise.gpu.{backend}.plan")
+    monkeypatch.setattr(launch_plan, "_plans", {})
+    monkeypatch.setattr(launch_plan, "start", recorder.start)
+    monkeypatch.setattr(launch_plan, "bind", recorder.bind)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    stand_ins = {
+        "num_sms": lambda index: 132,
+        "scheduler_counter": lambda device, number=0: counters[number],
+        "gpu_capability": lambda device: (9, 0),
+    }
+    gpu = [module for name, module in list(sys.modules.items()) if name.startswith("tilewise.gpu.")]
+    for module in gpu:
+        for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    call = importlib.import_module("tilewise.gpu.triton.call")
+    call.table_tile.cache_clear()
+    yield recorder
+    call.table_tile.cache_clear()
+
+
+def on_gpu(tensors):
+    """What `look` would say of them on a GPU, as aligned as its allocator makes them."""
+    seen = look(tensors, False)
+    return tuple(None if t is None else (*t[:3], DEVICE, 0, *t[5:]) for t in seen)
+
+
+def plan_of(backend, options, request, inputs, results=()):
+    direction = "backward" if results else "forward"
+    signature = Signature(
+        direction, on_gpu(inputs), on_gpu(results), False, options, backend, request, False, threads=1
+    )
+    module = importlib.import_module(f"tilewise.gpu.{backend}.plan")
+    return module.plan(describe_signature(signature), signature)
+
+
+def draw(dims, seqlens, axes, padding):
+    """query, key, value, out, lse, residual, dout; rows are `padding` elements longer than they seem."""
+    shapes = (2, seqlens[0], 4), (2, seqlens[1], 2), (2, seqlens[1], 2), (2, seqlens[0], 4)
+    q, k, v, out = (
+        torch.zeros(*shape, dim + padding, dtype=torch.bfloat16)[..., :dim]
+        for shape, dim in zip(shapes, (dims[0], dims[0], dims[1], dims[1]), strict=True)
+    )
+    if axes == "bhsd":
+        q, k, v, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, out))
+    lse = torch.zeros(2, 4, seqlens[0])
+    return q, k, v, out, lse, lse.clone(), out.clone()
+
+
+CALLS = {
+    "full": Options(),
+    "causal": Options(causal=True, deterministic=True),
+    "window": Options(window_left=20, softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_later_calls_launch_what_the_first_does(backend, order, dims, call, recorder):
+    options, seqlens = CALLS[call], (100, 130)
+    for has_residual in (False, True):
+        for padding in (0, 8, 4):  # rows of 16-byte multiples, or not: then copied first, each time
+            found = []
+            q, k, v, *saved = draw(dims, seqlens, order, padding)
+            forward = plan_of(backend, options, Request(True, has_residual, order), Inputs(q, k, v))
+            out, lse, residual, dout = saved
+            results = Results(out, lse, residual if has_residual else None)
+            backward = plan_of(backend, options, Request(), Inputs(q, k, v), (*results, dout, None))
+            recorder.forget()
+            for recorder.is_profiled in (False, False, True):
+                q, k, v, out, lse, residual, dout = draw(dims, seqlens, order, padding)
+                new = forward.run(Inputs(q, k, v))
+                launched = recorder.take((q, k, v, *new))
+                assert (new.residual is not None) == has_residual and new.out.shape == out.shape
+                assert (new.out.transpose(1, 2) if order == "bhsd" else new.out).is_contiguous()
+                results = Results(out, lse, residual if has_residual else None)
+                grads = backward.run(Inputs(q, k, v), results, dout, None)[:3]
+                found.append(launched + recorder.take((q, k, v, *results, dout, *grads)))
+                assert all(g.shape == t.shape and g.dtype == t.dtype for g, t in zip(grads, (q, k, v)))
+            is_copied = padding == 4 and backend == "hopper"
+            assert len(found[0]) >= 4 and found[1] == found[0] and (is_copied or found[2] == found[0])
+            assert recorder.compiled == 2 * len(found[0])  # the first call, and the one that is profiled
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("dim", [64, 192])
+def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
+    x = torch.zeros(1, 300, 2, dim, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 2, 300)
+    results = Results(x, lse, None)
+    backward = plan_of(backend, Options(), Request(), Inputs(x, x, x), (*results, x, None))
+    backward.run(Inputs(x, x, x), results, x, None)
+    recorder.take(())
+    q, k, v, out, dout = (torch.zeros_like(x) for _ in range(5))
+    found = []
+    for run in (
+        backward.run,
+        plan_of(backend, Options(), Request(), (q, k, v), (out, lse, None, dout, None)).run,
+    ):
+        grads = run(Inputs(q, k, v), Results(out, lse, None), dout, None)[:3]
+        found.append(recorder.take((q, k, v, out, lse, dout, *grads)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    "options, extra",
+    [
+        (Options(causal=True), {}),
+        (Options(window_left=100, softcap=5.0), {}),
+        (Options(causal=True), {"sinks": torch.zeros(8)}),
+        (Options(causal=True), {"alibi_slopes": torch.zeros(8)}),
+    ],
+    ids=["plain", "window", "sinks", "alibi"],
+)
+def test_later_steps_of_a_cache_launch_what_the_first_does(options, extra, is_paged, recorder):
+    def inputs():
+        q = torch.zeros(3, 1, 8, 128, dtype=torch.bfloat16)
+        shape = (16, 64, 2, 128) if is_paged else (3, 512, 2, 128)
+        k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+        table = torch.zeros(3, 5, dtype=torch.int32) if is_paged else None
+        lengths = torch.full((3,), 290, dtype=torch.int32)
+        return Inputs(q, k, v, seqlens_k=lengths, page_table=table, **extra)
+
+    plan, found = plan_of("hopper", options, Request(), inputs()), []
+    for recorder.is_profiled in (False, False, True):
+        given = inputs()
+        out, lse, residual = plan.run(given)
+        assert out.shape == given.query.shape and lse.shape == (3, 8, 1) and residual is None
+        found.append(recorder.take((*given, out, lse)))
+    assert len(found[0]) == 2 and found[0] == found[1] == found[2]
+    assert recorder.compiled == 4
