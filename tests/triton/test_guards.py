@@ -13,7 +13,9 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 import tilewise  # noqa: E402
+from tilewise.core import device_errors  # noqa: E402
 from tilewise.core.problem import Inputs, Options, describe  # noqa: E402
+from tilewise.flash_attn import flash_attn_with_kvcache  # noqa: E402
 from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
 from tilewise.gpu.triton.append import Tokens, append  # noqa: E402
 
@@ -147,3 +149,18 @@ def test_reserve_and_lengths_tell_of_errors():
         with pytest.raises(ValueError, match="a length"):
             tell()
         tell()  # once
+
+
+def test_debugging_raises_at_once(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU by the wrong call; on a CPU, whose lengths are checked first, by the one after it."""
+    cache = tilewise.KVCache(2, 8, 2, 16, dtype=torch.float32, device=DEVICE)
+    q, k, v = (randn(2, 1, 2, 16) for _ in range(3))
+    lengths = integers(0, 8)
+    if DEVICE == "cpu":
+        append(q, k, v, cache.key, cache.value, Tokens(None, None, lengths), None)
+        lengths = integers(0, 4)
+    monkeypatch.setattr(device_errors, "IS_DEBUG", True)
+    with pytest.raises(ValueError, match="a length"):
+        flash_attn_with_kvcache(q, cache.key, cache.value, k, v, cache_seqlens=lengths)
+    monkeypatch.setattr(device_errors, "IS_DEBUG", False)
+    flash_attn_with_kvcache(q, cache.key, cache.value, k, v, cache_seqlens=integers(0, 4))
