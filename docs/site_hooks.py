@@ -1,7 +1,7 @@
 """What the site shows by reference: source code, sections of the README, results, the learn page.
 
 <!-- source: tilewise.tiled.backend.online_softmax_step -->   a function or method, as it is in the tree
-<!-- readme: What it does not do -->                      a section of README.md
+<!-- readme: Limits -->                      a section of README.md
 <!-- results -->                                          every file of benchmarks/results/, as tables
     <!-- public names -->                                     the reference of everything in tilewise.__all__
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,42 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tilewise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", default=None, help="seed of the cases drawn of tests marked `sample`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    shared = getattr(config, "workerinput", {}).get("sample")
+    config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All of xdist's workers draw the same cases."""
+    node.workerinput["sample"] = node.config.option.sample
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases drawn by --sample={config.option.sample}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `sample(n)`, n cases drawn at random; all with `-m ''`, or if they are asked for."""
+    if config.getoption("-m") != "not slow" or any("[" in argument for argument in config.args):
+        return
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    left_out: set[pytest.Item] = set()
+    for (path, name), found in cases.items():
+        (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))
+        left_out |= set(order[count:])
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -123,20 +123,7 @@ def test_several_tiles_meet_the_error_rule(dtype, options):
 def test_each_backend_by_name(backend, dtype):
     q, k, v = (torch.randn(2, 300, 4, 32, dtype=dtype) for _ in range(3))
     for options in ({}, {"causal": True}, {"mask": torch.rand(2, 1, 300, 300) > 0.5}):
-        reports = _without_lse_gradient(q, k, v, backend, options)
-        assert all(r.is_within for r in reports), reports
-
-
-def _without_lse_gradient(q, k, v, backend, options):
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = tilewise.attention(*leaves, backend=backend, return_lse=True, **options)
-    dout = torch.randn_like(out)
-    found = [out, lse, *torch.autograd.grad(out, leaves, dout)]
-    values = []
-    for dtype in (torch.float64, q.dtype):
-        g = reference.attention_backward(dout, q, k, v, dtype=dtype, **options)
-        values.append([*reference.attention(q, k, v, dtype=dtype, **options), g.query, g.key, g.value])
-    return [compare(f"tensor {n}", f.detach(), e, b) for n, (f, e, b) in enumerate(zip(found, *values))]
+        check_attention(q, k, v, backend=backend, lse_gradient=backend != "aten", **options)
 
 
 @pytest.mark.parametrize("head_dims", [(1, 1), (576, 512), (512, 576), (96, 64), (67, 3)])

@@ -3,11 +3,11 @@
 The rule: the largest error against float64 is at most 2 times, and the mean error at most 1.1 times,
 that of the same formula computed by PyTorch in the input's own precision.
 
-The largest of many errors is a chance. In float32 gradients it belongs to one row in which one key outweighs
-the others: two computations whose errors are distributed alike differed there by more than 2 in 1 of 12
-draws. So where a result is over that budget, `check_attention` has PyTorch compute the formula a few times
-more, with the coordinates of heads in another order. That rounds every sum anew, and the largest of all these
-errors counts. Mean errors are no chance: their budget stays.
+Both errors are chances. In float32 gradients the largest belongs to one row in which one key outweighs the
+others: two computations whose errors are distributed alike differed there by more than 2 in 1 of 12 draws.
+Means differed by up to 1% from draw to draw, as the errors of a row go together. So where a result is over a
+budget, `check_attention` has PyTorch compute the formula a few times more, with the coordinates of heads in
+another order. That rounds every sum anew, and the largest of all these errors counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewise.api import attention, attention_varlen
 
 MAX_FACTOR, MEAN_FACTOR = 2.0, 1.1
 FEW = 1 << 16  # elements: what a baseline errs on fewer is chance
-ORDERS = 4  # of coordinates in which a baseline is computed once more, if a largest error is over the budget
+ORDERS = 4  # of coordinates in which a baseline is computed once more, if an error is over its budget
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def check_attention(
     backend: str | None = None,
     seed: int = 0,
     holds_mean: bool = True,
+    lse_gradient: bool = True,
     **options: Any,
 ) -> list[ErrorReport]:
     """Run attention forward and backward and hold everything against the float64 reference.
@@ -101,6 +102,7 @@ def check_attention(
         seed: of the random gradients of out and lse.
         holds_mean: whether mean errors count. With a handful of keys the errors of a row go together, so
             that their mean is chance however many elements there are.
+        lse_gradient: whether lse has a gradient, which not all backends serve.
 
     Returns:
         One report a tensor: out, lse, dquery, dkey, dvalue, and dbias, dsinks where given.
@@ -126,8 +128,9 @@ def check_attention(
     run: Any = attention_varlen if "cu_seqlens_q" in options else attention
     out, lse = run(*(leaves[n] for n in ("query", "key", "value")), return_lse=True, backend=backend, **given)
     torch.manual_seed(seed)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse), allow_unused=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if lse_gradient else None
+    results, gradients = ((out, lse), (dout, dlse)) if lse_gradient else ((out,), (dout,))
+    grads = torch.autograd.grad(results, tuple(leaves.values()), gradients, allow_unused=True)
     exact, baseline = (
         _reference(dtype, query, key, value, dout, dlse, options | {"dropout_seed": dropout_seed})
         for dtype in (torch.float64, query.dtype)
@@ -135,13 +138,12 @@ def check_attention(
     found = {"out": out.detach(), "lse": lse.detach()}
     found |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
     reports = [compare(name, found[name], exact[name], baseline[name]) for name in found]
-    if any(report.max_error > report.max_budget for report in reports):
+    if not all(report.is_within for report in reports):
         options["dropout_seed"] = dropout_seed
         for order in range(ORDERS):
             other = _reordered(order, query, key, value, dout, dlse, options)
             again = [compare(name, found[name], exact[name], other[name]) for name in found]
-            budgets = [max(mine.max_budget, new.max_budget) for mine, new in zip(reports, again)]
-            reports = [replace(report, max_budget=budget) for report, budget in zip(reports, budgets)]
+            reports = [_larger(*both) for both in zip(reports, again, strict=True)]
     steps = [t.abs().max().item() if t.numel() else 0.0 for t in (query, key)]
     scale = options.get("scale", query.shape[-1] ** -0.5)
     values = (dout.abs().max() * value.abs().max()).item() if dout.numel() and value.numel() else 0.0
@@ -150,6 +152,14 @@ def check_attention(
         reports = [replace(report, mean_budget=report.max_budget) for report in reports]
     assert all(report.is_within for report in reports), "\n".join(map(str, reports))
     return reports
+
+
+def _larger(report: ErrorReport, other: ErrorReport) -> ErrorReport:
+    """The report with the larger budgets of the two."""
+    budgets = {
+        name: max(getattr(report, name), getattr(other, name)) for name in ("max_budget", "mean_budget")
+    }
+    return replace(report, **budgets)
 
 
 def _allow_chance(
@@ -178,7 +188,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _reordered(
-    seed: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, options: dict[str, Any]
+    seed: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The formula in the inputs' precision, its sums over coordinates of a head in a random order."""
     generator = torch.Generator(q.device).manual_seed(seed)
@@ -190,7 +200,13 @@ def _reordered(
 
 
 def _reference(
-    dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, options: dict[str, Any]
+    dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
 ) -> dict[str, Tensor]:
     out, lse = reference.attention(q, k, v, dtype=dtype, **options)
     g = reference.attention_backward(dout, q, k, v, dlse=dlse, dtype=dtype, **options)

@@ -64,7 +64,8 @@ def filled(rows: int, columns: int, fill: float, dtype: torch.dtype = torch.floa
 
 @pytest.mark.parametrize("fill", [-1e9, LOWEST, 1e6])
 @pytest.mark.parametrize("lengths", [(LONG, LONGER), FEW], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# the interpreter multiplies the bits of bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, *([] if IS_INTERPRETED else [torch.bfloat16])], ids=str)
 def test_a_bias_on_whole_rows(dtype: torch.dtype, lengths: tuple[int, int], fill: float):
     tensors = draw(*lengths, dtype)
     inputs = Inputs(*tensors, bias=filled(*lengths, fill))

@@ -110,7 +110,7 @@ def recompute_step(
     Args:
         s: scores [n, block_q, block_k]. Overwritten with p.
         v: values [n, block_k, head_dim_v].
-        shift: [n, block_q, 1], finite: lse, or with a factor what `Tiles.row_shift` gives.
+        shift: [n, block_q, 1], finite: lse, or with a factor what `shift_and_factor` gives.
         do: gradient of the output [n, block_q, head_dim_v].
         dv: [n, block_k, head_dim_v], added to in place.
         keep: dropout factor, as in `online_softmax_step`; dp carries it.

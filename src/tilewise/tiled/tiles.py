@@ -108,17 +108,12 @@ class Tiles:
         return t[self.segment.sequences.start : self.segment.sequences.stop]
 
     def row_shift(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor]:
-        """(shift, factor) of each row, folded like scores: exp(s - shift) * factor = exp(s - lse - residual).
+        """`shift_and_factor` of each row, folded like the scores."""
 
-        A shift among the scores, not above them as lse is, leaves differences small, which rounds them less.
-        """
-        row_lse = self.fold(self.lse_rows(lse)[:, :, i0:i1, None])
-        row_lse = row_lse.masked_fill(row_lse == NEG_INF, 0.0)  # such a row has s = -inf everywhere, so p = 0
-        shift = torch.floor(row_lse) - SHIFT
-        exponent = (shift - row_lse).masked_fill_(row_lse.isinf(), 0.0)
-        if residual is not None:
-            exponent -= self.fold(self.lse_rows(residual)[:, :, i0:i1, None])
-        return shift, exponent.exp_()
+        def folded(t: Tensor) -> Tensor:
+            return self.fold(self.lse_rows(t)[:, :, i0:i1, None])
+
+        return shift_and_factor(folded(lse), None if residual is None else folded(residual))
 
     def fold(self, t: Tensor) -> Tensor:
         """(batch, heads, rows, dim) -> [batch * kv heads, group * rows, dim] in the compute dtype."""
@@ -217,8 +212,22 @@ class Tiles:
         return self.fold(kept) / (1 - problem.dropout_p)
 
 
+def shift_and_factor(lse: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What `weights` takes: exp(s - shift) * factor = exp(s - lse - residual).
+
+    A shift among the scores, not above them as lse is, leaves differences small, which rounds them less. In a
+    row without keys (lse = -inf) it is finite: scores are -inf there, and weights 0.
+    """
+    lse = lse.masked_fill(lse == NEG_INF, 0.0)
+    shift = torch.floor(lse) - SHIFT
+    exponent = (shift - lse).masked_fill_(lse.isinf(), 0.0)
+    if residual is not None:
+        exponent -= residual
+    return shift, exponent.exp_()
+
+
 def weights(s: Tensor, shift: Tensor, factor: Tensor | float) -> Tensor:
-    """exp(s - shift) * factor, in the place of s: see `Tiles.row_shift`.
+    """exp(s - shift) * factor, in the place of s: see `shift_and_factor`.
 
     s - shift is exact where both are huge; what float32 does not hold of lse there is in the factor.
     """

@@ -7,7 +7,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
     k, v converted; dk, dv = 0                                               [key_block, head_dim]
     for each tile of queries:  q_t, do_t transposed; delta = rowsum(do * out) - dlse
         for each 64 keys:
-            s_t  = k q_t (+ options);  p_t = exp(s_t - lse) exp(-residual)    [BLOCK_K, block_q]
+            s_t  = k q_t (+ options);  p_t = exp(s_t - shift) factor          [BLOCK_K, block_q]
             (no other keys to see: p_t /= its sums over keys)
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
@@ -16,8 +16,8 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             dv   += p_t do;            dk += ds_t q       (no other queries to see: written at once)
         dq of the tile += dq_t, after the previous block of keys has added its own
 
-The residual is what rounding left out of lse: all of log(sum) where scores are huge and s - lse is exact. It
-is a factor of its own: beside s - lse it would be rounded off where scores are small.
+The residual is what rounding left out of lse: all of log(sum) where scores are huge. The shift is an integer
+near the scores: s - shift is small and hardly rounded, and factor = exp(shift - lse - residual) has the rest.
 
 Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
@@ -32,8 +32,20 @@ from typing import Any
 from tilewise.cpu.dsl.control import claim, either, loop, unless, wait_until, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import exp
-from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, maximum, minimum, select
+from tilewise.cpu.dsl.numerics import FORMATS, exp
+from tilewise.cpu.dsl.vector import (
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    element_of,
+    fma,
+    like,
+    maximum,
+    minimum,
+    select,
+)
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import Dropout
@@ -57,6 +69,8 @@ from tilewise.cpu.kernels.tiles import (
     transpose_rows,
 )
 from tilewise.cpu.kernels.whole_rows import WholeRows
+
+BELOW = 3.0  # lse by which scores are shifted: about where those of some twenty keys are
 
 
 class BackwardKernel(WholeRows):
@@ -199,7 +213,7 @@ class BackwardKernel(WholeRows):
         self.delta[0, i].store(fold_sums(sums))
 
     def load_statistics(self, head: Head, q0: Value, count: Scalar) -> None:
-        """lse, exp(-residual), delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
+        """shift, factor, delta = rowsum(do * out) - dlse. Lanes past the end get p = 0."""
         config, n = self.config, head.seqlen_q - q0
         for i in loop(0, count):
             row = minimum(q0 + i, head.seqlen_q - 1)
@@ -215,14 +229,20 @@ class BackwardKernel(WholeRows):
             self.lse[0, i].store(select(i < n, lse, INF))
         for i in loop(0, count, self.shape.lanes):
             lse, residual = (area[0, i].load(self.shape.lanes) for area in (self.lse, self.factor))
-            self.factor[0, i].store(self.factor_of(lse, residual))
+            shift, factor = self.shift_and_factor(lse, residual)
+            self.lse[0, i].store(shift)
+            self.factor[0, i].store(factor)
 
-    def factor_of(self, lse: Value, residual: Value) -> Value:
-        """What exp(s - lse) lacks of a weight."""
-        return exp(-residual, self.shape.exp_degree)
+    def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
+        """exp(s - shift) * factor = exp(s - lse - residual); a shift of +inf makes that 0."""
+        mantissa = FORMATS[element_of(lse.type)].mantissa
+        magic = like(1.5 * 2.0**mantissa, lse)  # rounds to an integer what is added to it and taken off again
+        is_small = absolute(lse) < 2.0 ** (mantissa - 1)
+        shift = select(is_small, (lse + magic) - magic - BELOW, lse)
+        return shift, exp(select(is_small, shift - lse, 0.0) - residual, self.shape.exp_degree)
 
     def weights(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
-        """p_t = exp(s_t - lse) exp(-residual), keys j0 + j + [0, end), 0 up to a multiple of the rows."""
+        """p_t = exp(s_t - shift) factor, keys j0 + j + [0, end), 0 up to a multiple of the rows."""
         shape = self.shape
         self.scores.load(head, q0, j0 + j, end)
         scores = self.scores.at(head, q0, j0 + j)

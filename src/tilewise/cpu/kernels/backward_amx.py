@@ -32,7 +32,7 @@ from tilewise.cpu.dsl.amx import (
 )
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import LOG2_E, exp2_avx512, exp_avx512, product
+from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2_avx512, exp_avx512, product
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
@@ -187,6 +187,9 @@ class AmxBackwardKernel(BackwardKernel):
         s = s if self.scores.has_options else s * self.scale
         return exp2_avx512((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
 
+    def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
+        return lse, exp(-residual, self.shape.exp_degree)
+
     def near_weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """The same where lse is so small that bfloat16 needs nothing beside it."""
         return exp2_avx512(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
@@ -247,13 +250,13 @@ class CutBackwardKernel(AmxBackwardKernel):
         power = exp_avx512(s - lse, degree) if self.unit == 1.0 else exp2_avx512(s - lse * LOG2_E, degree)
         return power * factor
 
-    def factor_of(self, lse: Value, residual: Value) -> Value:
+    def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
         """Also what rounding has left out of lse / log 2, if that is the unit."""
         if self.unit == 1.0:
-            return super().factor_of(lse, residual)
+            return super().shift_and_factor(lse, residual)
         high, low = product(lse, LOG2_E)
         low = select(absolute(high) < INF, fma(residual, like(LOG2_E, residual), low), 0.0)
-        return exp2_avx512(-low, DEGREES[self.config.kind])
+        return lse, exp2_avx512(-low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
         return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit

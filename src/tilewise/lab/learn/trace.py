@@ -34,9 +34,9 @@ from tilewise.lab.learn.records import (
     Trace,
     as_slice,
     divide,
-    finite,
 )
 from tilewise.tiled import backend as tiled
+from tilewise.tiled.tiles import shift_and_factor
 
 __all__ = [
     "BackwardStep",
@@ -284,9 +284,9 @@ class _BackwardWalk:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         q, k, v = self.operands.q[None, rows], self.operands.k[None, cols], self.operands.v[None, cols]
         dq, dk, dv = self.dq[None, rows], self.dk[None, cols], self.dv[None, cols]
-        lse = finite(self.forward.lse[rows])[None, :, None]  # a row without keys: s = -inf, p = 0
+        shift, factor = shift_and_factor(self.forward.lse[rows][None, :, None])
         s = self.operands.scores(tile)
-        p, dp = tiled.recompute_step(s.clone(), v, lse, self.do[None, rows], dv)
+        p, dp = tiled.recompute_step(s.clone(), v, shift, self.do[None, rows], dv, None, factor)
         recorded_dp = dp[0].clone()
         ds = tiled.gradient_step(p, dp, self.delta[None, rows, None], q, k, dq, dk)
         sums = (dq[0] * self.operands.scale, dk[0].clone(), dv[0].clone())

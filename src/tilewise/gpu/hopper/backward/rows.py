@@ -79,13 +79,14 @@ def attn_bwd_prepare_kernel(
         residual += tl.load(residual_ptr + stat, mask=exists, other=0.0)
     is_finite = tl.abs(lse) < float("inf")
     finite = tl.where(is_finite, lse, 0.0)
-    is_large = (tl.max(tl.abs(finite), 0) > LARGE) & HAS_LARGE_LSE
-    ahead = tl.maximum(tl.abs(finite) * 2.0**-20, AHEAD)  # more than roundings of shift
-    shift, low = shift_and_low(finite, residual, tl.zeros((), tl.float32) + scale, ahead)
-    low = tl.where(is_large, low, (finite + residual) * LOG2E)
+    shift, low = tl.zeros((BLOCK_M,), tl.float32), (finite + residual) * LOG2E
+    if HAS_LARGE_LSE:
+        is_large = tl.max(tl.abs(finite), 0) > LARGE
+        ahead = tl.maximum(tl.abs(finite) * 2.0**-20, AHEAD)  # more than roundings of shift
+        far_shift, far_low = shift_and_low(finite, residual, tl.zeros((), tl.float32) + scale, ahead)
+        shift, low = tl.where(is_large, far_shift, 0.0), tl.where(is_large, far_low, low)
     low = tl.where(is_finite, low, tl.where(lse == float("-inf"), float("inf"), lse))
     offset = tl.arange(0, BLOCK_M)
-    shift = tl.where(is_large, shift, 0.0)
     if shifts_ptr is not None:
         tl.store(shifts_ptr + number * BLOCK_M + offset, shift)
         stats_ptr += number * (2 * BLOCK_M) + offset
