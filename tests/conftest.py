@@ -41,25 +41,39 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["sample"] = node.config.option.sample
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"cases drawn by --sample={config.option.sample}"
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus:
+        terminalreporter.write_line(f"cases drawn by --sample={config.option.sample}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `sample(n)`, n cases drawn at random; all with `-m ''`, or if they are asked for."""
-    if config.getoption("-m") != "not slow" or any("[" in argument for argument in config.args):
-        return
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample"):
-            cases.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
-    left_out: set[pytest.Item] = set()
-    for (path, name), found in cases.items():
-        (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]
-        order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))
-        left_out |= set(order[count:])
+    """What this machine can run; of a test marked `sample(n)`, n cases drawn at random.
+
+    All cases with `-m ''`, or if one is asked for by name.
+    """
+    left_out = {item for item in items if _needs_gpu(item)}
+    if config.getoption("-m") == "not slow" and not any("[" in argument for argument in config.args):
+        for (path, name), found in _sampled(items).items():
+            (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+            order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))
+            left_out |= set(order[count:])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _sampled(items: list[pytest.Item]) -> dict[tuple[Path, str], list[pytest.Item]]:
+    """The cases of each test to draw from."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    return cases
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    """Whether this machine lacks the GPU that a test asks for."""
+    conditions = [mark for mark in item.iter_markers("skipif") if mark.args and mark.args[0] is True]
+    return any("GPU" in mark.kwargs.get("reason", "") for mark in conditions)
 
 
 @pytest.fixture(autouse=True)

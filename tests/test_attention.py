@@ -90,6 +90,7 @@ def test_packed_sequences(problem, data):
     check_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, holds_mean=False, **options)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options",

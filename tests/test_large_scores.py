@@ -29,6 +29,7 @@ def some_rows(fill, seqlen_q, seqlen_k):
     return bias
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["llvm", "tiled"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 290), (40, 50)])
@@ -49,6 +50,7 @@ def test_packed_sequences(backend, dtype):
     check_attention(q, k, v, backend=backend, holds_mean=False, causal=True, **options)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["llvm", "tiled", "aten"])
 @pytest.mark.parametrize("seqlen_q", [2, 6, 90])

@@ -10,6 +10,7 @@ from tilewise.core.signature import contiguous_strides, look, named
 from tilewise.dispatch import plans
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["llvm", "aten", "tiled", ""])
 def test_what_was_called_before_does_not_matter(run_script, backend):
     *wrong, count = run_script("signature_pairs.py", backend)

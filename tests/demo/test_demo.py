@@ -144,6 +144,7 @@ def sees_the_future(query, key, value):
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -28,6 +28,7 @@ def gradients(attend, *tensors):
     return torch.autograd.grad(out, tensors, torch.randn_like(out))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("_no_tile_registers")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (40, 72), (64, 64), (128, 128), (200, 96), (256, 256)])
@@ -50,6 +51,7 @@ def test_the_first_query_of_a_chunk(chunk):
     assert not dq[:, ::chunk].any() and dq[:, 1::chunk].any()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [(0, 1), (3, 0)])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -60,6 +62,7 @@ def test_short_windows_meet_the_error_budget(has_sinks, dropout_p, window):
     check_attention(q, k, v, backend="llvm", window=window, dropout_p=dropout_p, sinks=sinks)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
