@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
 
 ROOT = Path(__file__).parents[1]
-README, PLOT = ROOT / "README.md", ROOT / "docs" / "speed.svg"
+README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADLINE, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
@@ -70,6 +71,44 @@ def draw(path: Path) -> None:
     plot.overview(shown, path)
 
 
+def draw_tiles(path: Path) -> None:
+    """The tiles of a causal call with a window, from the tile map that the backends follow."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch, Rectangle
+
+    size, tiles, row = 64, 12, 8
+    seen = Visibility(tiles * size, tiles * size, left=5 * size, right=0)
+    colours = {TileKind.FULL: "#3d6cb9", TileKind.EDGE: "#a9c0e4", TileKind.EMPTY: "#eeeeee"}
+    names = ("full: every score counts", "edge: scores beyond the mask are -inf", "empty: not visited")
+    figure, axes = plt.subplots(figsize=(7.5, 4.6))
+    for i in range(tiles):
+        for j in range(tiles):
+            kind = seen.tile_kind(i * size, (i + 1) * size, j * size, (j + 1) * size)
+            axes.add_patch(Rectangle((j, i), 0.94, 0.94, color=colours[kind]))
+    first = seen.key_range(row * size, (row + 1) * size)[0] // size
+    axes.add_patch(
+        Rectangle((first - 0.03, row - 0.03), row - first + 1, 1, fill=False, color="#d1495b", lw=2)
+    )
+    axes.annotate(
+        "one tile of queries:\nits keys and values are read tile by tile;\n"
+        "m, l and the running output stay in registers",
+        (row + 1, row + 0.4), (tiles + 0.6, row - 0.6), color=red, fontsize=9, va="center",
+        arrowprops={"arrowstyle": "->", "color": red},
+    )  # fmt: skip
+    axes.legend(
+        handles=[Patch(color=c, label=n) for c, n in zip(colours.values(), names, strict=True)],
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9,
+    )  # fmt: skip
+    axes.set(xlim=(-0.2, tiles), ylim=(tiles, -0.2), aspect="equal", xticks=[], yticks=[])
+    axes.set_xlabel("keys")
+    axes.set_ylabel("queries")
+    axes.spines[:].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, bbox_inches="tight")
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     README.write_text(with_sections(README.read_text(), sections()))
     draw(PLOT)
+    draw_tiles(TILES)
