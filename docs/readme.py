@@ -76,7 +76,7 @@ def draw_tiles(path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch, Rectangle
 
-    size, tiles, row = 64, 12, 8
+    size, tiles, row, red = 64, 12, 8, "#d1495b"
     seen = Visibility(tiles * size, tiles * size, left=5 * size, right=0)
     colours = {TileKind.FULL: "#3d6cb9", TileKind.EDGE: "#a9c0e4", TileKind.EMPTY: "#eeeeee"}
     names = ("full: every score counts", "edge: scores beyond the mask are -inf", "empty: not visited")
