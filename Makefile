@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # The oldest Triton that the kernels are written for; the newest is in constraints/dev.txt.
 OLD_TRITON := $(VENV)/triton-3.6.0
 
-.PHONY: install demo test test-all torture lint clean
+.PHONY: install demo test test-all test-isa torture lint clean
 
 install: $(STAMP)
 
@@ -27,7 +27,17 @@ test: $(STAMP) $(OLD_TRITON)
 
 test-all: $(STAMP) $(OLD_TRITON)
 	$(BIN)/python -m pytest -n 2 -m ''
+	$(MAKE) test-isa
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 -m '' tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py
+
+# CPU kernels under each instruction set that this machine has.
+test-isa: $(STAMP)
+	@for isa in avx2 avx512 amx neon; do \
+	  export TILEWISE_CPU_ISA=$$isa; \
+	  if $(BIN)/python -c "from tilewise.cpu.host.compile import unavailable; exit(bool(unavailable()))"; then \
+	    echo "$$isa"; $(BIN)/python -m pytest -n 2 tests/test_attention.py tests/test_large_scores.py tests/cpu/llvm/test_few_keys.py || exit 1; \
+	  else echo "$$isa: not on this machine"; fi; \
+	done
 
 # Random sequences of calls: make torture ARGS="--seconds 60 --seed 1".
 torture: $(STAMP)
