@@ -31,6 +31,13 @@ ATTENTION = {
     "head size 0": (dict(query=x(2, 4, 6, 0)), ValueError, "query.shape[-1]=0 (head size) must be between 1 and 576"),
     "head size 577": (dict(value=x(2, 5, 3, 577)), ValueError, "value.shape[-1]=577 (head size) must be between 1"),
     "value length": (dict(value=x(2, 4, 3, 8)), ValueError, "value.shape=(2, 4, 3, 8) must equal key.shape=(2, 5, 3, 8)"),
+    "SDPA's order": (
+        dict(query=x(2, 6, 128, 8), key=x(2, 3, 100, 8), value=x(2, 3, 100, 8)), ValueError,
+        "query heads 128 must be divisible by key heads 100; tensors (batch, heads, seqlen, head_dim) want layout='bhsd'",
+    ),
+    "padding mask": (
+        dict(mask=x(2, 5).bool()), ValueError, "of padding (batch, seqlen_k) pass mask[:, None, None, :]",
+    ),
     "heads": (dict(query=x(2, 4, 5, 8)), ValueError, "query heads 5 must be divisible by key heads 3"),
     "no key heads": (
         dict(key=x(2, 5, 0, 8), value=x(2, 5, 0, 8)), ValueError, "query heads 6 must be divisible by key heads 0",

@@ -51,13 +51,15 @@ def attention(
     """Exact attention, `softmax(scale * Q K^T + ...) V`, in O(N) memory.
 
     Args:
-        query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16; with
-            layout="bhsd", (batch, num_heads, seqlen_q, head_dim). Head sizes 1 to 576.
+        query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16. Head sizes 1
+            to 576. PyTorch's SDPA has (batch, num_heads, seqlen_q, head_dim): such tensors want
+            layout="bhsd", as without it heads are taken for positions.
         key: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads (GQA, MQA).
         value: (batch, seqlen_k, num_kv_heads, head_dim_v).
         causal: hide the future; the last query is aligned with the last key (bottom-right).
         window: (left, right): keys seen before and after each query's aligned position; None unbounded.
-        mask: bool, True = attend, broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
+        mask: bool, True = attend, broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Two dimensions are
+            (seqlen_q, seqlen_k); padding (batch, seqlen_k) is mask[:, None, None, :].
         bias: float, added to the scores, broadcastable likewise; differentiable.
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.

@@ -69,7 +69,9 @@ def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
         raise ValueError(f"value.shape={v} must equal key.shape={k} in all but the last dimension")
     heads, kv_heads = q[-2], k[-2]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}")
+        is_by_head = not is_packed and k[1] > 0 and q[1] % k[1] == 0  # as of (batch, heads, seqlen, head_dim)
+        hint = "; tensors (batch, heads, seqlen, head_dim) want layout='bhsd'" if is_by_head else ""
+        raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}{hint}")
     if is_packed and (s.cu_seqlens_k is not None or s.seqlens_k is None):
         return _check_packed_shapes(s)
     batch = s.cu_seqlens_q.shape[0] - 1 if is_packed else q[0]
@@ -230,9 +232,11 @@ def check_score_tensors(
         if fits and not is_packed:  # packed: lengths are known only to check_values
             fits = all(a in (1, b) for a, b in zip(t.shape[2:], full[2:]))
         if not fits:
+            is_padding = not is_packed and tuple(t.shape) == (1, 1, batch, seqlen_k)
+            hint = f"; of padding (batch, seqlen_k) pass {name}[:, None, None, :]" if is_padding else ""
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} must be broadcastable to "
-                f"(batch, heads, seqlen_q, seqlen_k)={full}"
+                f"(batch, heads, seqlen_q, seqlen_k)={full}{hint}"
             )
     if s.alibi_slopes is not None:
         if tuple(s.alibi_slopes.shape) not in ((heads,), (batch, heads)):
