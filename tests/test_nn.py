@@ -178,3 +178,15 @@ def test_positions_restart_and_continue():
     cache = layer.new_cache(2, 9)
     cache.lengths += torch.tensor([4, 0])
     assert layer._positions(torch.zeros(2, 3, 8), cache, None).tolist() == [[4, 5, 6], [0, 1, 2]]
+
+
+def test_padding_is_not_seen():
+    layer = FlashAttention(32, 4).eval()
+    x, is_token = torch.randn(2, 9, 32), torch.arange(9) < torch.tensor([9, 5])[:, None]
+    out = layer(x, mask=is_token[:, None, None, :])
+    torch.testing.assert_close(out[1:, :5], layer(x[1:, :5]))
+    cache = layer.new_cache(2, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, cache, mask=is_token[:, None, None, :]), out)
+    with pytest.raises(ValueError, match=r"mask\.shape"):
+        layer(x, mask=is_token)

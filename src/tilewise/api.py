@@ -1,7 +1,7 @@
 """The public functions: defaults and layout, then one call down.
 
-Every face ends in `tilewise.autograd.attention(inputs, options, backend)`. What shapes mean and what is
-refused is decided in `tilewise.core.problem` and `checks`.
+Every face ends in `tilewise.autograd.functions.attention(inputs, options, backend)`. What shapes mean and
+what is refused is decided in `tilewise.core.problem` and `core.checks`.
 """
 
 from __future__ import annotations

@@ -81,7 +81,13 @@ class FlashAttention(torch.nn.Module):
         self.qkv_proj = torch.nn.Linear(d_model, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
         self.out_proj = torch.nn.Linear(d_model, d_model, bias=bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: KVCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Attend within each sequence of x, or to a cache that x is appended to.
 
         Args:
@@ -89,6 +95,8 @@ class FlashAttention(torch.nn.Module):
             cache: for inference: x continues the cached sequences and is appended. Causal attention is
                 aligned with each sequence's end.
             cu_seqlens: (batch + 1,) int32 or int64, each packed sequence's start, and the total.
+            mask: bool, True = attend, as of `tilewise.attention`; padding (batch, seqlen) is
+                mask[:, None, None, :]. With a cache, as of `tilewise.attention_with_cache`.
 
         Returns:
             A tensor shaped like x.
@@ -108,14 +116,19 @@ class FlashAttention(torch.nn.Module):
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None:
-            out = attention_with_cache(query, cache, key, value, causal=self.causal, window=self.window)
+            out = attention_with_cache(
+                query, cache, key, value, causal=self.causal, window=self.window, mask=mask
+            )
         elif cu_seqlens is not None:
             out = attention_varlen(
                 query, key, value, cu_seqlens, cu_seqlens,
-                causal=self.causal, window=self.window, dropout_p=dropout_p,
+                causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
             )  # fmt: skip
         else:
-            out = attention(query, key, value, causal=self.causal, window=self.window, dropout_p=dropout_p)
+            out = attention(
+                query, key, value,
+                causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
+            )  # fmt: skip
         assert isinstance(out, Tensor)
         return self.out_proj(out.flatten(-2))
 

@@ -521,8 +521,9 @@ def test_dropout_of_a_model_in_training():
 
 def test_attention_weights_are_not_given():
     q = torch.randn(1, 1, 3, 4)
-    with pytest.warns(UserWarning, match="output_attentions"):
-        assert attention_forward(nn.Module(), q, q, q, None, output_attentions=True)[1] is None
+    assert attention_forward(nn.Module(), q, q, q, None)[1] is None
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+        attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions"):
         decoder("llama", attn_implementation="tilewise").config.output_attentions = True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ def register(name: str = "tilewise") -> None:
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
     Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs.
-    Attention weights are never formed, so `output_attentions` gives None. A padded query that sees no key
-    gets 0, where the eager implementation gives the mean of the values.
+    Attention weights are never formed, so `output_attentions=True` is refused. A padded query that sees no
+    key gets 0, where the eager implementation gives the mean of the values.
 
     Args:
         name: letters, digits, "_", "-" and "."; not containing "eager", "flash", "flex", "paged" or "sdpa".
@@ -107,7 +106,10 @@ def attention_forward(
         (batch, seqlen_q, num_heads, head_dim_v) contiguous, and None for the attention weights.
     """
     if kwargs.get("output_attentions"):
-        warnings.warn("tilewise forms no attention weights: output_attentions gives None", stacklevel=2)
+        raise NotImplementedError(
+            "output_attentions=True asks for weights, which tilewise does not form: "
+            "attn_implementation='eager' gives them"
+        )
     query, key, value = (t.transpose(1, 2) for t in autocast(query, key, value))
     used_k = seqlen_k = key.shape[1]
     options: dict[str, Any] = {
