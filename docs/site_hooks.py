@@ -5,8 +5,8 @@
 <!-- results -->                                              every file of benchmarks/results/, as tables
 <!-- public names -->                                         the reference of everything in tilewise.__all__
 
-Source code also stands in the repository's pages, below its reference: `python docs/site_hooks.py` renews it,
-and a test compares.
+Source code also stands in the repository's pages, below its reference: `python docs/site_hooks.py`, or
+`make readme`, renews it, and a test compares.
 """
 
 from __future__ import annotations

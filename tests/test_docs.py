@@ -72,7 +72,7 @@ def test_command(command, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_on_pages_is_the_trees(page):
-    assert page.read_text() == hooks.with_sources(page.read_text()), "run python docs/site_hooks.py"
+    assert page.read_text() == hooks.with_sources(page.read_text()), "run make readme"
 
 
 def test_notes_on_kernels_are_short():
