@@ -54,6 +54,7 @@ lint: $(STAMP)
 .PHONY: docs readme
 readme: $(STAMP)
 	$(BIN)/python docs/readme.py
+	$(BIN)/python docs/site_hooks.py
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

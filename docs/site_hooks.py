@@ -1,9 +1,12 @@
 """What the site shows by reference: source code, sections of the README, results, the learn page.
 
 <!-- source: tilewise.tiled.backend.online_softmax_step -->   a function or method, as it is in the tree
-<!-- readme: Limits -->                      a section of README.md
-<!-- results -->                                          every file of benchmarks/results/, as tables
-    <!-- public names -->                                     the reference of everything in tilewise.__all__
+<!-- readme: Limits -->                                       a section of README.md
+<!-- results -->                                              every file of benchmarks/results/, as tables
+<!-- public names -->                                         the reference of everything in tilewise.__all__
+
+Source code also stands in the repository's pages, below its reference: `python docs/site_hooks.py`, or
+`make readme`, renews it, and a test compares.
 """
 
 from __future__ import annotations
@@ -16,14 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NOTES = "kernel-notes*.md"
-
-
-def on_config(config: Any) -> Any:
-    """Kernel notes are added to the navigation as they appear."""
-    notes = sorted(path.name for path in (ROOT / "docs").glob(NOTES))
-    config.nav.append({"Kernel notes": [{_title(name): name} for name in notes]})
-    return config
+SOURCE = re.compile(r'<!-- source: (\S+) -->(?:\n\n```python title="[^"]*"\n.*?\n```)?', re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -54,12 +50,17 @@ def draw(folder: Path) -> list[Path]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = re.sub(r"<!-- source: (\S+) -->", lambda found: source(found[1]), markdown)
+    markdown = with_sources(markdown)
     markdown = re.sub(r"<!-- readme: (.+?) -->", lambda found: readme_section(found[1]), markdown)
     for mark, make in (("<!-- results -->", tables), ("<!-- public names -->", public_names)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     return markdown
+
+
+def with_sources(markdown: str) -> str:
+    """The code that each reference names, below it; in place of what stands there."""
+    return SOURCE.sub(lambda found: f"<!-- source: {found[1]} -->\n\n{source(found[1])}", markdown)
 
 
 def source(name: str) -> str:
@@ -76,7 +77,7 @@ def source(name: str) -> str:
             node = _find(ast.parse(text), parts[split:], name)
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             code = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-            where = f"{path.relative_to(ROOT).as_posix()}, line {first}"
+            where = path.relative_to(ROOT).as_posix()
             return f'```python title="{where}"\n{_dedent(code)}\n```'
     raise LookupError(f"{name}: no such module below src")
 
@@ -141,7 +142,6 @@ def _gpu_results() -> list[Path]:
     return [path for path in found if results.load(path)["device"]["type"] == "cuda"]
 
 
-def _title(name: str) -> str:
-    kernels = {"": "CPU", "triton": "Triton"}
-    rest = name.removeprefix("kernel-notes").removesuffix(".md").strip("-")
-    return kernels.get(rest, rest.replace("-", " ").capitalize())
+if __name__ == "__main__":
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        page.write_text(with_sources(page.read_text()))

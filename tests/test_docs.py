@@ -70,6 +70,16 @@ def test_command(command, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_on_pages_is_the_trees(page):
+    assert page.read_text() == hooks.with_sources(page.read_text()), "run make readme"
+
+
+def test_notes_on_kernels_are_short():
+    for page in DOCS.glob("kernels-*.md"):
+        assert len(page.read_text().split()) <= 2000, page
+
+
 def test_references_hold():
     for page in PAGES:
         for name in re.findall(r"<!-- source: (\S+) -->", page.read_text()):

@@ -281,7 +281,7 @@ def decode_tile(
 
     Triton keeps (num_stages - 1) / 2 tiles of K and of V in flight, / 3 if their pages have to be looked up.
     Measured: NVIDIA H200, 2026-11-21, torch 2.11.0+cu130, triton 3.6.0, bfloat16, head size 128; see
-    docs/kernel-notes-triton.md.
+    docs/kernels-triton.md.
 
     Args:
         head_dim: the larger of QK's and V's.

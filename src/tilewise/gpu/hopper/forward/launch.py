@@ -218,7 +218,7 @@ def section_size(num_keys: int, fitting: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
-    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())

@@ -178,7 +178,7 @@ def _slot_descriptor(t: Tensor | None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> FP8Config:
-    """The tiles of a problem. Measurements are in docs/kernel-notes-hopper.md."""
+    """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
