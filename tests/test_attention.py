@@ -292,3 +292,13 @@ def test_meta_tensors_have_shapes_and_gradients(options):
     (out.sum() + lse.sum()).backward()
     assert q.grad.shape == q.shape and k.grad.shape == k.shape
     assert tilewise.attention(v, v, v, causal=True).shape == v.shape
+
+
+@pytest.mark.parametrize("backend", ["llvm", "aten", "tiled"])
+def test_a_mask_and_causality_that_together_leave_no_key(backend):
+    q, k, v = (torch.randn(2, 5, 2, 8) for _ in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[2, :3] = False
+    out, lse = tilewise.attention(q, k, v, mask=mask, causal=True, return_lse=True, backend=backend)
+    assert (out[:, 2] == 0).all() and out.isfinite().all()
+    assert torch.equal(lse == float("-inf"), (torch.arange(5) == 2).expand_as(lse))

@@ -161,5 +161,5 @@ def neighbour(rng: random.Random, p: Problem, other: Problem) -> Problem:
     )  # fmt: skip
     changed = {name: getattr(other, name) for name in rng.sample(names, rng.choice((1, 1, 2, 3)))}
     if p.mode in (*KEPT_BY_MODE, "compile") or changed.get("mode") in KEPT_BY_MODE:
-        changed = {"strides": other.strides, "threads": other.threads}
+        changed = {"threads": other.threads} | ({} if p.mode == "jvp" else {"strides": other.strides})
     return replace(p, **changed, seed=other.seed)

@@ -49,7 +49,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, request: Request) -> Resu
     if request.residual and _loses_digits(problem, lse):
         return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
-        lse = lse.masked_fill((attn_mask == float("-inf")).all(-1), float("-inf"))
+        lse = lse.masked_fill(_sees_nothing(attn_mask, problem), float("-inf"))
     lse = lse.contiguous()
     out = in_order(out.transpose(1, 2).contiguous(), request.order)
     return Results(out, lse, torch.zeros_like(lse) if request.residual else None)
@@ -70,6 +70,14 @@ def backward(
         attn_mask=_additive_mask(inputs), scale=problem.scale,
     )  # fmt: skip
     return Gradients(*(g.transpose(1, 2).contiguous() for g in grads))
+
+
+def _sees_nothing(attn_mask: Tensor, problem: AttentionProblem) -> Tensor:
+    """Which queries the mask, and causality, leave no key: (batch or 1, heads or 1, seqlen_q)."""
+    is_seen = attn_mask != float("-inf")
+    first = torch.where(is_seen.any(-1), is_seen.byte().argmax(-1), problem.seqlen_k)
+    last = torch.arange(problem.seqlen_q) if problem.causal else problem.seqlen_k - 1
+    return first > last
 
 
 def _additive_mask(inputs: Inputs) -> Tensor | None:
