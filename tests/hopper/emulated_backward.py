@@ -17,14 +17,11 @@ emulator.install()
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.hopper.backward import (
-    launch as backward_launch,
-    slim as backward_slim,
-    wide_launch as backward_wide_launch,
-)
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
 from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
-from tilewise.gpu.hopper.forward import launch
-from tilewise.gpu.hopper.forward.launch import LOG2_E
+from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.host import LOG2_E
 from tilewise.gpu.launch import launch_plan
 
 PROGRAMS = 3  # as many as there are SMs
@@ -146,9 +143,9 @@ def check(name: str) -> float:
     residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
     given = (problem, inputs, out.bfloat16(), high, dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    error = largest_error(backward_launch.backward(*given, residual=residual), exact, large)
+    error = largest_error(plan.backward(*given, residual=residual), exact, large)
     if large:
-        assert largest_error(backward_launch.backward(*given), exact, large) > 5e-2, name
+        assert largest_error(plan.backward(*given), exact, large) > 5e-2, name
     return error
 
 
@@ -257,9 +254,8 @@ def main() -> None:
     kernels = types.SimpleNamespace(attn_bwd_prepare_kernel=prepare, attn_bwd_finish_kernel=finish)
     sys.modules["tilewise.gpu.hopper.backward.rows"] = kernels  # type: ignore[assignment]
     launch_plan.start = start
-    for module in (backward_launch, backward_wide_launch, launch):
-        module.num_sms = lambda index: PROGRAMS
-        module.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
+    host.num_sms = lambda index: PROGRAMS  # type: ignore[assignment]
+    host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     for case in sys.argv[1:] or CASES:
         for holds_next_s in (True, False) if "slim" in case else (True,):

@@ -18,12 +18,12 @@ emulator.TIMEOUT = 20.0
 from tilewise import reference
 from tilewise.core.device_errors import check_errors
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.decode import (
     launch as decode_launch,
     mla_launch as decode_mla_launch,
     plan as decode_plan,
 )
-from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 
 NAN = float("nan")
@@ -104,7 +104,7 @@ def check_reported(is_wrong: bool) -> None:
 def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
-    launch.num_sms = lambda index: workers  # type: ignore[assignment]
+    host.num_sms = lambda index: workers  # type: ignore[assignment]
     torch.manual_seed(0)
     options = dict(options)
     is_dense = options.pop("dense", False)

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.gpu.hopper.forward import launch
+    from tilewise.gpu.hopper.common import host
 
-    monkeypatch.setattr(launch, "num_sms", lambda index: 2)  # so that a program has several slots
+    monkeypatch.setattr(host, "num_sms", lambda index: 2)  # so that a program has several slots
 
 
 STARTS = [0, 100, 100, 250, 500]

@@ -1,4 +1,4 @@
-"""Host side of the Hopper backward: what it serves, and the launch of its three kernels."""
+"""Host side of the Hopper backward for head sizes up to 128: the launches of its three kernels."""
 
 from __future__ import annotations
 
@@ -21,20 +21,10 @@ from tilewise.gpu.hopper.backward.arguments import (
     ScoreFactors,
     WideBackwardConfig,
 )
-from tilewise.gpu.hopper.forward.launch import (
-    LOG2_E,
-    SECTION_BYTES,
-    UNBOUNDED,
-    descriptor,
-    num_sms,
-    order_sequences,
-    scheduler_counter,
-    section_size,
-    tma_ready,
-)
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
-NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
+MAX_HEAD_DIM = 128  # that one kernel has dK, dV and dQ of
 
 Config = BackwardConfig | WideBackwardConfig
 
@@ -46,17 +36,12 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    config: BackwardConfig | None = None,
     residual: Tensor | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
-    if problem.head_dim > NARROW:
-        from tilewise.gpu.hopper.backward.wide_launch import backward as wide_backward
-
-        return wide_backward(problem, inputs, out, lse, dout, dlse, residual)
-    cfg = config or backward_config(problem)
-    division = divide(problem, cfg, num_sms(inputs.query.device.index))
-    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    cfg = backward_config(problem)
+    division = divide(problem, cfg, host.num_sms(inputs.query.device.index))
+    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
@@ -65,9 +50,9 @@ def backward(
     scratch.append(query.new_empty(turns, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
+    optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
-    new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
+    new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     run_steps(problem, steps(problem, cfg, division, given, new, optional))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
@@ -274,10 +259,10 @@ def main_launch(
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
     arguments = (
-        *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
-        descriptor(dout, rows, is_packed),
+        *(host.descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
+        host.descriptor(dout, rows, is_packed),
         flat_descriptor(dq, (CHUNK // 128, 128)),
-        *(descriptor(t, keys, is_packed) for t in (dk, dv)),
+        *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(shifts, turns, cu_q, cu_k, *others),
         *sizes,
@@ -286,7 +271,7 @@ def main_launch(
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
-    programs = min(num_sms(query.device.index), most)
+    programs = min(host.num_sms(query.device.index), most)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
@@ -303,8 +288,8 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
         num_tiles=num_tiles,
         section=section(problem, num_slots),
         tiles_q=query_tiles_of(problem, rows, cfg),
-        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
-        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+        window_left=host.edge(visibility.left),
+        window_right=host.edge(visibility.right),
     )
 
 
@@ -319,7 +304,7 @@ def section(problem: AttentionProblem, num_slots: int) -> int:
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
     rows = max(problem.seqlen_q, problem.seqlen_k)
-    return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
+    return host.section_size(num_slots, max(1, host.SECTION_BYTES // (rows * row_bytes)))
 
 
 def finish_launch(
@@ -353,8 +338,8 @@ def row_strides(t: Tensor) -> tuple[int, ...]:
 
 def score_factors(problem: AttentionProblem) -> ScoreFactors:
     scale, softcap = problem.scale, problem.softcap
-    two_over_softcap = 2 * LOG2_E * scale / softcap if softcap > 0 else 0.0
-    return ScoreFactors(scale, scale * LOG2_E, two_over_softcap, softcap * LOG2_E)
+    two_over_softcap = 2 * host.LOG2_E * scale / softcap if softcap > 0 else 0.0
+    return ScoreFactors(scale, scale * host.LOG2_E, two_over_softcap, softcap * host.LOG2_E)
 
 
 def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
@@ -375,5 +360,5 @@ def sinks_gradient(
     lse_log2, delta, *rest = stats.unbind(3)
     shifts = rest[0] if shifts is None else shifts.view(lse_log2.shape)
     shifts = shifts * (problem.softcap or problem.scale)
-    p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * LOG2_E - lse_log2)
+    p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * host.LOG2_E - lse_log2)
     return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.device_errors import error_flags
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
@@ -27,7 +27,7 @@ FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line ev
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
 MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
-GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
+GROUP_COLUMNS = 64  # beside `host.GROUP_ROWS`
 
 
 class CachedTensors(NamedTuple):
@@ -50,7 +50,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and not can_load_pages(problem.page_size):
+    if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
@@ -66,11 +66,6 @@ def too_many_units(problem: AttentionProblem, cfg: DecodeConfig) -> str | None:
     if problem.batch * segments(problem, cfg) * tiles <= MAX_UNITS:
         return None
     return f"takes caches for fewer keys than {problem.batch} sequences of {problem.seqlen_k}"
-
-
-def can_load_pages(page_size: int) -> bool:
-    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
-    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
 
 
 def has_few_queries(problem: AttentionProblem) -> bool:
@@ -100,7 +95,7 @@ def forward(
     """
     cfg = config or decode_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device)
-    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    given = cached_tensors(inputs, host.GROUP_ROWS if cfg.WHOLE_PAGES else 1)
     new = new_tensors(problem, cfg, workers, residual)
     return attend(problem, given, functools.partial(steps, cfg, workers), new)
 
@@ -132,8 +127,8 @@ def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
     query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
     small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
     lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
-    key = keys_ready(inputs.key, rows)
-    value = key if inputs.value is inputs.key else keys_ready(inputs.value, rows)
+    key = host.keys_ready(inputs.key, rows)
+    value = key if inputs.value is inputs.key else host.keys_ready(inputs.value, rows)
     return CachedTensors(query, key, value, lengths, table, slopes, sinks)
 
 
@@ -158,27 +153,13 @@ def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
     return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
 
 
-def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
-    """t, or a copy if TMA can't address its entries, which must be a multiple of `rows` rows apart."""
-    from tilewise.gpu.hopper.forward.launch import tma_ready
-
-    t = tma_ready(t)
-    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
-
-
-def row_stride(t: Tensor) -> int:
-    """Elements from one row to the next; of entries of one row any that TMA can take."""
-    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
-
-
 def num_workers(
     problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
 ) -> int:
-    from tilewise.gpu.hopper.forward.launch import num_sms
 
     line = problem.batch * segments(problem, cfg)
     most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(line, num_sms(device.index), few_pieces), most)
+    return min(even_workers(line, host.num_sms(device.index), few_pieces), most)
 
 
 def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
@@ -196,7 +177,6 @@ def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
-    from tilewise.gpu.hopper.forward.launch import factors
 
     query, key, value, lengths, table, slopes, *pieces, out, lse, residual = tensors
     arguments = (
@@ -205,9 +185,9 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
         key_descriptor(value, cfg),
         _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
-        *(out, lse, residual, *pieces, lengths, table, errors_of(problem, query), slopes),
+        *(out, lse, residual, *pieces, lengths, table, host.errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
-        *factors(problem),
+        *host.factors(problem),
         cfg,
     )
     return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
@@ -215,11 +195,10 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
-    from tilewise.gpu.hopper.forward.launch import factors
 
     query, lengths, sinks, *pieces = tensors
-    errors = errors_of(problem, query)
-    scale_log2e, *_, scale = factors(problem)
+    errors = host.errors_of(problem, query)
+    scale_log2e, *_, scale = host.factors(problem)
     numbers = (*decode_sizes(problem, cfg, workers), scale_log2e, scale)
     arguments = (*pieces, lengths, errors, sinks, *numbers, cfg)
     blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
@@ -227,12 +206,6 @@ def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig,
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
-
-
-def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
-    """Flags for wrong lengths and pages of a cache."""
-    assert query is not None
-    return error_flags(query.device) if problem.is_cached else None
 
 
 def decode_sizes(
@@ -262,22 +235,14 @@ def decode_sizes(
         stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
         stride_page_table=0 if table is None else table.shape[1],
         num_pages=0 if key is None else len(key),
-        rows_k=rows_per_entry(key),
-        rows_v=rows_per_entry(value),
+        rows_k=host.rows_per_entry(key),
+        rows_v=host.rows_per_entry(value),
     )
-
-
-def rows_per_entry(t: Tensor | None) -> int:
-    """Rows from one sequence, or page, to the next."""
-    if t is None:
-        return 0
-    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
 def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
-    from tilewise.gpu.hopper.forward.launch import shared_layout
 
     assert t is not None
     _, rows, heads, dim = t.shape
@@ -286,22 +251,21 @@ def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
     strides = [(1 << 34) - row_stride, row_stride, row_stride, head_stride, 1]
     block_shape = [1, 1, cfg.BOX_ROWS, 1, cfg.BOX_WIDTH]
-    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
 
 
 def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
-    from tilewise.gpu.hopper.forward.launch import shared_layout
 
     assert t is not None
     pages, rows, heads, dim = t.shape
     row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
-    groups = ((pages - 1) * rows_per_entry(t) + rows) // GROUP_ROWS
-    shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
-    strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
-    block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]
-    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+    groups = ((pages - 1) * host.rows_per_entry(t) + rows) // host.GROUP_ROWS
+    shape = [groups, heads, dim // GROUP_COLUMNS, host.GROUP_ROWS, GROUP_COLUMNS]
+    strides = [host.GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
+    block_shape = [rows // host.GROUP_ROWS, 1, *shape[2:]]
+    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -312,7 +276,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
     page_size = problem.page_size or 0
     whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
-    box_rows = GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
+    box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilewise.core import fp8
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Sizes
-from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 SLOT = fp8.BLOCK_ROWS
@@ -44,9 +44,9 @@ def attend(
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
+    ordered = host.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
     tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
-    fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
+    fresh = (out, lse, *ordered, host.scheduler_counter(out.device), q.factors, k.factors, v.factors)
     run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # slots do not say how many rows
     return out, lse
 
@@ -99,7 +99,7 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     warps, stages, blocks = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
     if cu_seqlens is not None:
         blocks = 4  # or as many as fit
-    programs = min(launch.num_sms(t.device.index) * blocks, slots * heads)
+    programs = min(host.num_sms(t.device.index) * blocks, slots * heads)
     arguments = (t, matrix, values, factors, *places, slots, heads, width, cu_seqlens is not None, stages)
     return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
 
@@ -121,8 +121,8 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
     num_slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
     bound = rows // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
-    read_together = min(problem.seqlen_k, launch.window_size(problem) + cfg.BLOCK_M)
-    fitting = max(1, launch.SECTION_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
+    read_together = min(problem.seqlen_k, host.window_size(problem) + cfg.BLOCK_M)
+    fitting = max(1, host.SECTION_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
     group = problem.group_size
     sizes = Sizes(
         batch=problem.batch,
@@ -131,28 +131,28 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         group_size=group,
         num_slots=num_slots,
         num_tiles=num_tiles,
-        section=group * launch.section_size(num_slots // group, fitting),
-        window_left=launch.edge(visibility.left),
-        window_right=launch.edge(visibility.right),
+        section=group * host.section_size(num_slots // group, fitting),
+        window_left=host.edge(visibility.left),
+        window_right=host.edge(visibility.right),
         rows_k=0,
         rows_v=0,
         stride_page_table=0,
         num_pages=0,
     )
-    scale, two_over_softcap, softcap, _ = launch.factors(problem)
+    scale, two_over_softcap, softcap, _ = host.factors(problem)
     unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
         _slot_descriptor(k),
         _slot_descriptor(v),
-        launch.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
+        host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
         *sizes,
         *((scale, two_over_softcap * unrotated, softcap) if softcap else (scale * unrotated, 0.0, 0.0)),
         cfg,
     )
-    programs = min(launch.num_sms(out.device.index), bound * num_slots)
+    programs = min(host.num_sms(out.device.index), bound * num_slots)
     return Launch(attn_fwd_fp8_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -163,7 +163,7 @@ def _rows_descriptor(q: Tensor) -> Any:
     heads, slots, rows, width = q.shape
     block = (1, WARPGROUP_ROWS, width)
     shape, strides = [heads, slots * rows, width], [slots * rows * width, width, 1]
-    return TensorDescriptor(q, shape, strides, list(block), launch.shared_layout(block, q.dtype))
+    return TensorDescriptor(q, shape, strides, list(block), host.shared_layout(block, q.dtype))
 
 
 def _slot_descriptor(t: Tensor | None) -> Any:
@@ -172,7 +172,7 @@ def _slot_descriptor(t: Tensor | None) -> Any:
 
     assert t is not None
     block = (1, 1, *t.shape[2:])
-    layout = launch.shared_layout(block, t.dtype)
+    layout = host.shared_layout(block, t.dtype)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
 
 
