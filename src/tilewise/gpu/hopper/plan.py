@@ -259,11 +259,11 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
         return None
     if _is_wide(problem):
         wide = wide_launch.wide_config(problem)
-        steps = functools.partial(wide_launch.steps, problem, wide)
+        steps = functools.partial(wide_launch.steps, wide)
         stats = backward_launch.stats_shape(problem, wide)
         return again_backward(problem, given, steps, [stats], host.shared_counters)
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
-    steps = functools.partial(backward_launch.steps, problem, config, division)
+    steps = functools.partial(backward_launch.steps, config, division)
     scratch = backward_launch.scratch_shapes(problem, config, division)
     return again_backward(problem, given, steps, scratch, host.shared_counter)

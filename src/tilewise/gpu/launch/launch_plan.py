@@ -190,16 +190,6 @@ class LaunchPlan:
                     value = [None]
             self._arguments += value
 
-    def seen_as(self, layout: str) -> LaunchPlan:
-        """The plan for tensors that the caller has in a layout. Their addresses are what they were."""
-        if layout == "bshd":
-            return self
-        plan = copy.copy(self)
-        plan._rebuild = lambda tensors: self._rebuild(
-            tuple(t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in tensors)
-        )
-        return plan
-
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream; the tensors' device must be the current one."""
         if self._bound.is_watched():

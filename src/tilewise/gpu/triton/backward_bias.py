@@ -20,12 +20,15 @@ from tilewise.gpu.triton.primitives import (
     load_stat,
     logits,
     padded_stat_start,
-    sequence_rows,
     store_scores,
     visible_pairs,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.tiles import dot_rows, load_source
+from tilewise.gpu.triton.tiles import (
+    dot_rows,
+    load_source,
+    sequence_rows,
+)
 
 
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)

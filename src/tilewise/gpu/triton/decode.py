@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.gpu.triton.guards import cached_rows, is_page, length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
     exact_lse,
     exp_difference,
@@ -33,6 +32,12 @@ from tilewise.gpu.triton.primitives import (
     online_softmax,
     sink_maximum,
     wait_for_kernel_before,
+)
+from tilewise.gpu.triton.tiles import (
+    cached_rows,
+    is_page,
+    length_poison,
+    page_poison,
 )
 
 # ---- the plan: which tiles a worker takes

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
-from tilewise.gpu.triton.guards import length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
     edge_tile,
     exact_lse,
@@ -27,15 +26,17 @@ from tilewise.gpu.triton.primitives import (
     load_scores,
     logits,
     online_softmax,
-    query_tile,
     sink_maximum,
     stat_start,
 )
 from tilewise.gpu.triton.tiles import (
     add_weighted_rows,
     dot_rows,
+    length_poison,
     load_keys,
     load_tile,
+    page_poison,
+    query_tile,
     row_base,
     scaled_tile,
     store_tile,

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
-from tilewise.gpu.triton.arguments import STAT_ROWS, Place
-from tilewise.gpu.triton.guards import cached_rows
+from tilewise.gpu.triton.arguments import STAT_ROWS
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -42,75 +41,7 @@ def wait_for_kernel_before(cfg: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-# ---- where a program works
-
-
-@triton.jit
-def program_tile(sizes, REVERSED: tl.constexpr):
-    """(tile, slot) of this program: slot by slot within a section, so that a section's keys stay in L2.
-
-    REVERSED starts with the last tiles, which see the most keys when attention is causal.
-    """
-    pid = tl.program_id(0)
-    per_section = sizes.section * sizes.num_tiles
-    first = pid // per_section * sizes.section
-    width = tl.minimum(sizes.section, sizes.num_slots - first)
-    tile = pid % per_section // width
-    slot = first + pid % per_section % width
-    if REVERSED:
-        tile = sizes.num_tiles - 1 - tile
-    return tile, slot
-
-
-@triton.jit
-def packed_tile(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
-    """(sequence, tile within it) for tile `tile` of a packed tensor of total // BLOCK + num_sequences tiles.
-
-    Sequence n owns the tiles from cu_seqlens[n] // BLOCK + n on: always enough, at most one unused.
-    """
-    n = tile * 0
-    end = n + num_sequences
-    while end - n > 1:
-        middle = (n + end) // 2
-        is_after = tl.load(cu_seqlens + middle) // BLOCK + middle > tile
-        end = tl.where(is_after, middle, end)
-        n = tl.where(is_after, n, middle)
-    return n, tile - (tl.load(cu_seqlens + n) // BLOCK + n).to(tl.int32)
-
-
-@triton.jit
-def sequence_rows(b, sizes, ragged):
-    """(first query row, seqlen_q, first key row, seqlen_k, first mask column) of sequence b."""
-    q_start = tl.zeros((), tl.int64)
-    k_start = tl.zeros((), tl.int64)
-    seqlen_q = sizes.seqlen_q
-    seqlen_k = sizes.seqlen_k
-    if ragged.cu_seqlens_q is not None:
-        q_start = tl.load(ragged.cu_seqlens_q + b).to(tl.int64)
-        seqlen_q = (tl.load(ragged.cu_seqlens_q + b + 1) - q_start).to(tl.int32)
-    if ragged.cu_seqlens_k is not None:
-        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
-        seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
-    if ragged.errors is not None:
-        first, seqlen_k, _ = cached_rows(b, b >= 0, sizes, ragged)
-        k_start = first.to(tl.int64)
-    first_col = k_start
-    if ragged.cu_seqlens_k is not None:  # each packed sequence has its columns from 0 on
-        first_col = k_start * 0
-    return q_start, seqlen_q, k_start, seqlen_k, first_col
-
-
-@triton.jit
-def query_tile(sizes, ragged, BLOCK_M: tl.constexpr):
-    """(i0, q_start, k_start, place) of this program's tile of queries; there is none if i0 >= seqlen_q."""
-    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
-    if ragged.cu_seqlens_q is not None:
-        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-    return tile * BLOCK_M, q_start, k_start, place
+# ---- which tiles see each other
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def backward(
     optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
-    run_steps(problem, steps(problem, cfg, division, given, new, optional))
+    run_steps(problem, steps(cfg, division, given, new, optional))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
@@ -61,7 +61,6 @@ def backward(
 
 
 def steps(
-    problem: AttentionProblem,
     cfg: BackwardConfig,
     division: Division,
     given: Sequence[Tensor | None],

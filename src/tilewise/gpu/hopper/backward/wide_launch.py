@@ -45,13 +45,12 @@ def backward(
     ordered_q = host.order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
-    run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
+    run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
 def steps(
-    problem: AttentionProblem,
     cfg: WideBackwardConfig,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],

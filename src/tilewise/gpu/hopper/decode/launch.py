@@ -183,8 +183,8 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
         query,
         key_descriptor(key, cfg),
         key_descriptor(value, cfg),
-        _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
-        _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
+        _page_descriptor(key) if cfg.WHOLE_PAGES else None,
+        _page_descriptor(value) if cfg.WHOLE_PAGES else None,
         *(out, lse, residual, *pieces, lengths, table, host.errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *host.factors(problem),
@@ -254,7 +254,7 @@ def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
 
 
-def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+def _page_descriptor(t: Tensor | None) -> Any:
     """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
 

@@ -179,7 +179,7 @@ def add_values(W: gl.constexpr, acc, alpha, p, v_ring, use, cfg: gl.constexpr):
     sums = ()
     for part in gl.static_range(PARTS):
         product = warpgroup_mma_wait(0, deps=(weighted_values(p, v_ring, use, part, cfg),))
-        sums = sums + (rescaled(acc[part], alpha, cfg) + product,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = sums + (rescaled(acc[part], alpha) + product,)  # type: ignore[assignment]  # noqa: RUF005
     end_turn(W, cfg)
     v_ring.release(use)
     return sums
@@ -232,7 +232,7 @@ def weigh(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factors, cfg:
 
 
 @gluon.jit
-def rescaled(acc, alpha, cfg: gl.constexpr):
+def rescaled(acc, alpha):
     """Each row of acc times its alpha."""
     return acc * gl.convert_layout(alpha, row_layout(acc.shape[1], 32), assert_trivial=True)[:, None]
 
