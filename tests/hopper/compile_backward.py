@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
-# its pieces
+# its splits
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
     "d64_whole": (64, 64, torch.bfloat16, False, {}),

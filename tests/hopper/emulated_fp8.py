@@ -16,7 +16,7 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from fp8_slots import exact_of_rounded, in_slots
+from fp8_blocks import exact_of_rounded, in_blocks
 
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
@@ -87,7 +87,7 @@ def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
-    fp8_launch.round_tensor = in_slots
+    fp8_launch.round_tensor = in_blocks
     for case in sys.argv[1:] or CASES:
         print(f"{case}: {check(case)}", flush=True)
 

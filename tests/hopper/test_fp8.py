@@ -33,7 +33,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def hold(inputs: Inputs, **options: Any) -> None:
-    from fp8_slots import exact_of_rounded, lse_of_torch_products
+    from fp8_blocks import exact_of_rounded, lse_of_torch_products
 
     from tilewise.gpu.hopper import plan
 

@@ -176,7 +176,7 @@ def _again_decode(
     """`launch`: the module of the kernels."""
     config = config_of(problem)
     query = given[0]
-    workers = decode_launch.num_workers(problem, config, query.device, launch.FEW_PIECES)
+    workers = decode_launch.num_workers(problem, config, query.device, launch.FEW_SPLITS)
     tensors = decode_launch.CachedTensors(*given)
     rows = host.GROUP_ROWS if config.WHOLE_PAGES else 1
     ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), rows)

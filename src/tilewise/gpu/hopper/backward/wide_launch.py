@@ -81,13 +81,13 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
     visibility = problem.visibility()
     block_dv = 128 if problem.head_dim_v <= 128 else 256
     is_slim = problem.head_dim <= 192 and block_dv == 128
-    parts, width = (3, 64) if is_slim else (1, 256)
+    chunks, width = (3, 64) if is_slim else (1, 256)
     stages = (3, 3, 2) if is_slim else (2, 2, 1)
     return WideBackwardConfig(
         BLOCK_M=64,
         BLOCK_N=64,
-        PARTS=parts,
-        PART_WIDTH=width,
+        D_CHUNKS=chunks,
+        D_CHUNK=width,
         BLOCK_DV=block_dv,
         STAGES=stages[0],
         K_STAGES=stages[1],
@@ -115,7 +115,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
-    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     arguments = (
         *(host.descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
         *(
@@ -129,7 +129,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         cfg,
     )
     most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
-    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_slots)
+    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh)
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
@@ -140,11 +140,11 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
-    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
     arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
-    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
+    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)

@@ -65,9 +65,9 @@ def page_poison(
 
 
 @gluon.jit
-def piece_poison(page_table, errors, piece, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
-    """`page_poison` of a piece of the decoding kernels."""
-    end_tile = piece.tile + piece.count
+def split_poison(page_table, errors, split, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
+    """`page_poison` of a split of the decoding kernels."""
+    end_tile = split.tile + split.count
     return page_poison(
-        page_table, errors, piece.batch, piece.seqlen_k, piece.tile, end_tile, sizes, 8, NUM_WARPS, cfg
+        page_table, errors, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 8, NUM_WARPS, cfg
     )

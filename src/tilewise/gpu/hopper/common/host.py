@@ -15,8 +15,8 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
 
-# Heads are worked through in sections whose keys and values stay in the L2 cache (50 MB) together.
-SECTION_BYTES = 16 << 20
+# L2 swizzle: as many heads at a time as have keys and values that stay in the L2 cache (50 MB) together.
+L2_SWIZZLE_BYTES = 16 << 20
 
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
@@ -79,17 +79,17 @@ def window_size(problem: AttentionProblem) -> int:
     return left + right
 
 
-def section_size(num_keys: int, fitting: int) -> int:
-    """Key heads of a section: as many as fit, but equal sections; a small last one would leave SMs idle."""
+def l2_swizzle_size(num_keys: int, fitting: int) -> int:
+    """Key heads at a time: as many as fit, but as many each time; a few at the end would leave SMs idle."""
     largest_divisor = max(n for n in range(1, min(fitting, num_keys) + 1) if num_keys % n == 0)
-    num_sections = -(-num_keys // fitting)
-    return largest_divisor if 2 * largest_divisor > fitting else -(-num_keys // num_sections)
+    num_times = -(-num_keys // fitting)
+    return largest_divisor if 2 * largest_divisor > fitting else -(-num_keys // num_times)
 
 
 def order_sequences(
     problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those with most to do first, and the tiles of `rows` of the tiled side before each; None if dense.
+    """Sequences with most to do first, and the tiles of `rows` of the tiled side before each; None if dense.
 
     Args:
         tiled: offsets; None with a cache: as many queries each.
@@ -105,7 +105,7 @@ def order_sequences(
 
 
 def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
-    from tilewise.gpu.hopper.common.schedule import order_sequences_kernel
+    from tilewise.gpu.hopper.common.scheduler import order_sequences_kernel
 
     other, tiled, *fresh = tensors
     numbers = (problem.batch, problem.seqlen_q, rows, not problem.is_cached)
@@ -147,11 +147,11 @@ def can_load_pages(page_size: int) -> bool:
     return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
 
 
-def descriptor(t: Tensor | None, block: tuple[int, int, int], is_bounded: bool) -> Any:
-    """TMA descriptor of (batch, rows, heads, dim) in blocks of (rows, heads, dim).
+def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) -> Any:
+    """TMA descriptor of (batch, rows, heads, dim) in boxes of (rows, heads, dim).
 
     Packed (rows, heads, dim), and all rows of a cache's entries: two more dimensions bound each sequence, see
-    `hopper.key_loads.coords`.
+    `common.key_loads.coords`.
     """
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
 
@@ -162,16 +162,16 @@ def descriptor(t: Tensor | None, block: tuple[int, int, int], is_bounded: bool) 
         strides = strides[-3:]
         shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[-2:]]
         strides = [(1 << 34) - strides[0], strides[0], *strides]
-        block_shape = [1, 1, *block]
+        block_shape = [1, 1, *box]
     else:
         shape = list(t.shape)
-        block_shape = [1, *block]
+        block_shape = [1, *box]
     return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
 
 
 @functools.cache
 def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Swizzled shared memory of a TMA descriptor's block."""
+    """Layout of a TMA box in shared memory, swizzled."""
     from tilewise.gpu.hopper.common.compat import gl
 
     elements = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}

@@ -15,18 +15,18 @@ from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, D
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 FEW_QUERIES = 16  # of a cache
-SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
+SAVED_KEYS = 1024  # by a worker: what split-KV has to save with more queries
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
-FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stages, and reading 32 page numbers
+FEW_KEYS = 1 << 18  # of all key heads: so few go faster with 2 stages, and reading 32 page numbers
 START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
-FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
+FEW_SPLITS = 4  # of a segment: up to these, an even number of workers is worth more than all of them
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
-MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
+MAX_UNITS = 1 << 26  # of the schedule: `stream_k.quotient` is exact for shares of up to 2^19
 GROUP_COLUMNS = 64  # beside `host.GROUP_ROWS`
 
 
@@ -74,16 +74,16 @@ def has_few_queries(problem: AttentionProblem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(problem: AttentionProblem) -> bool:
-    """Whether many keys are better cut, since queries are few or their tiles too few for all processors."""
+    """Whether split-KV is faster, since queries are few or their tiles too few for all SMs."""
     if supports(problem) is not None:
         return False
     if has_few_queries(problem):
         return problem.is_cached or problem.seqlen_k >= MANY_KEYS
-    # a block of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
+    # a CTA of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
     cfg = decode_config(problem)
-    slots = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
-    idle = slots - problem.batch * segments(problem, cfg)
-    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * slots
+    ctas = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
+    idle = ctas - problem.batch * segments(problem, cfg)
+    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * ctas
 
 
 def forward(
@@ -135,17 +135,17 @@ def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
 def new_tensors(
     problem: AttentionProblem, cfg: DecodeConfig, workers: int, residual: bool = False
 ) -> list[tuple[Any, torch.dtype] | None]:
-    """Shapes and dtypes of out, lse and its low part of all pieces, then out, lse and residual."""
+    """Shapes and dtypes of out, lse and its low part of all splits, then out, lse and residual."""
     rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
     sizes = problem.batch, problem.seqlen_q, problem.num_heads
-    pieces, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
-    low, rest = (pieces, lse) if residual else (None, None)
+    splits, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
+    low, rest = (splits, lse) if residual else (None, None)
     out = ((*sizes, problem.head_dim_v), problem.dtype)
-    return [((rows, cfg.BLOCK_DV), torch.float32), pieces, low, out, lse, rest]
+    return [((rows, cfg.BLOCK_DV), torch.float32), splits, low, out, lse, rest]
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
-    """Of each sequence: blocks of heads that share a key head, times tiles of rows."""
+    """Of each sequence: GQA groups, or blocks of one's heads, times tiles of rows."""
     return problem.num_heads // cfg.PACK * row_tiles(problem, cfg)
 
 
@@ -154,23 +154,24 @@ def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
 
 
 def num_workers(
-    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
+    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_splits: int = FEW_SPLITS
 ) -> int:
+    num_segments = problem.batch * segments(problem, cfg)
+    most = num_segments * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(even_workers(num_segments, host.num_sms(device.index), few_splits), most)
 
-    line = problem.batch * segments(problem, cfg)
-    most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(line, host.num_sms(device.index), few_pieces), most)
 
-
-def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
-    """Workers of `most` for a line of segments.
+def even_workers(num_segments: int, most: int, few_splits: int = FEW_SPLITS) -> int:
+    """Workers of `most` for a number of segments.
 
     A few less than all, where lengths are alike and each has whole segments or shares one with few others:
-    there is little or nothing to merge then. With many workers on a segment, all of them are faster: on an
+    there is little or nothing to reduce then. With many workers on a segment, all of them are faster: on an
     H200, 1 x 8k keys of 8 heads take 12.5 us with 132 workers, 14.3 with 131 as with 128.
     """
     for workers in range(most, most - most // 32 - 1, -1):
-        if line % workers == 0 or (workers % line == 0 and workers <= few_pieces * line):
+        if num_segments % workers == 0 or (
+            workers % num_segments == 0 and workers <= few_splits * num_segments
+        ):
             return workers
     return most
 
@@ -178,14 +179,14 @@ def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
 
-    query, key, value, lengths, table, slopes, *pieces, out, lse, residual = tensors
+    query, key, value, lengths, table, slopes, *splits, out, lse, residual = tensors
     arguments = (
         query,
         key_descriptor(key, cfg),
         key_descriptor(value, cfg),
         _page_descriptor(key) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value) if cfg.WHOLE_PAGES else None,
-        *(out, lse, residual, *pieces, lengths, table, host.errors_of(problem, query), slopes),
+        *(out, lse, residual, *splits, lengths, table, host.errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         *host.factors(problem),
         cfg,
@@ -196,13 +197,13 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
 
-    query, lengths, sinks, *pieces = tensors
+    query, lengths, sinks, *splits = tensors
     errors = host.errors_of(problem, query)
     scale_log2e, *_, scale = host.factors(problem)
     numbers = (*decode_sizes(problem, cfg, workers), scale_log2e, scale)
-    arguments = (*pieces, lengths, errors, sinks, *numbers, cfg)
-    blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
-    programs = problem.batch * segments(problem, cfg) * blocks
+    arguments = (*splits, lengths, errors, sinks, *numbers, cfg)
+    tiles = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
+    programs = problem.batch * segments(problem, cfg) * tiles
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
@@ -241,7 +242,7 @@ def decode_sizes(
 
 
 def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
-    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
+    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `key_loads.coords`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
 
     assert t is not None
@@ -279,14 +280,14 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
-    # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
+    # splits of a segment, where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
-    merge_pieces = min(64, 3 + USUAL_SMS // segments)
-    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_pieces)))
+    merge_splits = min(64, 3 + USUAL_SMS // segments)
+    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_splits)))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
-        # one merging program finds room beside a worker: with more than those, none of the next call's starts
-        merge_rows, merge_pieces = 2, min(32, merge_pieces)
+        # one merging program fits an SM beside a worker: with more than those, none of the next call's starts
+        merge_rows, merge_splits = 2, min(32, merge_splits)
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
@@ -313,7 +314,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_ALIBI=problem.has_alibi,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
-        MERGE_PIECES=merge_pieces,
+        MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=block_dv,
     )
 

@@ -1,4 +1,4 @@
-"""Host side of decoding of absorbed latent attention for Hopper; see `hopper.decode_launch`."""
+"""Host side of decoding of absorbed latent attention for Hopper; see `decode.launch`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
 NARROW_ROWS = 16  # of a tile, that are columns of the narrow kernel's products
-FEW_PIECES = 16  # as in `decode.launch`; starts cost more here, where queries are large
+FEW_SPLITS = 16  # as in `decode.launch`; starts cost more here, where queries are large
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -72,7 +72,7 @@ def head_blocks(problem: AttentionProblem) -> int:
 def forward(problem: AttentionProblem, inputs: Inputs, residual: bool = False) -> tuple[Tensor, ...]:
     """out, lse and, if asked for, residual, as of `decode.launch.forward`."""
     cfg = mla_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device, FEW_PIECES)
+    workers = num_workers(problem, cfg, inputs.query.device, FEW_SPLITS)
     given = cached_tensors(inputs._replace(value=inputs.key))
     new = new_tensors(problem, cfg, workers, residual)
     return attend(problem, given, functools.partial(steps, cfg, workers), new)
@@ -92,7 +92,7 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
     from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
 
-    query, key, lengths, table, *pieces, out, lse, residual = tensors
+    query, key, lengths, table, *splits, out, lse, residual = tensors
     arguments: tuple[Any, ...] = (
         *(
             query,
@@ -100,7 +100,7 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
             out,
             lse,
             residual,
-            *pieces,
+            *splits,
             lengths,
             table,
             host.errors_of(problem, query),
@@ -120,10 +120,10 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
-    # a merging program holds up to 8192 numbers; 132 pieces are three times 48 as they are three times 64
-    merge_pieces = min(48, power_of_two(USUAL_SMS // segments))
-    merge_columns = 128 if merge_pieces > 16 else 512
-    merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
+    # a merging program holds up to 8192 numbers; 132 splits are three times 48 as they are three times 64
+    merge_splits = min(48, power_of_two(USUAL_SMS // segments))
+    merge_columns = 128 if merge_splits > 16 else 512
+    merge_rows = max(1, min(4, 8192 // (merge_splits * merge_columns)))
     is_narrow = rows <= NARROW_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
@@ -154,6 +154,6 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         HAS_ALIBI=False,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
-        MERGE_PIECES=merge_pieces,
+        MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=merge_columns,
     )

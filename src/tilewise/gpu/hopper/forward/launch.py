@@ -60,10 +60,10 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConf
     query, key, value, sinks, cu_q, cu_k, *cache, out, lse, residual, order, first_tile, counter = tensors
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, cache[1])
-    rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.PART_WIDTH if cfg.BOXES == 1 else BOX_COLUMNS
+    rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
     width_v = cfg.BLOCK_DV if cfg.BOXES == 1 else BOX_COLUMNS
     arguments = (
-        host.descriptor(query, (*rows, cfg.PART_WIDTH), problem.is_packed),
+        host.descriptor(query, (*rows, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
@@ -76,8 +76,8 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConf
     tiles = (
         query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
     )
-    slots = sizes.num_slots * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
-    programs = min(host.num_sms(query.device.index) * cfg.BLOCKS_PER_SM, tiles * slots)
+    bh = sizes.num_bh * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
+    programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, tiles * bh)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -91,19 +91,19 @@ def _sizes(
 ) -> Sizes:
     visibility = problem.visibility()
     positions = cfg.BLOCK_M // cfg.PACK
-    num_slots = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
+    num_bh = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
     read_together = min(problem.seqlen_k, host.window_size(problem) + positions)  # keys of a tile of queries
     key_bytes = 2 * read_together * (problem.head_dim + problem.head_dim_v)
-    slots_a_key = max(1, problem.group_size // cfg.PACK)
-    fitting = max(1, host.SECTION_BYTES // key_bytes)
+    heads_per_key = max(1, problem.group_size // cfg.PACK)
+    fitting = max(1, host.L2_SWIZZLE_BYTES // key_bytes)
     return Sizes(
         batch=problem.batch,
         seqlen_q=query.shape[0] if problem.is_packed else problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
-        num_slots=num_slots,
+        num_bh=num_bh,
         num_tiles=-(-problem.seqlen_q // positions),
-        section=slots_a_key * host.section_size(num_slots // slots_a_key, fitting),
+        l2_swizzle=heads_per_key * host.l2_swizzle_size(num_bh // heads_per_key, fitting),
         window_left=host.edge(visibility.left),
         window_right=host.edge(visibility.right),
         rows_k=host.rows_per_entry(key) if cfg.IS_CACHED else 0,
@@ -119,7 +119,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     visibility = problem.visibility()
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    block_n, warpgroups, stages, q_slots, registers, blocks = _tile(problem, block_dv)
+    block_n, warpgroups, stages, q_slots, registers, ctas = _tile(problem, block_dv)
     producer_registers = 24
     if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
         wide = (232, 40) if block_n == 128 else (224, 56)
@@ -131,9 +131,9 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         Q_SLOTS=q_slots,
         CONSUMER_REGISTERS=registers,
         PRODUCER_REGISTERS=producer_registers,
-        BLOCKS_PER_SM=blocks,
-        PARTS=-(-problem.head_dim // width),
-        PART_WIDTH=width,
+        CTAS_PER_SM=ctas,
+        D_CHUNKS=-(-problem.head_dim // width),
+        D_CHUNK=width,
         BLOCK_DV=block_dv,
         LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
         PACK=_pack(problem),
@@ -148,10 +148,10 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 
 
 def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int, int, int]:
-    """(BLOCK_N, WARPGROUPS, STAGES, Q_SLOTS, CONSUMER_REGISTERS, BLOCKS_PER_SM); shared memory is 227 KB.
+    """(BLOCK_N, WARPGROUPS, STAGES, Q_SLOTS, CONSUMER_REGISTERS, CTAS_PER_SM); shared memory is 227 KB.
 
-    Head size 64 needs four warpgroups on an SM to hide what is not a product. In one block they share keys,
-    and have registers to overlap their own products and softmax; in two blocks they are free of each other,
+    Head size 64 needs four warpgroups on an SM to hide what is not a product. In one CTA they share keys,
+    and have registers to overlap their own products and softmax; in two CTAs they are free of each other,
     which is worth more where tiles of queries are short or few.
     """
     window = host.window_size(problem)
