@@ -492,7 +492,7 @@ def install() -> None:
         sync_warpgroups=lambda: _local.both.wait(TIMEOUT),
         named_barrier_arrive=_named_barrier_arrive, named_barrier_sync=_named_barrier_sync,
         pingpong_wait=_pingpong_wait, pingpong_arrive=_pingpong_arrive,
-        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
+        fence_async_shared=lambda: None, unhoisted=lambda x: x, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),

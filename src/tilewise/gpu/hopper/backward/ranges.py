@@ -1,6 +1,6 @@
 """Which tile of keys is next, which query tiles it visits, what they see: `core.mask`, transposed."""
 
-from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, unhoisted
 from tilewise.gpu.hopper.common.scheduler import WorkTile, l2_swizzled, packed_sequence
 
 
@@ -125,12 +125,6 @@ def dq_order(tile, work, sizes, cfg: gl.constexpr):
             first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
         order = work.row // cfg.BLOCK_N - first
     return gl.where(is_seen, order, -1)
-
-
-@gluon.jit
-def unhoisted(x):
-    """x, computed where this stands: hoisted out of the loop of tiles, each integer takes a register."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

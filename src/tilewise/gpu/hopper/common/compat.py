@@ -103,6 +103,12 @@ def _execute(INSTRUCTIONS: gl.constexpr, operand=0):
 
 
 @gluon.jit
+def unhoisted(x):
+    """x, computed where this stands. Hoisted out of a loop of tiles, each integer takes a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_for_own_stores():
     """Wait until the TMA copies that this thread has started have been read from shared memory.
 
@@ -199,6 +205,7 @@ __all__ = [
     "start_next_kernel",
     "store_tile",
     "sync_warpgroups",
+    "unhoisted",
     "wait_for_own_stores",
     "wait_for_previous_kernel",
     "wait_for_stores",

@@ -6,7 +6,7 @@ more, ahead of its loop, while the first keys are under way.
 """
 
 from tilewise.core.device_errors import LENGTH, PAGE
-from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.compat import gl, gluon, unhoisted
 
 PAGE_FLAG, LENGTH_FLAG = gl.constexpr(PAGE), gl.constexpr(LENGTH)
 
@@ -49,7 +49,7 @@ def page_poison(
     poison = 0.0 * sizes.num_pages
     if cfg.PAGE_SIZE > 0:
         COUNT: gl.constexpr = 32 * LANE_PAGES
-        lanes = gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0]))
+        lanes = unhoisted(gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0])))
         table = page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
         end = (gl.minimum(seqlen_k, end_tile * cfg.BLOCK_N) + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         wrong = gl.full([COUNT], 0, gl.int32, lanes.type.layout)
