@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilewise.core.device_errors import LENGTH, PAGE
-from tilewise.gpu.triton.arguments import Place
+from tilewise.gpu.triton.arguments import Sequence
 
 PAGE_FLAG, LENGTH_FLAG = tl.constexpr(PAGE), tl.constexpr(LENGTH)
 BLOCK_PAGES = tl.constexpr(128)
@@ -23,19 +23,19 @@ BLOCK_PAGES = tl.constexpr(128)
 
 @triton.jit
 def program_tile(sizes, REVERSED: tl.constexpr):
-    """(tile, slot) of this program: slot by slot within a section, so that a section's keys stay in L2.
+    """(tile, bh) of this program: `l2_swizzle` (batch, head) pairs at a time, whose keys stay in L2.
 
     REVERSED starts with the last tiles, which see the most keys when attention is causal.
     """
     pid = tl.program_id(0)
-    per_section = sizes.section * sizes.num_tiles
-    first = pid // per_section * sizes.section
-    width = tl.minimum(sizes.section, sizes.num_slots - first)
-    tile = pid % per_section // width
-    slot = first + pid % per_section % width
+    per_swizzle = sizes.l2_swizzle * sizes.num_tiles
+    first = pid // per_swizzle * sizes.l2_swizzle
+    width = tl.minimum(sizes.l2_swizzle, sizes.num_bh - first)
+    tile = pid % per_swizzle // width
+    bh = first + pid % per_swizzle % width
     if REVERSED:
         tile = sizes.num_tiles - 1 - tile
-    return tile, slot
+    return tile, bh
 
 
 @triton.jit
@@ -78,15 +78,15 @@ def sequence_rows(b, sizes, ragged):
 
 @triton.jit
 def query_tile(sizes, ragged, BLOCK_M: tl.constexpr):
-    """(i0, q_start, k_start, place) of this program's tile of queries; there is none if i0 >= seqlen_q."""
-    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
+    """(i0, q_start, k_start, seq) of this program's tile of queries; there is none if i0 >= seqlen_q."""
+    tile, bh = program_tile(sizes, REVERSED=sizes.window_right is not None)
+    h = bh % sizes.num_heads
+    b = bh // sizes.num_heads
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
     q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-    return tile * BLOCK_M, q_start, k_start, place
+    seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    return tile * BLOCK_M, q_start, k_start, seq
 
 
 # ---- lengths and pages of a cache
@@ -174,7 +174,7 @@ def tile_mask(first_row, num_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
-def load_part(
+def load_chunk(
     x, base, first_row, num_rows,
     BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -195,14 +195,14 @@ def load_tile(
     x, base, first_row, num_rows,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The tile as one part or two, see `Columns`; padded like `load_part`."""
-    first = load_part(x, base, first_row, num_rows, BLOCK, COLUMNS.DIM, COLUMNS.FIRST, IS_EDGE)
+    """The tile as one chunk or two, see `Columns`; padded like `load_chunk`."""
+    first = load_chunk(x, base, first_row, num_rows, BLOCK, COLUMNS.DIM, COLUMNS.FIRST, IS_EDGE)
     if COLUMNS.REST == 0:
         return (first,)
     else:
         base += COLUMNS.FIRST
         dim: tl.constexpr = COLUMNS.DIM - COLUMNS.FIRST
-        return first, load_part(x, base, first_row, num_rows, BLOCK, dim, COLUMNS.REST, IS_EDGE)
+        return first, load_chunk(x, base, first_row, num_rows, BLOCK, dim, COLUMNS.REST, IS_EDGE)
 
 
 @triton.jit
@@ -271,14 +271,14 @@ def add_weighted_rows(acc, weights, tile, cfg: tl.constexpr):
 
 @triton.jit
 def store_tile(x, base, first_row, num_rows, tile, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    store_part(x, base, first_row, num_rows, tile[0], BLOCK, COLUMNS.DIM, COLUMNS.FIRST)
+    store_chunk(x, base, first_row, num_rows, tile[0], BLOCK, COLUMNS.DIM, COLUMNS.FIRST)
     if len(tile) > 1:
         dim: tl.constexpr = COLUMNS.DIM - COLUMNS.FIRST
-        store_part(x, base + COLUMNS.FIRST, first_row, num_rows, tile[1], BLOCK, dim, COLUMNS.REST)
+        store_chunk(x, base + COLUMNS.FIRST, first_row, num_rows, tile[1], BLOCK, dim, COLUMNS.REST)
 
 
 @triton.jit
-def store_part(
+def store_chunk(
     x, base, first_row, num_rows, tile, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     ptrs = tile_ptrs(x, base, first_row, BLOCK, BLOCK_D)
@@ -310,20 +310,18 @@ def load_paged(
 
 @triton.jit
 def load_keys(
-    source, j0, k_start, place, ragged, sizes,
+    source, j0, k_start, seq, ragged, sizes,
     cfg: tl.constexpr, COLUMNS: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Rows [j0, j0 + BLOCK_N) of key or value, zero beyond the sequence."""
-    kv_head = place.h // cfg.GROUP_SIZE
+    kv_head = seq.h // cfg.GROUP_SIZE
     if cfg.PAGE_SIZE > 0:
         x = source.rows
         base = x.ptr + kv_head.to(tl.int64) * x.stride_head
-        table = ragged.page_table + place.b.to(tl.int64) * sizes.stride_page_table
+        table = ragged.page_table + seq.b.to(tl.int64) * sizes.stride_page_table
         tile = load_paged(
-            x, base, table, k_start, j0, place.seqlen_k, sizes, cfg.PAGE_SIZE, cfg.BLOCK_N, COLUMNS
+            x, base, table, k_start, j0, seq.seqlen_k, sizes, cfg.PAGE_SIZE, cfg.BLOCK_N, COLUMNS
         )
     else:
-        tile = load_source(
-            source, place.b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, COLUMNS, IS_EDGE
-        )
+        tile = load_source(source, seq.b, kv_head, k_start, j0, seq.seqlen_k, cfg.BLOCK_N, COLUMNS, IS_EDGE)
     return tile
