@@ -1,4 +1,4 @@
-"""Launch plans of GPU kernels: everything but the pointers. A repeated call is one look-up and one launch.
+"""Launch plans of GPU kernels: everything but the pointers. A cache hit is one look-up and one launch.
 
 A plan is found by integers and dtypes alone: the problem, and each tensor's shape, strides and alignment. A
 call that differs in any of them goes through Triton, which compiles only if it has to: not for a new length.

@@ -65,3 +65,9 @@ def scaled(chunks, factor):
     for i in gl.static_range(len(chunks)):
         scaled_chunks = scaled_chunks + (chunks[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
     return scaled_chunks
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """Each row of an accumulator times its alpha."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]

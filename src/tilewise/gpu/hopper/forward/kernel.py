@@ -33,7 +33,7 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
-from tilewise.gpu.hopper.common.products import product_of_chunks
+from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
 from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited, visited
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
@@ -106,9 +106,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
             load_keys(rings.k, use + 1, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
             load_keys(rings.v, use, v_desc, v_coords, work, head_k, sizes.rows_v, 1, cfg)
             use += 1
-        ticket = fetch_add(
-            counter, is_exact == 0
-        )  # as late as possible, but answered while V waits for its slot
+        ticket = fetch_add(counter, is_exact == 0)  # late, but answered while V waits for its slot
         load_keys(rings.v, use, v_desc, k_coords, work, head_k, sizes.rows_v, 1, cfg)
         use += 1
         work_use += 1
@@ -168,11 +166,10 @@ def softmax_step(
 ):
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
 
-    `left` tiles are yet to come.
-    out and lse are the same for any reference m, as p, l and O are all in units of 2^m. So once each row has
-    seen a key, m stays: no maximum to find or wait for, nothing to rescale. That is exact while nothing
-    overflows, hence while l <= LARGEST_SUM and O is finite. Otherwise the work tile has failed, and is
-    done again with is_exact, where m is the running maximum.
+    `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
+    Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
+    while nothing overflows, hence while l <= LARGEST_SUM and O is finite. Else the work tile has failed, and
+    is done again with is_exact, where m is the running maximum.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
@@ -200,12 +197,6 @@ def poison(work, tiles, sizes, cache, cfg: gl.constexpr):
         cache.page_table, cache.errors, work.batch, work.seqlen_k, tiles.begin, tiles.end, sizes, 2, 4, cfg
     )
     return of_pages + reported_length(work.start_k > 0, cache.errors)
-
-
-@gluon.jit
-def rescaled(acc, alpha, cfg: gl.constexpr):
-    """Each row of acc times its alpha."""
-    return acc * gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -280,7 +271,7 @@ def mma_role(
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
                 rings.v.release(use)
             if not is_steady:
-                acc = rescaled(acc, alpha, cfg)
+                acc = rescaled(acc, alpha)
             p = p_next
             use += 1
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
@@ -317,7 +308,7 @@ def store_rows(
 ):
     """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
     factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
-    acc = rescaled(acc, factor, cfg)  # [64, BLOCK_DV]
+    acc = rescaled(acc, factor)  # [64, BLOCK_DV]
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     store_staged(o_desc, smem_o, row, work, cfg)
 
@@ -384,8 +375,7 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
-    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS  # of a thread in each role
-    LOAD_REGISTERS: gl.constexpr = cfg.PRODUCER_REGISTERS
+    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
@@ -394,7 +384,7 @@ def attn_fwd_kernel(
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 1],
-            [MMA_REGISTERS, LOAD_REGISTERS],
+            [MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -406,5 +396,5 @@ def attn_fwd_kernel(
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
             ],
             [4, 4, 4, 1],
-            [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS],
+            [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
         )

@@ -36,6 +36,7 @@ from tilewise.gpu.hopper.common.layouts import (
     partial_layout,
     row_layout,
 )
+from tilewise.gpu.hopper.common.products import rescaled
 from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited, visited
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
@@ -229,12 +230,6 @@ def softmax_step(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factor
     p = exp2(s * factor + shift[:, None])  # [64, BLOCK_N]
     l = rescaled_sums(l, alpha) + partial_sums(p) * reciprocal(v_factor)
     return as_operand(p, cfg), m_new, l, alpha
-
-
-@gluon.jit
-def rescaled(acc, alpha):
-    """Each row of acc times its alpha."""
-    return acc * gl.convert_layout(alpha, row_layout(acc.shape[1], 32), assert_trivial=True)[:, None]
 
 
 @gluon.jit
