@@ -92,6 +92,18 @@ def test_backends_import_neither_each_other_nor_the_reference():
     assert not wrong, wrong
 
 
+def test_no_modules_of_a_gpu_package_import_each_other_in_a_circle():
+    """Imports inside of functions count, as those of kernels: what is put off is a circle all the same."""
+    arrows = {
+        name: {other for other in imports(path, inside_functions=True) if other.startswith("gpu.")} - {name}
+        for name, path in modules()
+        if name.startswith("gpu.")
+    }
+    while leaves := {name for name, others in arrows.items() if not others & arrows.keys()}:
+        arrows = {name: others for name, others in arrows.items() if name not in leaves}
+    assert not arrows, {name: sorted(others & arrows.keys()) for name, others in arrows.items()}
+
+
 def test_importing_tilewise_is_light():
     code = (
         "import sys; import torch; before = set(sys.modules); import tilewise; "

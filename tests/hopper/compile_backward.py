@@ -15,14 +15,14 @@ import torch
 import triton
 
 from tilewise.core.problem import Options, describe
-from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch as backward_wide_launch
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
-# its pieces
+# its splits
 CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d64": (64, 64, torch.bfloat16, False, {}),
     "d64_whole": (64, 64, torch.bfloat16, False, {}),
@@ -56,12 +56,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
-    for module in (backward_launch, backward_wide_launch, launch):
-        module.num_sms = lambda index: 4 if "whole" in name else 132
-        module.scheduler_counter = lambda device, number=0: torch.empty(2, dtype=torch.int32, device="meta")
+    host.num_sms = lambda index: 4 if "whole" in name else 132  # type: ignore[assignment]
+    host.scheduler_counter = lambda device, number=0: torch.empty(2, dtype=torch.int32, device="meta")
     problem = describe(inputs, Options(**options))
     given = (problem, inputs, out, lse, out, lse)
-    return compiled_rows(name, lambda: backward_launch.backward(*given, residual=lse), 90)
+    return compiled_rows(name, lambda: plan.backward(*given, residual=lse), 90)
 
 
 if __name__ == "__main__":

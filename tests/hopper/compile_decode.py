@@ -15,7 +15,8 @@ import torch
 import triton
 
 from tilewise.core.problem import Options, describe
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
@@ -48,14 +49,14 @@ CASES = {
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    launch.num_sms = lambda index: 132  # type: ignore[assignment]
+    host.num_sms = lambda index: 132  # type: ignore[assignment]
     inputs = case_inputs(CASES[name])
     if name.startswith("latent"):
         if inputs.page_table is not None:
             inputs = inputs._replace(key=inputs.key.new_empty(64, 64, 1, 576))
         inputs = inputs._replace(value=inputs.key[..., :512])
     problem = describe(inputs, Options(**CASES[name].options))
-    return compiled_rows(name, lambda: launch.forward(problem, inputs, residual=not problem.is_cached), 90)
+    return compiled_rows(name, lambda: plan.forward(problem, inputs, residual=not problem.is_cached), 90)
 
 
 if __name__ == "__main__":

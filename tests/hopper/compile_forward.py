@@ -15,7 +15,8 @@ import torch
 import triton
 
 from tilewise.core.problem import Options, describe
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
@@ -75,11 +76,11 @@ CASES = {
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    launch.num_sms = lambda index: 132  # type: ignore[assignment]
-    launch.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+    host.num_sms = lambda index: 132  # type: ignore[assignment]
+    host.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
     inputs = case_inputs(CASES[name])
     problem = describe(inputs, Options(**CASES[name].options))
-    return compiled_rows(name, lambda: launch.forward(problem, inputs, residual=not problem.is_cached), 90)
+    return compiled_rows(name, lambda: plan.forward(problem, inputs, residual=not problem.is_cached), 90)
 
 
 if __name__ == "__main__":

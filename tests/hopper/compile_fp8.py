@@ -13,7 +13,8 @@ import torch
 import triton
 
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
@@ -40,12 +41,12 @@ CASES = {
 
 def run(name: str, inputs: Inputs) -> None:
     problem = describe(inputs, Options(**CASES[name].options, precision="fp8"))
-    launch.forward(problem, inputs)
+    plan.forward(problem, inputs)
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:
-    launch.num_sms = lambda index: 132  # type: ignore[assignment]
-    launch.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
+    host.num_sms = lambda index: 132  # type: ignore[assignment]
+    host.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
     return compiled_rows(name, lambda: run(name, case_inputs(CASES[name])), 90)
 
 

@@ -17,14 +17,11 @@ emulator.install()
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.hopper.backward import (
-    launch as backward_launch,
-    slim as backward_slim,
-    wide_launch as backward_wide_launch,
-)
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
 from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
-from tilewise.gpu.hopper.forward import launch
-from tilewise.gpu.hopper.forward.launch import LOG2_E
+from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.host import LOG2_E
 from tilewise.gpu.launch import launch_plan
 
 PROGRAMS = 3  # as many as there are SMs
@@ -62,7 +59,7 @@ CASES = {
         64,
         {"deterministic": True, "causal": True, "window_left": 20},
     ),
-    # the last round's tiles in pieces: units that end inside of a tile, with it, and of several tiles
+    # the last round's tiles in splits: units that end inside of a tile, with it, and of several tiles
     # all keys equal, and scores so large that a float32 lse has lost the sum
     "large": (130, 200, 2, 2, 128, 128, {"large": 2.0**20, "causal": True}),
     "large_d64": (260, 140, 2, 1, 64, 64, {"large": 2.0**24, "causal": True}),
@@ -70,19 +67,19 @@ CASES = {
     "large_softcap": (100, 140, 1, 1, 128, 128, {"large": 2.0**26, "softcap": 2.0**22}),
     "large_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {"large": 2.0**20}),
     "large_deterministic": (200, 200, 1, 1, 128, 128, {"large": 2.0**20, "deterministic": True}),
-    "large_pieces": (700, 500, 2, 2, 64, 64, {"large": 2.0**20}),
+    "large_splits": (700, 500, 2, 2, 64, 64, {"large": 2.0**20}),
     "large_wide": (100, 140, 1, 1, 256, 256, {"large": 2.0**20}),
     "large_slim": (100, 200, 1, 1, 192, 128, {"large": 2.0**20, "causal": True}),
-    "pieces": (700, 500, 2, 2, 64, 64, {}),
-    "pieces_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
-    "pieces_in_dq": (1100, 200, 2, 2, 64, 64, {}),
-    "pieces_of_groups": (200, 600, 6, 2, 128, 64, {"softcap": 5.0}),
-    "pieces_of_few_queries": (1, 400, 5, 1, 40, 40, {}),
+    "splits": (700, 500, 2, 2, 64, 64, {}),
+    "splits_of_one_tile": (900, 100, 1, 1, 128, 128, {}),
+    "splits_in_dq": (1100, 200, 2, 2, 64, 64, {}),
+    "splits_of_groups": (200, 600, 6, 2, 128, 64, {"softcap": 5.0}),
+    "splits_of_few_queries": (1, 400, 5, 1, 40, 40, {}),
     # causal, the longest tiles in parts
-    "pieces_causal": (250, 250, 1, 1, 128, 128, {"causal": True}),
-    "pieces_causal_groups": (330, 260, 6, 1, 64, 40, {"causal": True}),
-    "pieces_causal_of_one_tile": (128, 100, 8, 1, 128, 128, {"causal": True, "softcap": 4.0}),
-    "pieces_of_more_queries": (500, 200, 3, 1, 64, 64, {"window_right": 30}),
+    "splits_causal": (250, 250, 1, 1, 128, 128, {"causal": True}),
+    "splits_causal_groups": (330, 260, 6, 1, 64, 40, {"causal": True}),
+    "splits_causal_of_one_tile": (128, 100, 8, 1, 128, 128, {"causal": True, "softcap": 4.0}),
+    "splits_of_more_queries": (500, 200, 3, 1, 64, 64, {"window_right": 30}),
     "packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1], [100, 200, 3], 2, 2, 128, 128, {"causal": True}),
     "wide": (130, 200, 2, 1, 256, 256, {"causal": True}),
@@ -136,19 +133,19 @@ def check(name: str) -> float:
     plain = {"window": window, "softcap": problem.softcap} | packing
     if large:
         plain["scale"] = large
-    if "pieces" in name:
+    if "splits" in name:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)
-        assert division.pieces
+        assert division.splits
         assert bool(backward_launch.late_tiles(problem, cfg, division)) == ("in_dq" in name)
     out, lse = reference.attention(q, k, v, **plain)
     high = lse.float()
     residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
     given = (problem, inputs, out.bfloat16(), high, dout, None)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    error = largest_error(backward_launch.backward(*given, residual=residual), exact, large)
+    error = largest_error(plan.backward(*given, residual=residual), exact, large)
     if large:
-        assert largest_error(backward_launch.backward(*given), exact, large) > 5e-2, name
+        assert largest_error(plan.backward(*given), exact, large) > 5e-2, name
     return error
 
 
@@ -168,7 +165,7 @@ def start(launched: launch_plan.Launch) -> None:
 
 
 def prepare(
-    out: Any, do: Any, lse: Any, residual: Any, dlse: None, stats: Any, shifts: Any, turns: Any,
+    out: Any, do: Any, lse: Any, residual: Any, dlse: None, stats: Any, shifts: Any, semaphores: Any,
     cu_seqlens_q: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """What attn_bwd_prepare_kernel writes."""
@@ -191,22 +188,22 @@ def prepare(
     if shifts is not None:
         shifts.copy_(shift.flatten())
     stats.copy_(rows[:rows_of_stats].transpose(0, 1).reshape(stats.shape))
-    if turns is not None:
-        turns.zero_()
+    if semaphores is not None:
+        semaphores.zero_()
 
 
-def finish(sums: Any, turns: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
+def finish(sums: Any, semaphores: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
     """What attn_bwd_finish_kernel writes, and what it waits for."""
-    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *pieces = rest[3:]
-    *pieces, _, dim, dim_v, columns, block, is_early, in_parts = pieces
+    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *splits = rest[3:]
+    *splits, _, dim, dim_v, columns, block, is_early, is_evenly_split = splits
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
     assert num_tiles == slots * tiles_q
-    claims, ends = turns[:num_tiles], turns[num_tiles:][: slots // group_size]
+    claims, ends = semaphores[:num_tiles], semaphores[num_tiles:][: slots // group_size]
     key_tiles = key_tiles if first_tile is None else int(first_tile[-1])
     shares = torch.full_like(ends, key_tiles if is_early else 0)
-    if pieces[2] is not None:
-        steps = 0 if in_parts else tiles_q * group_size
-        finish_keys(*pieces, key_tiles, num_heads // group_size, steps, dim, dim_v, columns, shares)
+    if splits[2] is not None:
+        steps = 0 if is_evenly_split else tiles_q * group_size
+        finish_keys(*splits, key_tiles, num_heads // group_size, steps, dim, dim_v, columns, shares)
     assert (ends == shares).all()
     sums.view(len(claims), -1)[claims == 0] = 0  # whoever comes first stores
     parts = in_rows(sums, 64)
@@ -224,7 +221,7 @@ def finish_keys(
     dk: Any, dv: Any, sums: Any, seqlen_k: int, border: int, unit: int, key_tiles: int, kv_heads: int,
     steps: int, dim: int, dim_v: int, columns: int, shares: torch.Tensor,
 ) -> None:  # fmt: skip
-    """dK and dV of shared tiles from their pieces: units of steps, or `unit` parts of the first tiles."""
+    """dK and dV of shared tiles from their splits: units of steps, or `unit` parts of the first tiles."""
     slots = len(shares)
     sums = sums.view(-1)[: sums.numel() // (256 * columns) * 256 * columns].view(-1, 256 * columns)
     for number in range(border, key_tiles * slots) if steps else range(border):
@@ -257,9 +254,8 @@ def main() -> None:
     kernels = types.SimpleNamespace(attn_bwd_prepare_kernel=prepare, attn_bwd_finish_kernel=finish)
     sys.modules["tilewise.gpu.hopper.backward.rows"] = kernels  # type: ignore[assignment]
     launch_plan.start = start
-    for module in (backward_launch, backward_wide_launch, launch):
-        module.num_sms = lambda index: PROGRAMS
-        module.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
+    host.num_sms = lambda index: PROGRAMS  # type: ignore[assignment]
+    host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     for case in sys.argv[1:] or CASES:
         for holds_next_s in (True, False) if "slim" in case else (True,):

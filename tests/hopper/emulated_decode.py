@@ -1,6 +1,6 @@
 """Check the decoding kernels on the CPU, run by `emulator`: prints one line a case, fails on the first error.
 
-Caches hold NaN wherever no sequence has a token; workers are few, so that pieces end anywhere.
+Caches hold NaN wherever no sequence has a token; workers are few, so that splits end anywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ emulator.TIMEOUT = 20.0
 from tilewise import reference
 from tilewise.core.device_errors import check_errors
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.decode import (
     launch as decode_launch,
     mla_launch as decode_mla_launch,
-    plan as decode_plan,
+    stream_k,
 )
-from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 
 NAN = float("nan")
@@ -104,7 +104,7 @@ def check_reported(is_wrong: bool) -> None:
 def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     queries, heads, kv_heads, dim, dim_v, page_size, workers, options = CASES[name]
-    launch.num_sms = lambda index: workers  # type: ignore[assignment]
+    host.num_sms = lambda index: workers  # type: ignore[assignment]
     torch.manual_seed(0)
     options = dict(options)
     is_dense = options.pop("dense", False)
@@ -170,7 +170,7 @@ def check_quotient() -> float:
     a = torch.cat([exact * b, exact * b + b - 1])
     b = torch.cat([b, b])
     a, b = (t.int() for t in torch.broadcast_tensors(torch.where(a < 1 << 31, a, b), b))
-    return (decode_plan.quotient(a, b) - a // b).abs().max().item()
+    return (stream_k.quotient(a, b) - a // b).abs().max().item()
 
 
 def main() -> None:

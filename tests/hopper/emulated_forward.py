@@ -17,6 +17,8 @@ emulator.TIMEOUT = 20.0
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 
@@ -83,7 +85,7 @@ def check(name: str) -> float:
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
-    out, lse, residual = launch.forward(problem, inputs, residual=True)
+    out, lse, residual = plan.forward(problem, inputs, residual=True)
     if "large" in name and "values" not in name:
         assert not torch.equal(residual, torch.zeros_like(residual))
     visibility = problem.visibility()
@@ -108,9 +110,9 @@ def check(name: str) -> float:
 
 def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
-    launch.num_sms = lambda index: 2  # type: ignore[assignment]
+    host.num_sms = lambda index: 2  # type: ignore[assignment]
     launch.MANY_ROWS = 1500  # four warpgroups in the cases called long
-    launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+    host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
     for case in sys.argv[1:] or CASES:
         error = check(case)
         print(f"{case}: {error:.1e}", flush=True)

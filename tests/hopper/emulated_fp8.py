@@ -16,10 +16,11 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from fp8_slots import exact_of_rounded, in_slots
+from fp8_blocks import exact_of_rounded, in_blocks
 
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 from tilewise.gpu.launch import launch_plan
 from tilewise.testing import compare
@@ -70,7 +71,7 @@ def check(name: str) -> str:
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options, precision="fp8"))
-    found = launch.forward(problem, inputs)
+    found = plan.forward(problem, inputs)
     same_maths = tiled.forward(problem, inputs)
     exact = exact_of_rounded(problem, inputs)
     errors = []
@@ -84,9 +85,9 @@ def check(name: str) -> str:
 
 def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
-    launch.num_sms = lambda index: 2  # type: ignore[assignment]
-    launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
-    fp8_launch.round_tensor = in_slots
+    host.num_sms = lambda index: 2  # type: ignore[assignment]
+    host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+    fp8_launch.round_tensor = in_blocks
     for case in sys.argv[1:] or CASES:
         print(f"{case}: {check(case)}", flush=True)
 

@@ -16,6 +16,8 @@ from emulated_decode import NAN, check_reported, in_pages  # which installs the 
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 
@@ -81,7 +83,7 @@ def check(name: str) -> float:
     shaped = q if isinstance(queries, list) else q.view(batch, queries, heads, dim)
     inputs = Inputs(shaped, *stored, **extras, **sinks)
     problem = describe(inputs, Options(**options))
-    out, lse = launch.forward(problem, inputs)
+    out, lse = plan.forward(problem, inputs)
     check_reported(bool(wrong))
     out = out.flatten(0, -3)
     if lse.ndim == 3:
@@ -110,9 +112,9 @@ def check(name: str) -> float:
 
 def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
-    launch.num_sms = lambda index: 2  # type: ignore[assignment]
+    host.num_sms = lambda index: 2  # type: ignore[assignment]
     launch.MANY_ROWS = 1500  # four warpgroups in the case called long
-    launch.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
+    host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
     for case in sys.argv[1:] or CASES:
         error = check(case)
         print(f"{case}: {error:.1e}", flush=True)

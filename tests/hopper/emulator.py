@@ -222,17 +222,17 @@ def _wait(bar: Shared, phase: Any) -> None:
             raise RuntimeError("another role failed")
 
 
-def _take_turn(W: int) -> None:
+def _pingpong_wait(W: int) -> None:
     with _lock:
-        if not _changed.wait_for(lambda: W in _local.turns or _failures, TIMEOUT):
-            raise TimeoutError("a turn was not passed")
-        _local.turns.discard(W)
+        if not _changed.wait_for(lambda: W in _local.pingpong or _failures, TIMEOUT):
+            raise TimeoutError("nobody arrived at a ping-pong barrier")
+        _local.pingpong.discard(W)
 
 
-def _pass_turn(W: int) -> None:
+def _pingpong_arrive(W: int) -> None:
     with _lock:
-        assert 1 - W not in _local.turns, "a turn was passed twice before it was taken"
-        _local.turns.add(1 - W)
+        assert 1 - W not in _local.pingpong, "two arrivals at a named barrier before a wait"
+        _local.pingpong.add(1 - W)
         _changed.notify_all()
 
 
@@ -300,30 +300,30 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
 _failures: list[BaseException] = []
 
 
-def _signal(number: int, when: Any = 1) -> None:
+def _named_barrier_arrive(number: int, when: Any = 1) -> None:
     if when:
         with _lock:
-            assert number not in _local.signals, "a signal was given twice before it was waited for"
-            _local.signals.add(number)
+            assert number not in _local.arrived, "two arrivals at a named barrier before a wait"
+            _local.arrived.add(number)
             _changed.notify_all()
 
 
-def _await_signal(number: int, when: Any = 1) -> None:
+def _named_barrier_sync(number: int, when: Any = 1) -> None:
     if when:
         with _lock:
-            if not _changed.wait_for(lambda: number in _local.signals or _failures, TIMEOUT):
-                raise TimeoutError("a signal was not given")
-            _local.signals.discard(number)
+            if not _changed.wait_for(lambda: number in _local.arrived or _failures, TIMEOUT):
+                raise TimeoutError("nobody arrived at a named barrier")
+            _local.arrived.discard(number)
 
 
 def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
-    meeting = threading.Barrier(2)
-    signals: set[int] = set()
-    turns: set[int] = set()
+    both = threading.Barrier(2)
+    arrived: set[int] = set()
+    pingpong: set[int] = set()
 
     def run(function: Any, arguments: tuple[Any, ...], program: tuple[int, int]) -> None:
         _local.products, _local.stores, _local.program = [], [], program
-        _local.meeting, _local.signals, _local.turns = meeting, signals, turns
+        _local.both, _local.arrived, _local.pingpong = both, arrived, pingpong
         try:
             function(*arguments)
             assert not _local.products, "products that nobody waited for"
@@ -338,7 +338,7 @@ def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not signals or _failures, "a signal that nobody waited for"
+    assert not arrived or _failures, "an arrival at a named barrier that nobody waited for"
 
 
 def run_grid(kernel: Any, num_programs: int, *args: Any, is_alone: bool = False) -> None:
@@ -489,9 +489,10 @@ def install() -> None:
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores,
         wait_for_writes=lambda: wait_for_stores(0), wait_for_own_stores=lambda: wait_for_stores(0),
-        meet=lambda: _local.meeting.wait(TIMEOUT), signal=_signal, await_signal=_await_signal,
-        take_turn=_take_turn, pass_turn=_pass_turn,
-        fence_async_shared=lambda: None, warpgroup_mma_wait=warpgroup_mma_wait,
+        sync_warpgroups=lambda: _local.both.wait(TIMEOUT),
+        named_barrier_arrive=_named_barrier_arrive, named_barrier_sync=_named_barrier_sync,
+        pingpong_wait=_pingpong_wait, pingpong_arrive=_pingpong_arrive,
+        fence_async_shared=lambda: None, unhoisted=lambda x: x, warpgroup_mma_wait=warpgroup_mma_wait,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait
         ),

@@ -150,5 +150,5 @@ def test_memory_beyond_gradients_is_one_float32_dq_and_three_floats_a_row(heads:
     grads = torch.autograd.grad(out, leaves, dout)
     extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    pieces = 2 * sms * 4 * 256 * 128 if heads == 5 else 0
-    assert extra <= 4 * q.numel() + 12 * q.numel() // 128 + pieces + (1 << 20)
+    splits = 2 * sms * 4 * 256 * 128 if heads == 5 else 0
+    assert extra <= 4 * q.numel() + 12 * q.numel() // 128 + splits + (1 << 20)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.hopper.backward.launch import backward_config, divide, section
+from tilewise.gpu.hopper.backward.launch import backward_config, divide, l2_swizzle
 
 pytest.importorskip("triton")
 
@@ -45,9 +45,9 @@ def test_a_section_holds_as_many_key_heads_with_groups_as_without(kv_heads: int)
     """16 MB: eight heads' queries of 4096 tokens, as those of a group are worked on one after another."""
     q, k = (torch.empty(4, 4096, h, 128, dtype=torch.bfloat16, device="meta") for h in (64, kv_heads))
     slots = 4 * kv_heads
-    assert section(describe(Inputs(q, k, k), Options(causal=True)), slots) == 8
+    assert l2_swizzle(describe(Inputs(q, k, k), Options(causal=True)), slots) == 8
     for options in (Options(), Options(causal=True, window_left=100)):
-        assert section(describe(Inputs(q, k, k), options), slots) == 1
+        assert l2_swizzle(describe(Inputs(q, k, k), options), slots) == 1
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -63,14 +63,14 @@ def test_blocks_share_the_tiles_of_the_last_round_where_that_saves_time(dim: int
         for options in (Options(), Options(causal=True), Options(deterministic=True)):
             problem = describe(Inputs(q, k, k), options)
             division = divide(problem, backward_config(problem), sms)
-            if not division.pieces:
+            if not division.splits:
                 assert division == (tiles, 0, 0, 0, 1)
                 continue
             counts = "causal" if options == Options(causal=True) else "full"
             shared[counts].append(tiles)
             border, unit = division.border, division.unit
             assert options != Options(deterministic=True) and division.shared <= sms
-            assert division.pieces <= 2 * sms
+            assert division.splits <= 2 * sms
             if counts == "causal":
                 assert division.draws == tiles + border * (unit - 1) and border == division.shared
                 continue

@@ -29,27 +29,27 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     strides = (0, *out.stride()[:2]) if is_packed else out.stride()[:3]
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
     shifts = torch.full((slots, tiles_q, block_m), math.nan)
-    turns = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
+    semaphores = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
     sizes = (tiles_q, heads, total)
     backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
-        out, dout, lse, None, dlse, stats, shifts, turns, cu_seqlens, *strides, *strides, *sizes, total,
+        out, dout, lse, None, dlse, stats, shifts, semaphores, cu_seqlens, *strides, *strides, *sizes, total,
         batch, 0.125, dim, block_d, block_m, True, False,
     )  # fmt: skip
-    assert (turns == 0).all()
+    assert (semaphores == 0).all()
     assert (shifts == 0).all()
 
     x = torch.randn(slots * tiles_q, block_m, block_d)
     parts = x.view(-1, block_m // 64, 64, block_d // 64, 64).transpose(2, 3).reshape(-1, 4, 2, 8, 8, 4, 2)
     registers = parts.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
     dq = torch.full_like(out, math.nan)
-    turns = torch.arange(slots * tiles_q, dtype=torch.int32) % 3
-    was_written = (turns > 0).view(-1, 1, 1)
-    sums = registers.view(len(turns), -1, 1).where(was_written, math.nan).view_as(registers)
+    semaphores = torch.arange(slots * tiles_q, dtype=torch.int32) % 3
+    was_written = (semaphores > 0).view(-1, 1, 1)
+    sums = registers.view(len(semaphores), -1, 1).where(was_written, math.nan).view_as(registers)
     key_tiles = torch.tensor([3] * (batch + 1), dtype=torch.int32)
-    counters = torch.cat([turns, key_tiles[:1].expand(slots)])
+    counters = torch.cat([semaphores, key_tiles[:1].expand(slots)])
     backward_rows.attn_bwd_finish_kernel[(len(parts),)](
         sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(turns), None, None, None, 0, 0, 0, 0, dim, dim, block_d, block_m, False, False,
+        1, 3, len(semaphores), None, None, None, 0, 0, 0, 0, dim, dim, block_d, block_m, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -102,9 +102,9 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     assert (stats[-1, 0, total % block_m :] == math.inf).all()
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("is_evenly_split", [False, True])
 @pytest.mark.parametrize(("block_d", "dim", "dim_v"), [(64, 64, 40), (128, 128, 104)])
-def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
+def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, is_evenly_split: bool):
     """Of 12 tiles of keys the last five, of 3 query tiles x 2 heads each, in units of 7, 2 and 6 steps.
 
     Or the first seven, of all heads, in that many parts each.
@@ -115,23 +115,23 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
     slots = batch * kv_heads
     steps = tiles_q * group_size
     order = [divmod(n, key_tiles) for n in range(slots * key_tiles)]  # (slot, tile)
-    if in_parts:
+    if is_evenly_split:
         order = [(n % slots, n // slots) for n in range(slots * key_tiles)]
-    shared = order[:border] if in_parts else order[border:]
+    shared = order[:border] if is_evenly_split else order[border:]
     for unit in (7, 2, 6):
-        pieces = torch.full((len(shared) * 7 + 10, 4, 64, block_d), math.nan)
+        splits = torch.full((len(shared) * 7 + 10, 4, 64, block_d), math.nan)
         exact = torch.zeros(len(shared), 4, 64, block_d)
-        for start in range(len(shared) * (unit if in_parts else steps)):
-            number = start if in_parts else start // unit + start // steps
-            if in_parts or start % steps == 0 or start % unit == 0:
-                pieces[number] = torch.randn(4, 64, block_d)
-                exact[start // (unit if in_parts else steps)] += pieces[number]
-        sums = pieces.view(-1, 4, 4, 2, 8, block_d // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
+        for start in range(len(shared) * (unit if is_evenly_split else steps)):
+            number = start if is_evenly_split else start // unit + start // steps
+            if is_evenly_split or start % steps == 0 or start % unit == 0:
+                splits[number] = torch.randn(4, 64, block_d)
+                exact[start // (unit if is_evenly_split else steps)] += splits[number]
+        sums = splits.view(-1, 4, 4, 2, 8, block_d // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
         dk, dv = (torch.full((batch, seqlen_k, kv_heads, d), math.nan) for d in (dim, dim_v))
         backward_rows.attn_bwd_finish_kernel[(len(shared) * block_d // 4,)](
             None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
             key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, 0, dim, dim_v, block_d, 64, False,
-            in_parts,
+            is_evenly_split,
         )  # fmt: skip
         for slot, tile in order:
             rows = min(128, seqlen_k - tile * 128)
@@ -145,22 +145,22 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, in_parts: bool):
 
 
 def test_dq_that_holds_pieces_is_written_after_they_are_merged():
-    """Five pieces in 320 rows of dq: the first sequence, and the first tiles of the second one."""
+    """Five splits in 320 rows of dq: the first sequence, and the first tiles of the second one."""
     from tilewise.gpu.hopper.backward import rows as backward_rows
 
     batch, heads, seqlen_q, seqlen_k, dim, tiles_q = 3, 4, 200, 100, 64, 2
     num_tiles = batch * heads * tiles_q
     dq, dk, dv = (torch.full((batch, n, heads, dim), math.nan) for n in (seqlen_q, seqlen_k, seqlen_k))
-    pieces = dq.view(-1)[: 5 * 4 * 64 * dim].view(5, 2, 2, 64 * dim)
-    pieces.copy_(torch.randn(5, 2, 2, 1).expand(pieces.shape))
-    pieces[2] = math.nan  # not in use
-    wanted = [(pieces[a] + pieces[b])[..., 0].clone() for a, b in ((0, 1), (3, 4))]
+    splits = dq.view(-1)[: 5 * 4 * 64 * dim].view(5, 2, 2, 64 * dim)
+    splits.copy_(torch.randn(5, 2, 2, 1).expand(splits.shape))
+    splits[2] = math.nan  # not in use
+    wanted = [(splits[a] + splits[b])[..., 0].clone() for a, b in ((0, 1), (3, 4))]
     sums = torch.arange(2.0 * num_tiles).repeat_interleave(4096)
-    turns = torch.ones(num_tiles + batch * heads + 1, dtype=torch.int32)
-    turns[-1] = 0
+    semaphores = torch.ones(num_tiles + batch * heads + 1, dtype=torch.int32)
+    semaphores[-1] = 0
     backward_rows.attn_bwd_finish_kernel[(2 * num_tiles + 2 * 16,)](
-        sums, turns, None, dq, None, *dq.stride()[:3], 0.5, tiles_q, heads, seqlen_q, batch, 1, 1, num_tiles,
-        dk, dv, pieces, seqlen_k, batch * heads - 2, 1, 3, dim, dim, dim, 128, False, False,
+        sums, semaphores, None, dq, None, *dq.stride()[:3], 0.5, tiles_q, heads, seqlen_q, batch, 1, 1,
+        num_tiles, dk, dv, splits, seqlen_k, batch * heads - 2, 1, 3, dim, dim, dim, 128, False, False,
     )  # fmt: skip
     part = torch.arange(2.0 * num_tiles).view(batch, heads, -1).repeat_interleave(64, -1)[..., :seqlen_q]
     assert torch.equal(dq, 0.5 * part.transpose(1, 2)[..., None].expand(dq.shape))
@@ -168,4 +168,4 @@ def test_dq_that_holds_pieces_is_written_after_they_are_merged():
         rows = by_warpgroup.repeat_interleave(64, 0)[:seqlen_k]
         for n, grad in enumerate((dk, dv)):
             assert torch.equal(grad[-1, :, head], rows[:, n, None].expand(-1, dim))
-    assert turns[-1] == 32
+    assert semaphores[-1] == 32

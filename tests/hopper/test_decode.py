@@ -116,7 +116,7 @@ def test_options(case: str, page_size: int | None):
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("queries", [1, 8])
 def test_many_sequences_of_different_lengths(queries: int, page_size: int | None):
-    """So many that workers have several pieces, and a segment's start counts."""
+    """So many that workers have several splits, and a segment's start counts."""
     lengths = [1 + 389 * n % 2500 for n in range(40)]
     inputs, k, v = cached(queries, (8, 2), (128, 128), page_size, lengths=lengths)
     check(inputs, k, v, causal=True)

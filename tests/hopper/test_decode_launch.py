@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
 
 
@@ -79,10 +80,10 @@ def test_small_pages_are_read_whole():
 def test_pages_between_others_are_copied_unless_their_rows_line_up():
     pages = torch.empty(4, 20, 2, 128, dtype=torch.bfloat16)
     of_16 = pages[:, :16]
-    assert decode_launch.keys_ready(of_16) is of_16
-    assert decode_launch.keys_ready(of_16, 8) is not of_16
+    assert host.keys_ready(of_16) is of_16
+    assert host.keys_ready(of_16, 8) is not of_16
     aligned = torch.empty(4, 32, 2, 128, dtype=torch.bfloat16)[:, :16]
-    assert decode_launch.keys_ready(aligned, 8) is aligned
+    assert host.keys_ready(aligned, 8) is aligned
 
 
 def test_workers_cut_even_lines_evenly():

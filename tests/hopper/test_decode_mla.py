@@ -93,7 +93,7 @@ def test_options(case: str):
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_many_sequences_of_different_lengths(heads: int):
-    """So many that workers have several pieces, and a segment's start counts."""
+    """So many that workers have several splits, and a segment's start counts."""
     check(*cached(1, heads, 64, lengths=[1 + 389 * n % 2500 for n in range(40)]), causal=True)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels' own source, run on the CPU: barriers, tiles, masks, pieces, pages; no deadlock."""
+"""The Hopper kernels' own source, run on the CPU: barriers, tiles, masks, splits, pages; no deadlock."""
 
 from __future__ import annotations
 

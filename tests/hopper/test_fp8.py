@@ -33,15 +33,15 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def hold(inputs: Inputs, **options: Any) -> None:
-    from fp8_slots import exact_of_rounded, lse_of_torch_products
+    from fp8_blocks import exact_of_rounded, lse_of_torch_products
 
-    from tilewise.gpu.hopper.forward import launch
+    from tilewise.gpu.hopper import plan
 
     problem = describe(inputs, Options(**options, precision="fp8"))
     assert Backend("hopper").supports(problem) is None
     exact = exact_of_rounded(problem, inputs)
     baseline = tiled.forward(problem, inputs)[0], lse_of_torch_products(problem, inputs)
-    for part, a, e, b in zip(("out", "lse"), launch.forward(problem, inputs), exact, baseline, strict=True):
+    for part, a, e, b in zip(("out", "lse"), plan.forward(problem, inputs), exact, baseline, strict=True):
         report = compare(part, a, e, b)
         assert report.is_within, report
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.gpu.hopper.forward import launch
+    from tilewise.gpu.hopper.common import host
 
-    monkeypatch.setattr(launch, "num_sms", lambda index: 2)  # so that a program has several slots
+    monkeypatch.setattr(host, "num_sms", lambda index: 2)  # so that a program has several slots
 
 
 STARTS = [0, 100, 100, 250, 500]
@@ -48,13 +48,13 @@ def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 128, 192, 256])
 def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
-    from fp8_slots import in_slots
+    from fp8_blocks import in_blocks
 
     from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
     t, cu_seqlens = draw(dim, is_packed)
     found = fp8_launch.round_tensor(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
-    expected = in_slots(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
+    expected = in_blocks(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
     assert torch.equal(found.factors, expected.factors)
     assert torch.equal(found.values.float(), expected.values.float())
 

@@ -157,7 +157,7 @@ def _machine(name: str, problem: AttentionProblem) -> str | None:
         if not has_triton():
             return "needs the package triton, which is not installed"
         if name == "hopper":
-            from tilewise.gpu.hopper.forward.launch import missing_device
+            from tilewise.gpu.hopper.plan import missing_device
 
             return missing_device(problem)
         if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
@@ -169,6 +169,6 @@ def _shapes(name: str, problem: AttentionProblem) -> str | None:
     """Which sizes and combinations a backend's kernels take, where the table's features do not say it."""
     if name != "hopper":
         return None
-    from tilewise.gpu.hopper.forward.launch import unserved_shape
+    from tilewise.gpu.hopper.plan import unserved_shape
 
     return unserved_shape(problem)

@@ -1,10 +1,10 @@
-"""The one entry of the Hopper kernels: which plan serves a call."""
+"""The one entry of the Hopper kernels: what they serve, and which of them a call takes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from tilewise.core.plan import Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, in_order
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
+from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.arguments import DecodeConfig
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper.forward import launch as forward_launch
+from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 from tilewise.gpu.launch.launch_plan import Step, find
 from tilewise.gpu.launch.plan import (
     Again,
@@ -25,6 +28,8 @@ from tilewise.gpu.launch.plan import (
     allocator,
 )
 
+MAX_HEAD_DIM = 256  # but for latent attention
+
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Dense calls without optional tensors, and few queries to a cache, are launched again as they were."""
@@ -32,60 +37,148 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
     _, residual, order = signature.request
+    kernels = forward_kernels(problem)
     first = functools.partial(_forward, order=order, residual=residual)
-    if problem.precision != "fp8" and (
-        problem.head_dim > launch.MAX_HEAD_DIM or decode_launch.is_faster(problem)
-    ):
-        again = functools.partial(_again_decode, problem, order, residual)
-        return GpuPlan(problem, signature, first, again, _given_to_decode)
-    again = functools.partial(_again_forward, problem, order, residual)
-    return GpuPlan(problem, signature, first, again, _given_to_forward)
+    again = functools.partial(kernels.again, problem, order, residual)
+    return GpuPlan(problem, signature, first, again, kernels.given)
 
 
 def saves(problem: AttentionProblem) -> Saves:
     return Saves(residual=problem.precision != "fp8")
 
 
+# ---- what is served
+
+
+@functools.cache
+def _is_hopper(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def missing_device(problem: AttentionProblem) -> str | None:
+    """None on a Hopper GPU, else what is asked for."""
+    if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
+        return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
+    return None
+
+
+def unserved_shape(problem: AttentionProblem) -> str | None:
+    """None if one of the Hopper kernels takes the problem's sizes and options, else why not."""
+    sizes = (problem.head_dim, problem.head_dim_v)
+    has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
+    is_latent = problem.is_cached and mla_launch.is_latent(problem)
+    if (has_other_sizes or problem.head_dim_v > max(64, problem.head_dim)) and not is_latent:
+        return (
+            f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
+        )
+    lengths = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)
+    if max(lengths) >= host.UNBOUNDED:
+        return f"takes lengths below {host.UNBOUNDED}"
+    if is_latent:
+        return mla_launch.supports(problem)
+    if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
+        return decode_launch.supports(problem)
+    if problem.page_size is not None and not host.can_load_pages(problem.page_size):
+        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
+    return "takes ALiBi slopes for few queries to a cache only" if problem.has_alibi else None
+
+
+# ---- which kernels serve: first calls, and calls that are launched again
+
+
+class Kernels(NamedTuple):
+    """Kernels of the forward, what they serve, and how a call is launched first and again."""
+
+    serve: Callable[[AttentionProblem], bool]
+    first: Callable[[AttentionProblem, Inputs, str, bool], tuple[Tensor, ...]]
+    again: Callable[[AttentionProblem, str, bool, Given], Again | None]
+    given: Callable[[Inputs], Given | None]  # what `again` takes of a call; None: it is always a first one
+
+
+def forward_kernels(problem: AttentionProblem) -> Kernels:
+    """Those that serve a problem."""
+    return next(kernels for kernels in FORWARD if kernels.serve(problem))
+
+
+def forward(
+    problem: AttentionProblem, inputs: Inputs, order: str = "bshd", residual: bool = False
+) -> tuple[Tensor, ...]:
+    """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
+
+    And, if asked for, what rounding took from lse, in its shape; kernels of 8 bits have none.
+    """
+    return forward_kernels(problem).first(problem, inputs, order, residual)
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    residual: Tensor | None = None,
+) -> Gradients:
+    """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
+    launch = wide_launch if _is_wide(problem) else backward_launch
+    return launch.backward(problem, inputs, out, lse, dout, dlse, residual)
+
+
+def _is_wide(problem: AttentionProblem) -> bool:
+    return problem.head_dim > backward_launch.MAX_HEAD_DIM
+
+
+# ---- the forward
+
+
 def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> Results:
-    out, *rest = launch.forward(problem, inputs, order=order, residual=residual)
+    out, *rest = forward(problem, inputs, order, residual)
     return Results(in_order(out, order), *rest)
 
 
-def _given_to_forward(inputs: Inputs) -> Given | None:
+def _given_dense(inputs: Inputs) -> Given | None:
     return None if any(t is not None for t in inputs[3:]) else inputs[:3]
 
 
+def _never_again(problem: AttentionProblem, order: str, residual: bool, given: Given) -> None:
+    return None
+
+
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    if any(launch.tma_ready(t) is not t for t in given) or problem.precision == "fp8":
+    if any(host.tma_ready(t) is not t for t in given):
         return None
-    config = launch.forward_config(problem)
+    config = forward_launch.forward_config(problem)
 
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
         tensors = (*given, None, None, None, None, None)
-        return [Step(launch.forward_launch, tensors, (config,), (out, lse, rest, None, None, counter))]
+        fresh = (out, lse, rest, None, None, counter)
+        return [Step(forward_launch.forward_launch, tensors, (config,), fresh)]
 
-    return again_forward(problem, order, residual, given, steps, launch.shared_counter)
+    return again_forward(problem, order, residual, given, steps, host.shared_counter)
 
 
-def _given_to_decode(inputs: Inputs) -> tuple[Any, ...] | None:
+def _given_cached(inputs: Inputs) -> tuple[Any, ...] | None:
     used = decode_launch.CachedTensors._fields
     if any(t is not None for name, t in inputs._asdict().items() if name not in used):
         return None
     return tuple(getattr(inputs, name) for name in used)
 
 
-def _again_decode(problem: AttentionProblem, order: str, residual: bool, given: Any) -> Again | None:
-    is_latent = problem.head_dim > launch.MAX_HEAD_DIM
-    room: Any = mla_launch if is_latent else decode_launch
-    config = room.mla_config(problem) if is_latent else room.decode_config(problem)
+def _again_decode(
+    launch: Any,
+    config_of: Callable[[AttentionProblem], DecodeConfig],
+    problem: AttentionProblem,
+    order: str,
+    residual: bool,
+    given: Any,
+) -> Again | None:
+    """`launch`: the module of the kernels."""
+    config = config_of(problem)
     query = given[0]
-    few_pieces = mla_launch.MANY_PIECES if is_latent else decode_launch.FEW_PIECES
-    workers = decode_launch.num_workers(problem, config, query.device, few_pieces)
-    rows = decode_launch.GROUP_ROWS if config.WHOLE_PAGES else 1
+    workers = decode_launch.num_workers(problem, config, query.device, launch.FEW_SPLITS)
     tensors = decode_launch.CachedTensors(*given)
-    if is_latent:
-        tensors = tensors._replace(value=tensors.key)
+    rows = host.GROUP_ROWS if config.WHOLE_PAGES else 1
     ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), rows)
     if any(a is not b for a, b in zip(ready, tensors)):  # something is copied first
         return None
@@ -93,7 +186,7 @@ def _again_decode(problem: AttentionProblem, order: str, residual: bool, given: 
     stand_ins = [None if n is None else query for n in new]  # plans are found by what is given
     plans: list[Any] = [
         find(s.build, problem, s.tensors, *s.choices, fresh=s.fresh)
-        for s in room.steps(config, workers, tensors, stand_ins)
+        for s in launch.steps(config, workers, tensors, stand_ins)
     ]
     if None in plans:
         return None
@@ -102,7 +195,7 @@ def _again_decode(problem: AttentionProblem, order: str, residual: bool, given: 
     def again(given: Any) -> Results:
         tensors = decode_launch.CachedTensors(*given)
         fresh = [None if allocate is None else allocate() for allocate in allocators]
-        for found, step in zip(plans, room.steps(config, workers, tensors, fresh)):
+        for found, step in zip(plans, launch.steps(config, workers, tensors, fresh)):
             found((*step.tensors, *step.fresh))
         out, *rest = fresh[-3:]
         assert out is not None
@@ -111,12 +204,44 @@ def _again_decode(problem: AttentionProblem, order: str, residual: bool, given: 
     return again
 
 
+FORWARD = (  # the first that serve a problem
+    Kernels(
+        lambda problem: problem.precision == "fp8",
+        lambda problem, inputs, order, residual: fp8_launch.forward(problem, inputs),
+        _never_again,
+        _given_dense,
+    ),
+    Kernels(
+        mla_launch.is_latent,
+        lambda problem, inputs, order, residual: mla_launch.forward(problem, inputs, residual=residual),
+        functools.partial(_again_decode, mla_launch, mla_launch.mla_config),
+        _given_cached,
+    ),
+    Kernels(
+        decode_launch.is_faster,
+        lambda problem, inputs, order, residual: decode_launch.forward(problem, inputs, residual=residual),
+        functools.partial(_again_decode, decode_launch, decode_launch.decode_config),
+        _given_cached,
+    ),
+    Kernels(
+        lambda problem: True,
+        lambda problem, inputs, order, residual: forward_launch.forward(
+            problem, inputs, order=order, residual=residual
+        ),
+        _again_forward,
+        _given_dense,
+    ),
+)
+
+
+# ---- the backward
+
+
 def _backward(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
-    given = (results.out, results.lse, dout, dlse)
-    return backward_launch.backward(problem, inputs, *given, residual=results.residual)
+    return backward(problem, inputs, results.out, results.lse, dout, dlse, results.residual)
 
 
 def _given_to_backward(
@@ -129,16 +254,16 @@ def _given_to_backward(
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     *tensors, lse, residual, dout = given
-    is_ready = all(launch.tma_ready(t) is t for t in (*tensors, dout))
+    is_ready = all(host.tma_ready(t) is t for t in (*tensors, dout))
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
-    if problem.head_dim > backward_launch.NARROW:
+    if _is_wide(problem):
         wide = wide_launch.wide_config(problem)
-        steps = functools.partial(wide_launch.steps, problem, wide)
+        steps = functools.partial(wide_launch.steps, wide)
         stats = backward_launch.stats_shape(problem, wide)
-        return again_backward(problem, given, steps, [stats], launch.shared_counters)
+        return again_backward(problem, given, steps, [stats], host.shared_counters)
     config = backward_launch.backward_config(problem)
-    division = backward_launch.divide(problem, config, launch.num_sms(torch.cuda.current_device()))
-    steps = functools.partial(backward_launch.steps, problem, config, division)
+    division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
+    steps = functools.partial(backward_launch.steps, config, division)
     scratch = backward_launch.scratch_shapes(problem, config, division)
-    return again_backward(problem, given, steps, scratch, launch.shared_counter)
+    return again_backward(problem, given, steps, scratch, host.shared_counter)

@@ -1,4 +1,4 @@
-"""Launch plans of GPU kernels: everything but the pointers. A repeated call is one look-up and one launch.
+"""Launch plans of GPU kernels: everything but the pointers. A cache hit is one look-up and one launch.
 
 A plan is found by integers and dtypes alone: the problem, and each tensor's shape, strides and alignment. A
 call that differs in any of them goes through Triton, which compiles only if it has to: not for a new length.
@@ -166,39 +166,29 @@ class LaunchPlan:
         self._bound, self._rebuild = bound, rebuild
         self._device = tensors[0].get_device()  # type: ignore[union-attr]
         self._arguments: list[Any] = []
-        # positions of arguments that are filled in, and the places of their tensors
+        # positions of arguments that are filled in, and the indices of their tensors
         self._pointers: list[tuple[int, int]] = []
         self._descriptors: list[tuple[int, int, EncodedDescriptors]] = []
         self._tuples: list[tuple[int, Fill]] = []
-        places = {id(t): n for n, t in enumerate(tensors) if t is not None}
+        index_of = {id(t): n for n, t in enumerate(tensors) if t is not None}
         for argument in launch.arguments:
             position, value = len(self._arguments), [argument]
             if is_descriptor(argument):
                 encode = functools.partial(bound.encode, len(self._descriptors))
-                place, encoded = places[id(argument.base)], EncodedDescriptors(argument, encode)
-                self._descriptors.append((position, place, encoded))
+                index, encoded = index_of[id(argument.base)], EncodedDescriptors(argument, encode)
+                self._descriptors.append((position, index, encoded))
                 value = [None, *encode(argument)[1:]]
-            elif isinstance(argument, Tensor) and id(argument) not in places:
+            elif isinstance(argument, Tensor) and id(argument) not in index_of:
                 value = [argument.data_ptr()]  # the library's own, which stays where it is
             elif isinstance(argument, Tensor):
-                self._pointers.append((position, places[id(argument)]))
+                self._pointers.append((position, index_of[id(argument)]))
                 value = [None]
             elif isinstance(argument, tuple):
-                value = [tuple(_address_of_own(item, places) for item in argument)]
+                value = [tuple(_address_of_own(item, index_of) for item in argument)]
                 if any(isinstance(item, Tensor) for item in value[0]):
-                    self._tuples.append((position, _fill(value[0], places)))
+                    self._tuples.append((position, _fill(value[0], index_of)))
                     value = [None]
             self._arguments += value
-
-    def seen_as(self, layout: str) -> LaunchPlan:
-        """The plan for tensors that the caller has in a layout. Their addresses are what they were."""
-        if layout == "bshd":
-            return self
-        plan = copy.copy(self)
-        plan._rebuild = lambda tensors: self._rebuild(
-            tuple(t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in tensors)
-        )
-        return plan
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream; the tensors' device must be the current one."""
@@ -214,10 +204,10 @@ class LaunchPlan:
     def arguments(self, addresses: Addresses) -> list[Any]:
         """What `start` takes for tensors at these addresses."""
         arguments = self._arguments.copy()
-        for position, place in self._pointers:
-            arguments[position] = addresses[place]
-        for position, place, encoded in self._descriptors:
-            arguments[position] = encoded[addresses[place]]
+        for position, index in self._pointers:
+            arguments[position] = addresses[index]
+        for position, index, encoded in self._descriptors:
+            arguments[position] = encoded[addresses[index]]
         for position, fill in self._tuples:
             arguments[position] = fill(addresses)
         return arguments
@@ -265,15 +255,15 @@ def is_descriptor(argument: Any) -> bool:
     return hasattr(argument, "block_shape")
 
 
-def _address_of_own(item: Any, places: dict[int, int]) -> Any:
+def _address_of_own(item: Any, index_of: dict[int, int]) -> Any:
     """The address in place of a tensor that is the library's own; anything else as it is."""
-    return item.data_ptr() if isinstance(item, Tensor) and id(item) not in places else item
+    return item.data_ptr() if isinstance(item, Tensor) and id(item) not in index_of else item
 
 
-def _fill(argument: tuple[Any, ...], places: dict[int, int]) -> Fill:
+def _fill(argument: tuple[Any, ...], index_of: dict[int, int]) -> Fill:
     """A function from all addresses to this argument, whose pointers are integers."""
     if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
-        place, numbers = places[id(argument[0])], argument[1:]
-        return lambda addresses: (addresses[place], *numbers)
-    slots = [(places[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
-    return lambda addresses: tuple([item if n is None else addresses[n] for n, item in slots])
+        index, numbers = index_of[id(argument[0])], argument[1:]
+        return lambda addresses: (addresses[index], *numbers)
+    items = [(index_of[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
+    return lambda addresses: tuple([item if n is None else addresses[n] for n, item in items])

@@ -74,7 +74,7 @@ class GpuPlan:
         return found
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tensor of a launch lies: in which tensor of the call, how many bytes from its beginning."""
 
     tensor: int
@@ -84,8 +84,8 @@ class Place(NamedTuple):
 class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
     """The launches of a call by the addresses of its tensors: plans, and all arguments of each."""
 
-    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Place | None]]]) -> None:
-        """`plans`: each with the places of its tensors."""
+    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Location | None]]]) -> None:
+        """`plans`: each with the locations of its tensors."""
         self._plans = plans
 
     def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
@@ -93,9 +93,9 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
             self.clear()
         launches = []
         if all(address % ALIGNMENT == 0 for address in addresses):
-            for plan, places in self._plans:
-                placed = [None if p is None else addresses[p.tensor] + p.offset for p in places]
-                launches.append((plan, plan.arguments(placed)))
+            for plan, locations in self._plans:
+                absolute = [None if p is None else addresses[p.tensor] + p.offset for p in locations]
+                launches.append((plan, plan.arguments(absolute)))
         self[addresses] = launches
         return launches
 
@@ -110,15 +110,15 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
 
 
 def plan_steps(
-    problem: AttentionProblem, steps: Sequence[Step], places: dict[int, Place | None]
+    problem: AttentionProblem, steps: Sequence[Step], locations: dict[int, Location | None]
 ) -> PlannedLaunches | None:
-    """What the first call has planned for steps, by the places of their tensors; None if it has not."""
+    """What the first call has planned for steps, by the locations of their tensors; None if it has not."""
     found = []
     for step in steps:
         plan = find(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
         if plan is None:
             return None
-        found.append((plan, [places[id(t)] for t in (*step.tensors, *step.fresh)]))
+        found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))
     return PlannedLaunches(found)
 
 
@@ -142,9 +142,9 @@ def again_forward(
     new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, order)
     new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
     new = [new_out(), new_lse(), new_lse() if residual else None, *shared(query.device)]
-    places: dict[int, Place | None] = {id(None): None}
-    places |= {id(t): Place(n) for n, t in enumerate((*given, *new)) if t is not None}
-    planned = plan_steps(problem, steps(given, new), places)
+    locations: dict[int, Location | None] = {id(None): None}
+    locations |= {id(t): Location(n) for n, t in enumerate((*given, *new)) if t is not None}
+    planned = plan_steps(problem, steps(given, new), locations)
     if planned is None:
         return None
 
@@ -176,14 +176,14 @@ def again_backward(
     allocators = [allocator(query, t.shape, t.dtype) for t in given[:3]]
     allocators.append(allocator(query, (size // 4,), torch.float32))
     gradients = [allocate() for allocate in allocators[:3]]
-    parts = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
-    new, shared_now = [*gradients, *parts], shared(query.device)
-    last = len(given) + 3  # the place of all scratch
-    places: dict[int, Place | None] = {id(None): None}
-    places |= {id(t): Place(n) for n, t in enumerate((*given, *gradients)) if t is not None}
-    places |= {id(t): Place(last, offset) for t, offset in zip(parts, offsets, strict=True)}
-    places |= {id(t): Place(last + 1 + n) for n, t in enumerate(shared_now)}
-    planned = plan_steps(problem, steps(given, [*new, *shared_now]), places)
+    buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
+    new, shared_now = [*gradients, *buffers], shared(query.device)
+    last = len(given) + 3  # the index of all scratch
+    locations: dict[int, Location | None] = {id(None): None}
+    locations |= {id(t): Location(n) for n, t in enumerate((*given, *gradients)) if t is not None}
+    locations |= {id(t): Location(last, offset) for t, offset in zip(buffers, offsets, strict=True)}
+    locations |= {id(t): Location(last + 1 + n) for n, t in enumerate(shared_now)}
+    planned = plan_steps(problem, steps(given, [*new, *shared_now]), locations)
     if planned is None:
         return None
 

@@ -1,4 +1,4 @@
-"""New tokens into a cache, turned by their positions on the way, in one launch for query, key and value.
+"""New tokens into a cache, rotated by their positions on the way, in one launch for query, key and value.
 
 A program handles one token and BLOCK_H heads of one of the three tensors. Pair (a, b) of a head becomes
 (a cos - b sin, a sin + b cos): each coordinate is x cos + partner sin, with a minus for the first of a pair.
@@ -45,35 +45,35 @@ def append(
     tokens: Tokens,
     rotary: tuple[Tensor, Tensor, bool] | None,
 ) -> Tensor:
-    """Write key and value, and return query turned like key (query itself without rotary).
+    """Write key and value, and return query rotated like key (query itself without rotary).
 
     Args:
         query, key, value: (batch, new_tokens, heads, dim) or (tokens, heads, dim), last dimension contiguous.
         key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
         rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2) of any strides.
     """
-    turned = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
+    rotated = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
     cos, sin, is_interleaved = rotary or (None, None, False)
-    *places, cos, sin = (None if t is None else t.contiguous() for t in (*tokens, cos, sin))
-    tokens = Tokens(*places)
-    tensors = (key, value, query if rotary else None, turned, key_storage, value_storage, *tokens, cos, sin)
+    *token_tensors, cos, sin = (None if t is None else t.contiguous() for t in (*tokens, cos, sin))
+    tokens = Tokens(*token_tensors)
+    tensors = (key, value, query if rotary else None, rotated, key_storage, value_storage, *tokens, cos, sin)
     run(_launch, is_interleaved, tensors)
-    return query if turned is None else turned
+    return query if rotated is None else rotated
 
 
 def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
-    key, value, query, turned, key_storage, value_storage, *places, cos, sin = tensors
-    table = Tokens(*places).page_table
+    key, value, query, rotated, key_storage, value_storage, *token_tensors, cos, sin = tensors
+    table = Tokens(*token_tensors).page_table
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
     columns = max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None))
-    counts = Tokens(*places).arrivals is not None
+    counts = Tokens(*token_tensors).arrivals is not None
     is_whole = counts and new_tokens == 1 and sum(blocks) * columns <= WHOLE_TOKEN
     arguments = (
-        *(_heads(t) for t in (query, key, value, turned)),
+        *(_heads(t) for t in (query, key, value, rotated)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(*places, cos, sin, error_flags(key.device)),
+        *(*token_tensors, cos, sin, error_flags(key.device)),
         *(
             new_tokens,
             *key_storage.shape[:2],
@@ -156,7 +156,7 @@ def append_kernel(
             block -= K_BLOCKS + V_BLOCKS
             tile = load_heads(q, b, n, block, BLOCK_D)
             _, position = find(where, b, n, new_tokens, rows, table_rows, pages)
-            x = turn(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+            x = rotate(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
             store_heads(q_out, b, n, block, x, BLOCK_D)
     if lengths is not None and new_lengths is not None:
         if arrivals is not None:
@@ -190,7 +190,7 @@ def move(
     """Heads of one token into the storage. Nothing waits for the length before their loads have started."""
     tile = load_heads(x, b, n, block, BLOCK_D)
     slot, position = find(where, b, n, new_tokens, rows, table_rows, pages)
-    tile = turn(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    tile = rotate(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     if slot >= 0:
         store_heads(out, slot, 0, block, tile, BLOCK_D)
 
@@ -231,11 +231,13 @@ def turn_blocks(
     tiles, x, b, cos, sin, position,
     BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    turned = ()
+    rotated = ()
     for block in tl.static_range(BLOCKS):
-        x_turned = turn(tiles[block], x, b, 0, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-        turned = turned + (x_turned,)  # type: ignore[assignment] # noqa: RUF005
-    return turned
+        x_rotated = rotate(
+            tiles[block], x, b, 0, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED
+        )
+        rotated = rotated + (x_rotated,)  # type: ignore[assignment] # noqa: RUF005
+    return rotated
 
 
 @triton.jit
@@ -286,11 +288,11 @@ def load_heads(x, b, n, block, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def turn(
+def rotate(
     tile, x, b, n, block, cos, sin, position,
     BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The heads that were loaded, their first ROTARY_DIM coordinates turned."""
+    """The heads that were loaded, their first ROTARY_DIM coordinates rotated."""
     if ROTARY_DIM > 0:
         ptrs, exists = head_pointers(x, b, n, block)
         column = tl.arange(0, BLOCK_D)
@@ -303,15 +305,15 @@ def turn(
             pair = column % HALF
             is_first = column < HALF
             partner = tl.where(is_first, column + HALF, column - HALF)
-        turns = column < ROTARY_DIM
-        mask = exists[:, None] & ((column < x.dim) & turns)[None, :]
+        is_rotated = column < ROTARY_DIM
+        mask = exists[:, None] & ((column < x.dim) & is_rotated)[None, :]
         other = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0)
         entry = position.to(tl.int64) * HALF + pair
-        c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
-        s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
+        c = tl.load(cos + entry, mask=is_rotated, other=1.0).to(tl.float32)
+        s = tl.load(sin + entry, mask=is_rotated, other=0.0).to(tl.float32)
         signed = tl.where(is_first, -s, s)
-        turned = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
-        tile = turned.to(tile.dtype)
+        rotated = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
+        tile = rotated.to(tile.dtype)
     return tile
 
 

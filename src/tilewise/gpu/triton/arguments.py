@@ -26,7 +26,7 @@ class Source(NamedTuple):
     """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
 
     The descriptors are of (1, rows, 1, columns) of a 4-D tensor, or of (1, 1, rows, columns) if heads come
-    before rows, for a tile's first part and its second; None where addresses serve. Built inside a kernel,
+    before rows, for a tile's first chunk and its second; None where addresses serve. Built inside a kernel,
     since a kernel takes no descriptors inside of tuples.
     """
 
@@ -92,8 +92,8 @@ class Sizes(NamedTuple):
     window_right: int | None  # causal is a window whose right edge is 0
     dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
     num_tiles: int
-    num_slots: int  # (batch, head) pairs; heads if packed
-    section: int  # slots whose keys and values stay in L2 together
+    num_bh: int  # (batch, head) pairs; heads if packed
+    l2_swizzle: int  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
 
 
 class Factors(NamedTuple):
@@ -142,7 +142,7 @@ class BiasSizes(NamedTuple):
     loop_cols: int
     tiles_m: int  # bias tiles
     tiles_n: int
-    per_part: int  # iterations of one program; the parts are summed afterwards
+    per_split: int  # iterations of one program; the splits are summed afterwards
 
 
 class DecodeSizes(NamedTuple):
@@ -171,7 +171,7 @@ class DecodeConfig:
     ROWS: int  # rows of a tile that are stored, at most BLOCK_M
     HEAD_DIM: int
     HEAD_DIM_V: int
-    BLOCK_D: int  # columns of the keys' first part
+    BLOCK_D: int  # columns of the keys' first chunk
     BLOCK_REST: int  # and of what is left, 0 if nothing: 576 = 512 + 64
     BLOCK_DV: int
     BLOCK_B: int  # batch, padded to 16 or a larger power of two
@@ -185,8 +185,8 @@ class DecodeConfig:
     PRECISION: str
 
 
-class Place(NamedTuple):
-    """One (sequence, head) inside a kernel, and how its queries align with its keys."""
+class Sequence(NamedTuple):
+    """One head of one sequence inside a kernel, and how its queries align with its keys."""
 
     b: Any
     h: Any

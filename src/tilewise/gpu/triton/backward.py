@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.gpu.triton.arguments import Extras, Place, Sizes, Source
+from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
@@ -31,12 +31,8 @@ from tilewise.gpu.triton.primitives import (
     load_scores,
     load_stat,
     logits,
-    packed_tile,
     padded_stat_start,
-    program_tile,
     query_regions,
-    query_tile,
-    sequence_rows,
     softmax_stats,
     stat_start,
     store_scores,
@@ -48,8 +44,12 @@ from tilewise.gpu.triton.tiles import (
     load_keys,
     load_source,
     load_tile,
+    packed_tile,
+    program_tile,
+    query_tile,
     row_base,
     scaled_tile,
+    sequence_rows,
     store_tile,
     zero_tile,
 )
@@ -60,24 +60,24 @@ def attn_bwd_prepare_kernel(
     out, do, lse_ptr, residual_ptr, dlse_ptr, shift_ptr, low_ptr, delta_ptr, dsinks_ptr,
     ragged, sinks, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """One block of shift, low and delta of one head, and its part of dsinks (slots, tiles).
+    """One block of shift, low and delta of one head, and its share of dsinks (bh, tiles).
 
     shift and low are such that `exponentials` gives 0 in rows that see nothing and in padding.
     """
     V: tl.constexpr = cfg.V
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     let_next_kernel_start(cfg)
-    tile, slot = program_tile(sizes, False)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
-    part = slot.to(tl.int64) * sizes.num_tiles + tile
+    tile, bh = program_tile(sizes, False)
+    h = bh % sizes.num_heads
+    b = bh // sizes.num_heads
+    part = bh.to(tl.int64) * sizes.num_tiles + tile
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, STAT_BLOCK)
     q_start, seqlen_q, _k_start, _seqlen_k, _first_col = sequence_rows(b, sizes, ragged)
@@ -117,7 +117,7 @@ def attn_bwd_dkdv_kernel(
     q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
     shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it.
@@ -131,7 +131,7 @@ def attn_bwd_dkdv_kernel(
     do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for the rows' statistics
@@ -139,9 +139,9 @@ def attn_bwd_dkdv_kernel(
         wait_for_kernel_before(cfg)
     let_next_kernel_start(cfg)
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
-    tile, slot = program_tile(sizes, False)
-    kv_head = slot % num_kv_heads
-    b = slot // num_kv_heads
+    tile, bh = program_tile(sizes, False)
+    kv_head = bh % num_kv_heads
+    b = bh // num_kv_heads
     if ragged.cu_seqlens_q is not None:
         b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
     q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
@@ -159,20 +159,20 @@ def attn_bwd_dkdv_kernel(
     dv_acc = zero_tile(BLOCK_N, V)
     for member in range(cfg.GROUP_SIZE):
         h = kv_head * cfg.GROUP_SIZE + member
-        place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+        seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
-        lo, full_lo, full_hi, hi = query_regions(j0, j1, place, sizes, cfg.BLOCK_M)
+        lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, cfg.BLOCK_M)
         full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
         for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
             dk_acc, dv_acc = dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                place, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+                seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
             )  # fmt: skip
         for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
             i0 = edge_tile(n, full_lo, full_hi)
             dk_acc, dv_acc = dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                place, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+                seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
             )  # fmt: skip
     if IS_SECOND:
         wait_for_kernel_before(cfg)
@@ -187,7 +187,7 @@ def attn_bwd_dkdv_kernel(
 @triton.jit
 def dkdv_step(
     dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-    place, ragged, extras, sizes, factors,
+    seq, ragged, extras, sizes, factors,
     cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """Add the part of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries].
@@ -196,21 +196,21 @@ def dkdv_step(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_source(q, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
+    first_stat = padded_stat_start(seq.b, seq.h, q_start, sizes, ragged)
+    q_tile = load_source(q, seq.b, seq.h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
-    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     p = exponentials(s, shift[None, :], low[None, :], factors, cfg)
-    do_tile = load_source(do, place.b, place.h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
+    do_tile = load_source(do, seq.b, seq.h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
     if extras.dropout_seed is not None:
-        keep = tl.trans(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
+        keep = tl.trans(keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
         kept = tl.where(keep, p, 0.0)
     if HAS_DK:
         dp = dot_rows(v_tile, do_tile, cfg)
@@ -232,7 +232,7 @@ def attn_bwd_dq_kernel(
     q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
     shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dq of one head, and of dbias unless that is None: zeros where nothing is visible."""
@@ -243,67 +243,67 @@ def attn_bwd_dq_kernel(
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     let_next_kernel_start(cfg)
-    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
-    if i0 >= place.seqlen_q:
+    i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= seq.seqlen_q:
         wait_for_kernel_before(cfg)
         return
 
-    q_base = row_base(q, place.b, place.h, q_start)
-    do_base = row_base(do, place.b, place.h, q_start)
-    first_stat = padded_stat_start(place.b, place.h, q_start, sizes, ragged)
-    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
-    do_tile = load_tile(do, do_base, i0, place.seqlen_q, BLOCK_M, V, True)
+    q_base = row_base(q, seq.b, seq.h, q_start)
+    do_base = row_base(do, seq.b, seq.h, q_start)
+    first_stat = padded_stat_start(seq.b, seq.h, q_start, sizes, ragged)
+    q_tile = load_tile(q, q_base, i0, seq.seqlen_q, BLOCK_M, QK, True)
+    do_tile = load_tile(do, do_base, i0, seq.seqlen_q, BLOCK_M, V, True)
     shift = load_stat(shift_ptr + first_stat, i0, BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
     dq_acc = zero_tile(BLOCK_M, QK)
-    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
+    i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, cfg.BLOCK_N)
     full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
     for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
         dq_acc = dq_step(
             dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
-            place, ragged, extras, sizes, factors, cfg, False,
+            seq, ragged, extras, sizes, factors, cfg, False,
         )  # fmt: skip
     for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
         j0 = edge_tile(n, full_lo, full_hi)
         dq_acc = dq_step(
             dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
-            place, ragged, extras, sizes, factors, cfg, True,
+            seq, ragged, extras, sizes, factors, cfg, True,
         )  # fmt: skip
     wait_for_kernel_before(cfg)
-    dq_base = row_base(dq, place.b, place.h, q_start)
-    store_tile(dq, dq_base, i0, place.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
+    dq_base = row_base(dq, seq.b, seq.h, q_start)
+    store_tile(dq, dq_base, i0, seq.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
 
 
 @triton.jit
 def dq_step(
     dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
-    place, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+    seq, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
-    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
+    k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
+    v_tile = load_keys(v, j0, k_start, seq, ragged, sizes, cfg, V, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
-        keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+        keep = keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         dp = tl.where(keep, dp * factors.keep, 0.0)
     ds = p * (dp - delta[:, None])
     if dbias is not None:
-        store_scores(dbias, ds, i, j, place, IS_EDGE)
+        store_scores(dbias, ds, i, j, seq, IS_EDGE)
     if cfg.HAS_SOFTCAP:
         ds = ds * (1.0 - t * t)
     return add_weighted_rows(dq_acc, ds, k_tile, cfg)

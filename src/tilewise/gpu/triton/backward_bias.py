@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.gpu.triton.arguments import BiasSizes, Extras, Place, Sizes, Source
+from tilewise.gpu.triton.arguments import BiasSizes, Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.primitives import (
     exponentials,
     keep_entries,
@@ -20,12 +20,15 @@ from tilewise.gpu.triton.primitives import (
     load_stat,
     logits,
     padded_stat_start,
-    sequence_rows,
     store_scores,
     visible_pairs,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.tiles import dot_rows, load_source
+from tilewise.gpu.triton.tiles import (
+    dot_rows,
+    load_source,
+    sequence_rows,
+)
 
 
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
@@ -33,14 +36,14 @@ def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
     shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
-    tiles_m, tiles_n, per_part,
+    tiles_m, tiles_n, per_split,
     ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of dbias (parts * bias_batch, ...), summed over a part of what the tile serves.
+    """One tile of one split of dbias (splits * bias_batch, ...), summed over a share of what the tile serves.
 
-    Grid: (parts * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
+    Grid: (splits * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
     its gradient is summed in registers.
     """
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
@@ -50,7 +53,7 @@ def attn_bwd_dbias_kernel(
     do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
@@ -60,52 +63,52 @@ def attn_bwd_dbias_kernel(
     head = pid // (tiles_n * tiles_m)
     bias_h = head % bias_heads
     bias_b = head // bias_heads % bias_batch
-    part = head // (bias_heads * bias_batch)
+    split = head // (bias_heads * bias_batch)
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
 
-    # One tile of scores in every round: its bias is read once, what it cannot see is cleared at the end, and
-    # the rounds need no branch, so that their loads overlap.
+    # One tile of scores in every iteration: its bias is read once, what it cannot see is cleared at the end.
+    # Iterations need no branch, so that their loads overlap.
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
     IS_UNIFORM: tl.constexpr = not (ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED)
     i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     c = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part * per_part
-    last = tl.minimum(first + per_part, iterations)
+    first = split * per_split
+    last = tl.minimum(first + per_split, iterations)
     if IS_UNIFORM:
-        q_start, k_start, _j0, place, is_seen = dbias_place(
+        q_start, k_start, _j0, seq, is_seen = dbias_tile_rows(
             tile_m * BLOCK_M, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg
         )
         if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
-            bias_tile = load_scores(extras.bias, i, c, place, False)
+            bias_tile = load_scores(extras.bias, i, c, seq, False)
         else:
-            bias_tile = load_scores(extras.bias, i, c, place, True)
+            bias_tile = load_scores(extras.bias, i, c, seq, True)
         for n in range(first, tl.where(is_seen, last, first)):
             b = bias_b + n // loop_heads
             h = bias_h + n % loop_heads
             acc += dbias_step(
                 q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, tile_m * BLOCK_M, tile_n * BLOCK_N,
-                q_start, k_start, Place(b, h, seqlen_q, seqlen_k, place.offset, place.first_col),
+                q_start, k_start, Sequence(b, h, seqlen_q, seqlen_k, seq.offset, seq.first_col),
                 ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
-        acc = tl.where(visible_pairs(i, c, place, sizes), acc, 0.0)
+        acc = tl.where(visible_pairs(i, c, seq, sizes), acc, 0.0)
     else:
         for n in range(first, last):
-            col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one round
+            col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one iteration
             row = tile_m + n // loop_cols % loop_rows
             rest = n // (loop_cols * loop_rows)
             i0 = row * BLOCK_M
-            q_start, k_start, j0, place, is_seen = dbias_place(
+            q_start, k_start, j0, seq, is_seen = dbias_tile_rows(
                 i0, col * BLOCK_N, bias_b + rest // loop_heads, bias_h + rest % loop_heads, ragged, sizes, cfg
             )
             if is_seen:
                 offs_i = (i0 + tl.arange(0, BLOCK_M))[:, None]
                 offs_j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-                bias_tile = load_scores(extras.bias, offs_i, offs_j, place, True)
+                bias_tile = load_scores(extras.bias, offs_i, offs_j, seq, True)
                 acc += dbias_step(
                     q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0,
-                    q_start, k_start, place, ragged, extras, sizes, factors, cfg, True,
+                    q_start, k_start, seq, ragged, extras, sizes, factors, cfg, True,
                 )  # fmt: skip
 
     if ROWS_BROADCAST:
@@ -115,7 +118,7 @@ def attn_bwd_dbias_kernel(
         acc = tl.sum(acc, 1, keep_dims=True)
         c = tl.zeros((1, 1), tl.int32)
     wait_for_kernel_before(cfg)
-    own = Place(part * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
+    own = Sequence(split * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
     if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
         store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores
     else:
@@ -123,22 +126,22 @@ def attn_bwd_dbias_kernel(
 
 
 @triton.jit
-def dbias_place(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
-    """(q_start, k_start, j0, place, whether anything is seen) for queries from i0, bias columns from col0.
+def dbias_tile_rows(i0, col0, b, h, ragged, sizes, cfg: tl.constexpr):
+    """(q_start, k_start, j0, seq, whether anything is seen) for queries from i0, bias columns from col0.
 
     j0 may be negative, and need not be aligned: columns count from before a cache's padding.
     """
     q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
     j0 = (col0 - first_col).to(tl.int32)
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
     i1 = tl.minimum(i0 + cfg.BLOCK_M, seqlen_q)
-    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, place, sizes, cfg.BLOCK_N)
-    return q_start, k_start, j0, place, (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo)
+    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, seq, sizes, cfg.BLOCK_N)
+    return q_start, k_start, j0, seq, (i0 < seqlen_q) & (j0 < hi) & (j0 + cfg.BLOCK_N > lo)
 
 
 @triton.jit
 def dbias_step(
-    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0, q_start, k_start, place,
+    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0, q_start, k_start, seq,
     ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """ds of queries [i0, i0 + BLOCK_M) and keys [j0, j0 + BLOCK_N), 0 where there is no such query.
@@ -147,26 +150,26 @@ def dbias_step(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    b, h, kv_head = place.b, place.h, place.h // cfg.GROUP_SIZE
+    b, h, kv_head = seq.b, seq.h, seq.h // cfg.GROUP_SIZE
     first_stat = padded_stat_start(b, h, q_start, sizes, ragged)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    q_tile = load_source(q, b, h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, QK, True)
-    k_tile = load_source(k, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, QK, True)
-    do_tile = load_source(do, b, h, q_start, i0, place.seqlen_q, cfg.BLOCK_M, V, True)
-    v_tile = load_source(v, b, kv_head, k_start, j0, place.seqlen_k, cfg.BLOCK_N, V, True)
+    q_tile = load_source(q, b, h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, QK, True)
+    k_tile = load_source(k, b, kv_head, k_start, j0, seq.seqlen_k, cfg.BLOCK_N, QK, True)
+    do_tile = load_source(do, b, h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, V, True)
+    v_tile = load_source(v, b, kv_head, k_start, j0, seq.seqlen_k, cfg.BLOCK_N, V, True)
     shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
-    mask = load_scores(extras.mask, i, j, place, True)
+    mask = load_scores(extras.mask, i, j, seq, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, _t = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
+    s, _t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         if ragged.leftpad_k is None:
-            keep = keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+            keep = keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         else:
-            keep = keep_entries(i, j, place, extras, sizes)
+            keep = keep_entries(i, j, seq, extras, sizes)
         dp = tl.where(keep, dp * factors.keep, 0.0)
     return p * (dp - delta[:, None])

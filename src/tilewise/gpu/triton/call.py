@@ -24,8 +24,8 @@ from tilewise.gpu.triton.arguments import (
 )
 from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
 
-# Heads are worked through in sections whose keys and values (or queries) stay in the L2 cache together.
-SECTION_BYTES = 24 << 20
+# L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.
+L2_SWIZZLE_BYTES = 24 << 20
 SMALLEST_SCALE = 1e-30  # of scores whose ALiBi is divided by it and stays finite
 
 _N = len(Inputs._fields)
@@ -86,8 +86,8 @@ class Call:
         self.is_packed = problem.is_packed
         self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
         self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
-        self.slots_q = problem.num_heads * (1 if self.is_packed else problem.batch)
-        self.slots_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
+        self.bh_q = problem.num_heads * (1 if self.is_packed else problem.batch)
+        self.bh_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
 
     def tiles_q(self, block: int) -> int:
         return self.seqlen_q // block + self.problem.batch if self.is_packed else -(-self.seqlen_q // block)
@@ -95,11 +95,11 @@ class Call:
     def tiles_k(self, block: int) -> int:
         return self.seqlen_k // block + self.problem.batch if self.is_packed else -(-self.seqlen_k // block)
 
-    def section(self, length: int, heads: int) -> int:
-        """How many slots work side by side, each on `heads` heads of `length` rows of two tensors."""
+    def l2_swizzle(self, length: int, heads: int) -> int:
+        """(batch, head) pairs at a time: each reads `heads` heads of `length` rows of two tensors."""
         problem = self.problem
         one = length * heads * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        return max(1, SECTION_BYTES // max(1, one))
+        return max(1, L2_SWIZZLE_BYTES // max(1, one))
 
     def rows(self, t: Tensor | None) -> Any:
         if t is None:
@@ -110,7 +110,7 @@ class Call:
     def descriptors(
         self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool, is_left_shared: bool = False
     ) -> list[Any]:
-        """TMA descriptors of the first and second part of each tensor's tiles, None where addresses serve."""
+        """TMA descriptors of both chunks of each tensor's tiles, None where addresses serve."""
         if not (has_tma and can_tma(self.problem)):
             return [None] * 2 * len(tensors)
         return [d for t in tensors for d in _descriptors(t, num_rows, is_left_shared)]
@@ -129,7 +129,7 @@ class Call:
         seed = i.dropout_seed if self.problem.dropout_p > 0 else None
         return Extras(mask, bias, slopes, i.sinks, seed)
 
-    def sizes(self, num_tiles: int, num_slots: int, section: int) -> Any:
+    def sizes(self, num_tiles: int, num_bh: int, l2_swizzle: int) -> Any:
         problem = self.problem
         visibility = problem.visibility()
         threshold = int(problem.dropout_p * 2**32)
@@ -145,8 +145,8 @@ class Call:
             window_right=visibility.right,
             dropout_threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
             num_tiles=num_tiles,
-            num_slots=num_slots,
-            section=section,
+            num_bh=num_bh,
+            l2_swizzle=l2_swizzle,
         )
 
     def factors(self) -> Any:
@@ -196,7 +196,7 @@ def can_tma(problem: AttentionProblem) -> bool:
 
 
 def _descriptors(t: Tensor | None, num_rows: int, is_left_shared: bool) -> tuple[Any, Any]:
-    """(first part, second part) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
+    """(first chunk, second chunk) of tiles of (batch, seqlen, heads, dim); None where TMA cannot read t.
 
     is_left_shared: boxes of (1, 1, rows, columns). Triton drops dimensions of one that come first; with any
     other, a box is reshaped, and as a product's left operand goes through registers.
@@ -210,11 +210,11 @@ def _descriptors(t: Tensor | None, num_rows: int, is_left_shared: bool) -> tuple
     box = [1, num_rows, 1]
     if is_left_shared:
         shape, strides, box = ([n[0], n[2], n[1], *n[3:]] for n in (shape, strides, box))
-    parts = [
+    chunks = [
         TensorDescriptor(t, shape, strides, [*box, width]) if width else None
         for width in (cut.FIRST, cut.REST)
     ]
-    return parts[0], parts[1]
+    return chunks[0], chunks[1]
 
 
 def _is_tma_ready(t: Tensor) -> bool:
@@ -263,7 +263,7 @@ def _padded(head_dim: int) -> int:
 
 
 def columns(head_dim: int) -> Columns:
-    """How kernels cut a head: one block of a power of two, or two where that saves 32 columns and more.
+    """head_dim chunks of kernels: one, a power of two, or two where that saves 32 columns and more.
 
     Example:
         >>> columns(192), columns(112)

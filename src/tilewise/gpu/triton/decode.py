@@ -1,20 +1,19 @@
 """Decoding kernels: few queries against many keys, at the speed of memory (split-KV, "flash decoding").
 
-The rows of one score tile are all queries of all heads that share a key head, so each key is read once:
+The rows of one score tile are all queries of a GQA group, so each key is read once:
 row r is query r // GROUP_SIZE of head kv_head * GROUP_SIZE + r % GROUP_SIZE. Keys are cut into tiles. The
-tiles of all (sequence, key head, row tile) segments stand in one line, of which all workers take equal parts:
+tiles of all (sequence, key head, row tile) segments form one schedule. All workers have equal shares of it:
 
     segment      0               1          2
     tiles    | . . . . . . . | . . . . | . . . . . . |
-    worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
+    worker   |   0   |   1   |   2   |   3   |  4  |        a split: what one worker does of one segment
 
-    attn_decode_kernel        piece -> normalized out (float32), m and l, at index segment + worker: unique
+    attn_decode_kernel        split -> normalized out (float32), m and l, at index segment + worker: unique
     attn_decode_merge_kernel  l = sum_p l_p exp(m_p - m) [+ exp(sink - m)],  lse = m + log l
                               out = sum_p l_p exp(m_p - m) / l out_p
 
-The plan is arithmetic on the lengths that every program does for itself: nothing is read by the host, so a
-CUDA graph replays with new lengths. Source: Dao et al., "Flash-Decoding" (2023); the line of tiles: Osama
-et al., "Stream-K" (2023).
+Every program computes the schedule from the lengths: the host reads nothing, and a CUDA graph replays with
+new lengths. Sources: Dao et al., "Flash-Decoding" (2023); for the schedule Osama et al., "Stream-K" (2023).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Place
-from tilewise.gpu.triton.guards import cached_rows, is_page, length_poison, page_poison
+from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Sequence
 from tilewise.gpu.triton.primitives import (
     exact_lse,
     exp_difference,
@@ -34,8 +32,14 @@ from tilewise.gpu.triton.primitives import (
     sink_maximum,
     wait_for_kernel_before,
 )
+from tilewise.gpu.triton.tiles import (
+    cached_rows,
+    is_page,
+    length_poison,
+    page_poison,
+)
 
-# ---- the plan: which tiles a worker takes
+# ---- the schedule: which tiles a worker takes
 
 
 @triton.jit
@@ -50,7 +54,7 @@ def sequence_keys(b, sizes, ragged):
 
 @triton.jit
 def tile_counts(sizes, ragged, cfg: tl.constexpr):
-    """(tiles of one segment of each sequence [BLOCK_B], its segments' end on the line [BLOCK_B])."""
+    """(tiles of one segment of each sequence [BLOCK_B], its segments' end in the schedule [BLOCK_B])."""
     b = tl.arange(0, cfg.BLOCK_B)
     _, seqlen_k, lo = sequence_keys(b, sizes, ragged)
     tiles = tl.where(b < sizes.batch, tl.cdiv(seqlen_k, cfg.BLOCK_N) - lo // cfg.BLOCK_N, 0)
@@ -59,7 +63,7 @@ def tile_counts(sizes, ragged, cfg: tl.constexpr):
 
 @triton.jit
 def sequence_at(unit, tiles, ends, cfg: tl.constexpr):
-    """(sequence of tile `unit` of the line, its first unit, tiles of each of its segments)."""
+    """(sequence of tile `unit` of the schedule, its first unit, tiles of each of its segments)."""
     is_before = ends <= unit
     b = tl.sum(is_before.to(tl.int32), 0)
     start = tl.max(tl.where(is_before, ends, 0), 0)
@@ -71,7 +75,7 @@ def sequence_at(unit, tiles, ends, cfg: tl.constexpr):
 
 
 @triton.jit
-def key_places(b, row, mask, ragged, sizes, cfg: tl.constexpr):
+def key_rows(b, row, mask, ragged, sizes, cfg: tl.constexpr):
     """(batch entry or page, row in it, whether it may be read) of rows [BLOCK_N] of one sequence."""
     if cfg.PAGE_SIZE > 0:
         table = ragged.page_table + b.to(tl.int64) * sizes.stride_page_table
@@ -107,18 +111,18 @@ def load_keys(
     return tile
 
 
-# ---- one piece
+# ---- one split
 
 
 @triton.jit
 def decode_step(
-    acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, place, ragged, scales, extras, sizes, factors,
+    acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, seq, ragged, scales, extras, sizes, factors,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile t into (acc, m, l). A compare for each score is free beside the reading of its key."""
     offs_n = t * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
-    mask_n = offs_n < place.seqlen_k
-    entry, row, mask_n = key_places(place.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
+    mask_n = offs_n < seq.seqlen_k
+    entry, row, mask_n = key_rows(seq.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
     key_scale, value_scale = scales
     k_tile = load_keys(
         k, key_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_D, cfg.HEAD_DIM
@@ -137,13 +141,13 @@ def decode_step(
         i, j = i[None, :], offs_n[:, None]
     else:
         i, j = i[:, None], offs_n[None, :]
-    bias = load_scores(extras.bias, i, j, place, True)
-    mask = load_scores(extras.mask, i, j, place, True)
+    bias = load_scores(extras.bias, i, j, seq, True)
+    mask = load_scores(extras.mask, i, j, seq, True)
     if cfg.IS_TRANSPOSED:
         s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
-        s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
@@ -151,7 +155,7 @@ def decode_step(
         s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
-        s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, True, bias, mask)
+        s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
@@ -159,21 +163,21 @@ def decode_step(
 
 
 @triton.jit
-def store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg: tl.constexpr):
-    """Normalized out [rows, head_dim_v], maximum and sum of one piece's rows.
+def store_split(partial, partial_m, partial_l, split, exists, acc, m, l, cfg: tl.constexpr):
+    """Normalized out [rows, head_dim_v], maximum and sum of one split's rows.
 
     Their lse in one number would be of use only where it is small: of 1e9 a float holds no log l.
     """
-    tl.store(partial_m + piece, m, mask=exists)  # -inf where nothing was seen
-    tl.store(partial_l + piece, l, mask=exists)
+    tl.store(partial_m + split, m, mask=exists)  # -inf where nothing was seen
+    tl.store(partial_l + split, l, mask=exists)
     inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
     offs_dv = tl.arange(0, cfg.BLOCK_DV)
     exists_dv = offs_dv < cfg.HEAD_DIM_V
     if cfg.IS_TRANSPOSED:
-        ptrs = partial + piece[None, :] * cfg.HEAD_DIM_V + offs_dv[:, None]
+        ptrs = partial + split[None, :] * cfg.HEAD_DIM_V + offs_dv[:, None]
         tl.store(ptrs, acc * inverse[None, :], mask=exists[None, :] & exists_dv[:, None])
     else:
-        ptrs = partial + piece[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]
+        ptrs = partial + split[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]
         tl.store(ptrs, acc * inverse[:, None], mask=exists[:, None] & exists_dv[None, :])
 
 
@@ -184,9 +188,9 @@ def attn_decode_kernel(
     window_left, window_right, row_tiles, segments, workers,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """One worker's part of the line. Grid: (workers,).
+    """One worker's share of the schedule. Grid: (workers,).
 
-    partial: float32 [pieces, ROWS, head_dim_v]; partial_m and partial_l: [pieces, ROWS].
+    partial: float32 [splits, ROWS, head_dim_v]; partial_m and partial_l: [splits, ROWS].
     """
     extras = Extras(mask, bias, alibi, None, None)
     sizes = DecodeSizes(
@@ -222,7 +226,7 @@ def attn_decode_kernel(
         if cfg.BLOCK_REST > 0:
             q_rest = load_columns(q_ptrs, row_exists, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM)
         h_tile = h[None, :] if cfg.IS_TRANSPOSED else h[:, None]
-        place = Place(b, h_tile, sizes.seqlen_q, seqlen_kb, seqlen_kb - sizes.seqlen_q, k_start)
+        seq = Sequence(b, h_tile, sizes.seqlen_q, seqlen_kb, seqlen_kb - sizes.seqlen_q, k_start)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
         if cfg.IS_TRANSPOSED:
@@ -232,15 +236,15 @@ def attn_decode_kernel(
         t += lo // cfg.BLOCK_N
         for tile in range(t, t + count):
             acc, m, l = decode_step(
-                acc, m, l, q_tile, q_rest, k, v, i, tile, kv_head, k_start, place, ragged, scales, extras,
+                acc, m, l, q_tile, q_rest, k, v, i, tile, kv_head, k_start, seq, ragged, scales, extras,
                 sizes, factors, cfg,
             )  # fmt: skip
         if cfg.PAGE_SIZE > 0:
             end_row = k_start + tl.minimum((t + count) * cfg.BLOCK_N, seqlen_kb)
             l += page_poison(b, k_start + t * cfg.BLOCK_N, end_row, sizes, ragged, cfg)
-        piece = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
+        split = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
         exists = row_exists & (offs_m < cfg.ROWS)
-        store_piece(partial, partial_m, partial_l, piece, exists, acc, m, l, cfg)
+        store_split(partial, partial_m, partial_l, split, exists, acc, m, l, cfg)
         unit += count
 
 
@@ -249,11 +253,11 @@ def attn_decode_merge_kernel(
     partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors,
     batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
     window_left, window_right, row_tiles, segments, workers,
-    MERGE_ROWS: tl.constexpr, MERGE_PIECES: tl.constexpr, cfg: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
 
-    Grid: (segments of all, blocks of rows).
+    Grid: (segments of all, tiles of rows).
     """
     sizes = DecodeSizes(
         batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
@@ -287,20 +291,20 @@ def attn_decode_merge_kernel(
     if ragged.errors is not None:
         l += length_poison(b, sizes, ragged)
     acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)
-    wait_for_kernel_before(cfg)  # until every piece is written
-    for p in range(worker, last, MERGE_PIECES):
-        w = p + tl.arange(0, MERGE_PIECES)
-        piece = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
-        exists = (w < last)[:, None] & row_exists[None, :]  # [MERGE_PIECES, MERGE_ROWS]
-        part_m = tl.load(partial_m + piece, mask=exists, other=float("-inf"))
-        part_l = tl.load(partial_l + piece, mask=exists, other=0.0)
-        ptrs = partial + piece[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
-        part = tl.load(ptrs, mask=exists[:, :, None] & exists_dv[None, None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(part_m, 0))
+    wait_for_kernel_before(cfg)  # until every split is written
+    for p in range(worker, last, MERGE_SPLITS):
+        w = p + tl.arange(0, MERGE_SPLITS)
+        split = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
+        exists = (w < last)[:, None] & row_exists[None, :]  # [MERGE_SPLITS, MERGE_ROWS]
+        split_m = tl.load(partial_m + split, mask=exists, other=float("-inf"))
+        split_l = tl.load(partial_l + split, mask=exists, other=0.0)
+        ptrs = partial + split[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
+        split_out = tl.load(ptrs, mask=exists[:, :, None] & exists_dv[None, None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(split_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         correction = exp_difference(m, m_finite, cfg)
-        weight = part_l * exp_difference(part_m, m_finite[None, :], cfg)
-        acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], 0)
+        weight = split_l * exp_difference(split_m, m_finite[None, :], cfg)
+        acc = acc * correction[:, None] + tl.sum(split_out * weight[:, :, None], 0)
         l = l * correction + tl.sum(weight, 0)
         m = m_new
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]

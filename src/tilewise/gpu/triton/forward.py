@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
-from tilewise.gpu.triton.guards import length_poison, page_poison
 from tilewise.gpu.triton.primitives import (
     edge_tile,
     exact_lse,
@@ -27,15 +26,17 @@ from tilewise.gpu.triton.primitives import (
     load_scores,
     logits,
     online_softmax,
-    query_tile,
     sink_maximum,
     stat_start,
 )
 from tilewise.gpu.triton.tiles import (
     add_weighted_rows,
     dot_rows,
+    length_poison,
     load_keys,
     load_tile,
+    page_poison,
+    query_tile,
     row_base,
     scaled_tile,
     store_tile,
@@ -48,10 +49,10 @@ def attn_fwd_kernel(
     q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
     lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_slots, section,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Rows of out, lse and, unless that is None, residual. Grid: (tiles * slots,), see `program_tile`."""
+    """Rows of out, lse and, unless that is None, residual. Grid: (tiles * bh,), see `program_tile`."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
     extras = Extras(mask, bias, alibi, sinks, dropout_seed)
@@ -59,71 +60,71 @@ def attn_fwd_kernel(
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_slots, section,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    i0, q_start, k_start, place = query_tile(sizes, ragged, BLOCK_M)
-    if i0 >= place.seqlen_q:
+    i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= seq.seqlen_q:
         return
 
-    q_base = row_base(q, place.b, place.h, q_start)
-    q_tile = load_tile(q, q_base, i0, place.seqlen_q, BLOCK_M, QK, True)
+    q_base = row_base(q, seq.b, seq.h, q_start)
+    q_tile = load_tile(q, q_base, i0, seq.seqlen_q, BLOCK_M, QK, True)
     acc = zero_tile(BLOCK_M, V)
     if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
-        m = tl.zeros((BLOCK_M,), tl.float32) + sink_maximum(tl.load(extras.sinks + place.h), cfg)
+        m = tl.zeros((BLOCK_M,), tl.float32) + sink_maximum(tl.load(extras.sinks + seq.h), cfg)
         l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
-    i1 = tl.minimum(i0 + BLOCK_M, place.seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, place, sizes, BLOCK_N)
+    i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
     full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
     for j0 in range(full_lo, full_hi, BLOCK_N):
         acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, False
+            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
         )
     for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
         j0 = edge_tile(n, full_lo, full_hi)
         acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors, cfg, True
+            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
         )
 
     if ragged.errors is not None:
-        l += length_poison(place.b, sizes, ragged)
+        l += length_poison(seq.b, sizes, ragged)
         if cfg.PAGE_SIZE > 0:
-            l += page_poison(place.b, k_start + lo, k_start + hi, sizes, ragged, cfg)
+            l += page_poison(seq.b, k_start + lo, k_start + hi, sizes, ragged, cfg)
     i = i0 + tl.arange(0, BLOCK_M)
     lse, residual = exact_lse(m, l, factors, cfg)
-    first_stat = stat_start(place.b, place.h, q_start, sizes, ragged)
-    tl.store(lse_ptr + first_stat + i, lse, mask=i < place.seqlen_q)
+    first_stat = stat_start(seq.b, seq.h, q_start, sizes, ragged)
+    tl.store(lse_ptr + first_stat + i, lse, mask=i < seq.seqlen_q)
     if residual_ptr is not None:
-        tl.store(residual_ptr + first_stat + i, residual, mask=i < place.seqlen_q)
+        tl.store(residual_ptr + first_stat + i, residual, mask=i < seq.seqlen_q)
     acc = scaled_tile(acc, (factors.keep / tl.where(l == 0.0, 1.0, l))[:, None])
-    out_base = row_base(out, place.b, place.h, q_start)
-    store_tile(out, out_base, i0, place.seqlen_q, acc, BLOCK_M, V)
+    out_base = row_base(out, seq.b, seq.h, q_start)
+    store_tile(out, out_base, i0, seq.seqlen_q, acc, BLOCK_M, V)
 
 
 @triton.jit
 def forward_step(
-    acc, m, l, q_tile, k, v, i0, j0, k_start, place, ragged, extras, sizes, factors,
+    acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors,
     cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into (acc, m, l)."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    k_tile = load_keys(k, j0, k_start, place, ragged, sizes, cfg, QK, IS_EDGE)
+    k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    bias = load_scores(extras.bias, i, j, place, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, place, IS_EDGE)
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _ = logits(s, i, j, place, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
-        p = tl.where(keep_tile(i0, j0, place, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
-    v_tile = load_keys(v, j0, k_start, place, ragged, sizes, cfg, V, IS_EDGE)
+        p = tl.where(keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
+    v_tile = load_keys(v, j0, k_start, seq, ragged, sizes, cfg, V, IS_EDGE)
     acc = scaled_tile(acc, correction[:, None])
     acc = add_weighted_rows(acc, p, v_tile, cfg)  # [BLOCK_M, head_dim_v]
     return acc, m, l

@@ -85,7 +85,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile
     is_short = not problem.is_packed and problem.seqlen_q <= SHORT_QUERY
     tile = tile or call.tile("forward_short" if is_short else "forward")
     num_tiles = call.tiles_q(tile.block_m)
-    section = problem.group_size * call.section(call.seqlen_k, 1)
+    l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
     tensors_qkvo = (*call.inputs[:3], call.results.out)
     arguments = (
         *map(call.rows, tensors_qkvo),
@@ -94,9 +94,9 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile
         call.ragged(),
         *call.extras(),
         call.factors(),
-        *call.sizes(num_tiles, call.slots_q, section),
+        *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
-    return call.launch(attn_fwd_kernel, tile, num_tiles * call.slots_q, arguments)
+    return call.launch(attn_fwd_kernel, tile, num_tiles * call.bh_q, arguments)
 
 
 def backward(
@@ -146,7 +146,7 @@ def plain_backward_steps(
 
 
 def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """shift, low and delta, and the parts of dsinks."""
+    """shift, low and delta, and the summands of dsinks."""
     *heads, rows = padded_rows(problem, lse.shape)
     shift, low, delta = lse.new_empty(3, *heads, rows)
     return shift, low, delta, lse.new_empty(*heads, rows // STAT_ROWS) if problem.has_sinks else None
@@ -191,9 +191,9 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
         call.ragged(),
         call.inputs.sinks,
         call.factors(),
-        *call.sizes(blocks, call.slots_q, call.slots_q),
+        *call.sizes(blocks, call.bh_q, call.bh_q),
     )
-    return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.slots_q, arguments)
+    return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.bh_q, arguments)
 
 
 def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
@@ -209,9 +209,9 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
         call.ragged(),
         *call.extras(),
         call.factors(),
-        *call.sizes(num_tiles, call.slots_k, call.section(call.seqlen_q, problem.group_size)),
+        *call.sizes(num_tiles, call.bh_k, call.l2_swizzle(call.seqlen_q, problem.group_size)),
     )
-    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.slots_k, arguments, is_early=True)
+    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.bh_k, arguments, is_early=True)
 
 
 def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
@@ -220,7 +220,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     call = Call(problem, tensors)
     r, tile = call.results, tile or call.tile("dq")
     num_tiles = call.tiles_q(tile.block_m)
-    section = problem.group_size * call.section(call.seqlen_k, 1)
+    l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
@@ -229,9 +229,9 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
         call.ragged(),
         *call.extras(),
         call.factors(),
-        *call.sizes(num_tiles, call.slots_q, section),
+        *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
-    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.slots_q, arguments, is_early=True)
+    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.bh_q, arguments, is_early=True)
 
 
 def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
@@ -248,22 +248,22 @@ def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
 def _shared_dbias(
     problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None
 ) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums, over parts in a fixed order."""
+    """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order."""
     bias = inputs.bias
     assert bias is not None
     tile = tile or table_tile("dbias", problem, bias.device)
     assert tile is not None
-    parts, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
-    dtype = bias.dtype if parts == 1 else torch.float32  # one part is the result, rounded as it is stored
-    partial = torch.empty((parts * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
+    splits, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
+    dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
+    partial = torch.empty((splits * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
     given = (*inputs, *results[:GIVEN])
     run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes)])
-    return partial if parts == 1 else partial.view(parts, *bias.shape).sum(0).to(bias.dtype)
+    return partial if splits == 1 else partial.view(splits, *bias.shape).sum(0).to(bias.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> tuple[int, BiasSizes]:
-    """(parts, sizes): how the sums of a broadcast bias's gradient are split over programs."""
+    """(splits, sizes): how the sums of a broadcast bias's gradient are split over programs."""
     batch, heads, rows, cols = shape
     tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // tile.block_n)
     loop_batch = problem.batch if batch == 1 else 1
@@ -271,13 +271,13 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
     loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
     loop_cols = -(-problem.seqlen_k // tile.block_n) if cols == 1 else 1
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
-    one_part = batch * heads * tiles_m * tiles_n
+    one_split = batch * heads * tiles_m * tiles_n
     affordable = PARTIAL_BIAS_BYTES // max(1, 4 * batch * heads * rows * cols)
-    parts = max(1, min(iterations, affordable, ENOUGH_PROGRAMS // max(1, one_part)))
-    per_part = max(1, -(-iterations // parts))
-    parts = max(1, -(-iterations // per_part))
+    splits = max(1, min(iterations, affordable, ENOUGH_PROGRAMS // max(1, one_split)))
+    per_split = max(1, -(-iterations // splits))
+    splits = max(1, -(-iterations // per_split))
     loops = (loop_batch, loop_heads, loop_rows, loop_cols)
-    return parts, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_part)
+    return splits, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_split)
 
 
 def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:

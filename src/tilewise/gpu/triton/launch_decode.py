@@ -19,7 +19,7 @@ from tilewise.gpu.triton.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
 MIN_KEYS = 256  # below, the general kernel has as much to read as to compute
-MERGE_ELEMENTS = 4096  # of the pieces that a merging program holds at a time
+MERGE_ELEMENTS = 4096  # of the splits that a merging program holds at a time
 
 _N = len(Inputs._fields)
 
@@ -48,10 +48,10 @@ def forward(
         return out, lse, *rest
     is_shared = _is_shared(inputs.key, inputs.value)
     cuts = _cuts(problem, tile or _tile(problem, query.device, is_shared), query.device)
-    slots = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
-    partial = query.new_empty(slots * (problem.head_dim_v + 2), dtype=torch.float32)
-    pieces = (partial[2 * slots :], partial[:slots], partial[slots : 2 * slots])
-    fresh = (out, lse, *(rest or (None,)), *pieces)
+    rows = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
+    partial = query.new_empty(rows * (problem.head_dim_v + 2), dtype=torch.float32)
+    splits = (partial[2 * rows :], partial[:rows], partial[rows : 2 * rows])
+    fresh = (out, lse, *(rest or (None,)), *splits)
     run(_decode_launch, problem, inputs, cuts, is_shared, fresh=fresh)
     run(_merge_launch, problem, inputs, cuts, fresh=fresh)
     return out, lse, *rest
@@ -81,11 +81,11 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_kernel
 
-    call, (_, _, _, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    call, (_, _, _, *splits) = Call(problem, tensors[:_N]), tensors[_N:]
     inputs, (mask, bias, alibi, *_) = call.inputs, call.extras()
     arguments = (
         *map(call.rows, inputs[:3]),
-        *pieces,
+        *splits,
         call.ragged(),
         (inputs.key_scale, inputs.value_scale),
         *(mask, bias, alibi),
@@ -106,13 +106,13 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_s
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_merge_kernel
 
-    call, (out, lse, residual, *pieces) = Call(problem, tensors[:_N]), tensors[_N:]
+    call, (out, lse, residual, *splits) = Call(problem, tensors[:_N]), tensors[_N:]
     cfg = _config(problem, cuts, False)
     segments = problem.batch * cuts.segments
     is_small = segments * cuts.rows <= 4 * _processors(call.inputs.query.device)
     rows = 1 if is_small else min(cfg.BLOCK_M, 16)
     arguments = (
-        *pieces,
+        *splits,
         call.rows(out),
         *(lse, residual),
         call.ragged(),
@@ -122,9 +122,9 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
         *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.BLOCK_DV))),
         cfg,
     )
-    blocks = -(-cuts.rows // rows)
+    row_tiles = -(-cuts.rows // rows)
     return Launch(
-        attn_decode_merge_kernel, segments, arguments, 4, programs_y=blocks, launch_pdl=cuts.has_pdl
+        attn_decode_merge_kernel, segments, arguments, 4, programs_y=row_tiles, launch_pdl=cuts.has_pdl
     )
 
 
@@ -153,7 +153,7 @@ def _is_shared(key: Tensor, value: Tensor) -> bool:
 
 
 def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeConfig:
-    block_d, rest = _parts(problem.head_dim)
+    block_d, rest = _chunks(problem.head_dim)
     block_dv = max(16, _power_of_two(problem.head_dim_v))
     adds_to_scores = problem.softcap > 0 or problem.bias_shape is not None or problem.has_alibi
     return DecodeConfig(
@@ -181,7 +181,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _parts(head_dim: int) -> tuple[int, int]:
+def _chunks(head_dim: int) -> tuple[int, int]:
     """Columns as one power of two, or as two where that pads less: 576 = 512 + 64."""
     whole = max(16, _power_of_two(head_dim))
     first = whole // 2

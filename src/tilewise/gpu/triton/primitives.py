@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
-from tilewise.gpu.triton.arguments import STAT_ROWS, Place
-from tilewise.gpu.triton.guards import cached_rows
+from tilewise.gpu.triton.arguments import STAT_ROWS
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -42,75 +41,7 @@ def wait_for_kernel_before(cfg: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-# ---- where a program works
-
-
-@triton.jit
-def program_tile(sizes, REVERSED: tl.constexpr):
-    """(tile, slot) of this program: slot by slot within a section, so that a section's keys stay in L2.
-
-    REVERSED starts with the last tiles, which see the most keys when attention is causal.
-    """
-    pid = tl.program_id(0)
-    per_section = sizes.section * sizes.num_tiles
-    first = pid // per_section * sizes.section
-    width = tl.minimum(sizes.section, sizes.num_slots - first)
-    tile = pid % per_section // width
-    slot = first + pid % per_section % width
-    if REVERSED:
-        tile = sizes.num_tiles - 1 - tile
-    return tile, slot
-
-
-@triton.jit
-def packed_tile(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
-    """(sequence, tile within it) for tile `tile` of a packed tensor of total // BLOCK + num_sequences tiles.
-
-    Sequence n owns the tiles from cu_seqlens[n] // BLOCK + n on: always enough, at most one unused.
-    """
-    n = tile * 0
-    end = n + num_sequences
-    while end - n > 1:
-        middle = (n + end) // 2
-        is_after = tl.load(cu_seqlens + middle) // BLOCK + middle > tile
-        end = tl.where(is_after, middle, end)
-        n = tl.where(is_after, n, middle)
-    return n, tile - (tl.load(cu_seqlens + n) // BLOCK + n).to(tl.int32)
-
-
-@triton.jit
-def sequence_rows(b, sizes, ragged):
-    """(first query row, seqlen_q, first key row, seqlen_k, first mask column) of sequence b."""
-    q_start = tl.zeros((), tl.int64)
-    k_start = tl.zeros((), tl.int64)
-    seqlen_q = sizes.seqlen_q
-    seqlen_k = sizes.seqlen_k
-    if ragged.cu_seqlens_q is not None:
-        q_start = tl.load(ragged.cu_seqlens_q + b).to(tl.int64)
-        seqlen_q = (tl.load(ragged.cu_seqlens_q + b + 1) - q_start).to(tl.int32)
-    if ragged.cu_seqlens_k is not None:
-        k_start = tl.load(ragged.cu_seqlens_k + b).to(tl.int64)
-        seqlen_k = (tl.load(ragged.cu_seqlens_k + b + 1) - k_start).to(tl.int32)
-    if ragged.errors is not None:
-        first, seqlen_k, _ = cached_rows(b, b >= 0, sizes, ragged)
-        k_start = first.to(tl.int64)
-    first_col = k_start
-    if ragged.cu_seqlens_k is not None:  # each packed sequence has its columns from 0 on
-        first_col = k_start * 0
-    return q_start, seqlen_q, k_start, seqlen_k, first_col
-
-
-@triton.jit
-def query_tile(sizes, ragged, BLOCK_M: tl.constexpr):
-    """(i0, q_start, k_start, place) of this program's tile of queries; there is none if i0 >= seqlen_q."""
-    tile, slot = program_tile(sizes, REVERSED=sizes.window_right is not None)
-    h = slot % sizes.num_heads
-    b = slot // sizes.num_heads
-    if ragged.cu_seqlens_q is not None:
-        b, tile = packed_tile(tile, ragged.cu_seqlens_q, sizes.batch, BLOCK_M)
-    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
-    place = Place(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
-    return tile * BLOCK_M, q_start, k_start, place
+# ---- which tiles see each other
 
 
 @triton.jit
@@ -123,22 +54,22 @@ def stat_start(b, h, q_start, sizes, ragged):
 
 
 @triton.jit
-def key_regions(i0, i1, place, sizes, BLOCK_N: tl.constexpr):
+def key_regions(i0, i1, seq, sizes, BLOCK_N: tl.constexpr):
     """Key tiles for queries [i0, i1): edge [lo, full_lo), full [full_lo, full_hi), edge [full_hi, hi).
 
     Full: every key of the tile is visible to every query. Tiles outside [lo, hi) are invisible.
     """
     lo = i0 * 0
     full_lo = i0 * 0
-    hi = place.seqlen_k
-    full_hi = place.seqlen_k
+    hi = seq.seqlen_k
+    full_hi = seq.seqlen_k
     if sizes.window_left is not None:
-        lo = tl.maximum(i0 + place.offset - sizes.window_left, 0) // BLOCK_N * BLOCK_N
-        full_lo = tl.maximum(i1 - 1 + place.offset - sizes.window_left, 0)
+        lo = tl.maximum(i0 + seq.offset - sizes.window_left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.maximum(i1 - 1 + seq.offset - sizes.window_left, 0)
         full_lo = tl.cdiv(full_lo, BLOCK_N) * BLOCK_N
     if sizes.window_right is not None:
-        hi = tl.minimum(hi, i1 + place.offset + sizes.window_right)
-        full_hi = tl.minimum(full_hi, i0 + place.offset + sizes.window_right + 1)
+        hi = tl.minimum(hi, i1 + seq.offset + sizes.window_right)
+        full_hi = tl.minimum(full_hi, i0 + seq.offset + sizes.window_right + 1)
     full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N, lo)
     return lo, tl.minimum(full_lo, full_hi), full_hi, hi
 
@@ -161,19 +92,19 @@ def edge_tile(n, full_lo, full_hi):
 
 
 @triton.jit
-def query_regions(j0, j1, place, sizes, BLOCK_M: tl.constexpr):
+def query_regions(j0, j1, seq, sizes, BLOCK_M: tl.constexpr):
     """Query tiles that see keys [j0, j1), in the same three regions as `key_regions`."""
     lo = j0 * 0
     full_lo = j0 * 0
-    hi = place.seqlen_q
-    full_hi = place.seqlen_q
+    hi = seq.seqlen_q
+    full_hi = seq.seqlen_q
     if sizes.window_right is not None:
-        lo = tl.maximum(j0 - place.offset - sizes.window_right, 0) // BLOCK_M * BLOCK_M
-        full_lo = tl.maximum(j1 - 1 - place.offset - sizes.window_right, 0)
+        lo = tl.maximum(j0 - seq.offset - sizes.window_right, 0) // BLOCK_M * BLOCK_M
+        full_lo = tl.maximum(j1 - 1 - seq.offset - sizes.window_right, 0)
         full_lo = tl.cdiv(full_lo, BLOCK_M) * BLOCK_M
     if sizes.window_left is not None:
-        hi = tl.minimum(hi, j1 - place.offset + sizes.window_left)
-        full_hi = tl.minimum(full_hi, j0 - place.offset + sizes.window_left + 1)
+        hi = tl.minimum(hi, j1 - seq.offset + sizes.window_left)
+        full_hi = tl.minimum(full_hi, j0 - seq.offset + sizes.window_left + 1)
     full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_M * BLOCK_M, lo)
     return lo, tl.minimum(full_lo, full_hi), full_hi, hi
 
@@ -217,14 +148,14 @@ def tanh(x, IS_ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def score_ptrs(x, i, j, place):
+def score_ptrs(x, i, j, seq):
     """Pointers to the entries (i, j) of a score-shaped tensor, in 64 bits."""
-    head = place.b.to(tl.int64) * x.stride_batch + place.h.to(tl.int64) * x.stride_head
-    return x.ptr + head + i.to(tl.int64) * x.stride_row + (j + place.first_col) * x.stride_col
+    head = seq.b.to(tl.int64) * x.stride_batch + seq.h.to(tl.int64) * x.stride_head
+    return x.ptr + head + i.to(tl.int64) * x.stride_row + (j + seq.first_col) * x.stride_col
 
 
 @triton.jit
-def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
+def load_scores(x, i, j, seq, IS_EDGE: tl.constexpr):
     """A tile of a score-shaped tensor, zero where it does not exist; a 0 that is not used if x is None.
 
     To be called before the tile's products, which then hide the time that it takes.
@@ -232,25 +163,25 @@ def load_scores(x, i, j, place, IS_EDGE: tl.constexpr):
     if x is None:
         return i * 0
     else:
-        ptrs = score_ptrs(x, i, j, place)
+        ptrs = score_ptrs(x, i, j, seq)
         if IS_EDGE:
-            exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
+            exists = (i < seq.seqlen_q) & (j < seq.seqlen_k) & (j >= 0)
             return tl.load(ptrs, mask=exists, other=0)
         else:
             return tl.load(ptrs)
 
 
 @triton.jit
-def store_scores(x, tile, i, j, place, IS_EDGE: tl.constexpr):
+def store_scores(x, tile, i, j, seq, IS_EDGE: tl.constexpr):
     """Write a tile of a score-shaped tensor where it exists."""
     exists = None
     if IS_EDGE:
-        exists = (i < place.seqlen_q) & (j < place.seqlen_k) & (j >= 0)
-    tl.store(score_ptrs(x, i, j, place), tile.to(x.ptr.dtype.element_ty), mask=exists)
+        exists = (i < seq.seqlen_q) & (j < seq.seqlen_k) & (j >= 0)
+    tl.store(score_ptrs(x, i, j, seq), tile.to(x.ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def logits(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
+def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
     """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
 
     Still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where the key is not
@@ -270,23 +201,23 @@ def logits(s, i, j, place, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: t
     if extras.bias is not None:
         s += bias.to(tl.float32)
     if extras.alibi is not None:
-        slope = tl.load(extras.alibi.ptr + place.b * extras.alibi.stride_batch + place.h).to(tl.float32)
-        s -= tl.abs(i + place.offset - j).to(tl.float32) * (slope * unit)
+        slope = tl.load(extras.alibi.ptr + seq.b * extras.alibi.stride_batch + seq.h).to(tl.float32)
+        s -= tl.abs(i + seq.offset - j).to(tl.float32) * (slope * unit)
     if IS_EDGE:
-        s = tl.where(visible_pairs(i, j, place, sizes), s, float("-inf"))
+        s = tl.where(visible_pairs(i, j, seq, sizes), s, float("-inf"))
     if extras.mask is not None:
         s = tl.where(mask != 0, s, float("-inf"))
     return s, t
 
 
 @triton.jit
-def visible_pairs(i, j, place, sizes):
+def visible_pairs(i, j, seq, sizes):
     """Whether length and window let query i see key j."""
-    visible = (j < place.seqlen_k) & (j >= 0)
+    visible = (j < seq.seqlen_k) & (j >= 0)
     if sizes.window_left is not None:
-        visible = visible & (j >= i + place.offset - sizes.window_left)
+        visible = visible & (j >= i + seq.offset - sizes.window_left)
     if sizes.window_right is not None:
-        visible = visible & (j <= i + place.offset + sizes.window_right)
+        visible = visible & (j <= i + seq.offset + sizes.window_right)
     return visible
 
 
@@ -391,14 +322,14 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(i0, j0, place, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """True [BLOCK_M, BLOCK_N] where a weight survives: Philox word j % 4 of counter (j // 4, i, slot, 0).
+def keep_tile(i0, j0, seq, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """True [BLOCK_M, BLOCK_N] where a weight survives: Philox word j % 4 of counter (j // 4, i, bh, 0).
 
     One call of the generator serves four neighbouring keys, so j0 must be divisible by 4.
     """
     i = (i0 + tl.arange(0, BLOCK_M))[:, None]
     group = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    w0, w1, w2, w3 = dropout_words(i, group, place, extras, sizes)
+    w0, w1, w2, w3 = dropout_words(i, group, seq, extras, sizes)
     words = tl.join(
         tl.join(w0, w2), tl.join(w1, w3)
     )  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
@@ -406,20 +337,20 @@ def keep_tile(i0, j0, place, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def keep_entries(i, j, place, extras, sizes):
+def keep_entries(i, j, seq, extras, sizes):
     """The same decision entry by entry, for any i and j: four times the work of `keep_tile`."""
-    w0, w1, w2, w3 = dropout_words(i, j // 4, place, extras, sizes)
+    w0, w1, w2, w3 = dropout_words(i, j // 4, seq, extras, sizes)
     low = tl.where(j % 2 == 0, w0, w1)
     high = tl.where(j % 2 == 0, w2, w3)
     return is_kept(tl.where(j % 4 < 2, low, high), sizes)
 
 
 @triton.jit
-def dropout_words(i, group, place, extras, sizes):
+def dropout_words(i, group, seq, extras, sizes):
     seed = tl.load(extras.dropout_seed)
     c0 = (group + i * 0).to(tl.uint32)
     c1 = (i + group * 0).to(tl.uint32)
-    c2 = c0 * 0 + (place.b * sizes.num_heads + place.h).to(tl.uint32)
+    c2 = c0 * 0 + (seq.b * sizes.num_heads + seq.h).to(tl.uint32)
     return tl.philox(seed, c0, c1, c2, c0 * 0, 10)
 
 

@@ -39,7 +39,7 @@ class DecodeTile:
 # "dv": each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
 Rows = dict[str, list[tuple[int, KernelTile | None]]]
 
-# Any GPU with 99 KB of shared memory a block or more. Chosen by registers and spills; not timed.
+# Any GPU with 99 KB of shared memory a CTA or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
     "forward": [
         (64, KernelTile(128, 64, 4, 3)),
@@ -285,7 +285,7 @@ def decode_tile(
 
     Args:
         head_dim: the larger of QK's and V's.
-        rows: queries times the heads that share a key head.
+        rows: queries times the heads of a GQA group.
         keys: sequences times key heads times the longest sequence.
         is_shared: the values lie in the keys, so that half the memory is enough.
 
@@ -307,6 +307,6 @@ def decode_tile(
         return DecodeTile(64, 64, 2, 4, 8)
     if head_dim <= 64:
         return DecodeTile(64, 128, 2, 4, 7)
-    if keys <= FEW_KEYS:  # a piece for each multiprocessor: fewer to merge
+    if keys <= FEW_KEYS:  # a split for each multiprocessor: fewer to merge
         return DecodeTile(64, 128, 1, 8, 3)
     return DecodeTile(64, 64, 4, 4, 4)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 MOST_SOFTCAP = 1000.0  # that keeps lse so small that 16-bit weights need no shift
 LARGE_LSE = 44.0  # 64 in units of log2; up to here a float has it to 2^-18
-CHUNK = 4096  # float32 elements of dq that one warpgroup adds at a time
+DQ_TILE = 4096  # float32 elements of dq that one warpgroup adds at a time: [64, 64]
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class BackwardConfig:
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
-    K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see backward_loads
+    K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see `loads`
     IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
-    IS_SPLIT: bool = False  # several blocks share a tile of keys: see backward_pieces
+    IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -46,13 +46,13 @@ class BackwardConfig:
         return not (self.HAS_LEFT or self.HAS_RIGHT or self.IS_DETERMINISTIC)
 
     @property
-    def IN_UNITS(self) -> bool:
+    def IS_STREAM_K(self) -> bool:
         """Whether shared tiles, of the same length, are cut into units of steps."""
         return self.IS_SPLIT and not self.HAS_RIGHT
 
     @property
-    def IN_PARTS(self) -> bool:
-        """Whether each is cut into the same number of parts."""
+    def IS_EVENLY_SPLIT(self) -> bool:
+        """Whether each is cut into the same number of splits."""
         return self.IS_SPLIT and self.HAS_RIGHT
 
     @property
@@ -68,30 +68,30 @@ class BackwardSizes(NamedTuple):
     seqlen_q: Any
     seqlen_k: Any
     group_size: Any  # query heads that share one key head
-    num_slots: Any  # (batch, key head) pairs, or key heads if packed
-    num_tiles: Any  # key tiles of a slot; packed: not used
-    section: Any  # slots whose tiles are drawn together, those with most to do first
+    num_bh: Any  # (batch, key head) pairs, or key heads if packed
+    num_tiles: Any  # key tiles of a (batch, key head); packed: not used
+    l2_swizzle: Any  # (batch, key head) pairs whose tiles are interleaved, those with most to do first
     tiles_q: Any  # query tiles of a query head in the scratch tensors
     window_left: Any
     window_right: Any
 
 
 class Division(NamedTuple):
-    """How blocks divide tiles of keys, see `backward_pieces`; without pieces each is one block's."""
+    """How CTAs divide tiles of keys, see `splits`; without splits each is one CTA's."""
 
-    draws: int  # units or parts, and whole tiles
+    work_tiles: int  # units or splits, and whole tiles
     shared: int = 0  # tiles
-    pieces: int = 0  # at most
+    splits: int = 0  # at most
     border: int = 0  # of shared tiles and whole ones
     unit: int = 1
 
 
-class Pieces(NamedTuple):
-    """Which tiles of keys several blocks share, where IS_SPLIT: see `backward_pieces`."""
+class Splits(NamedTuple):
+    """Which tiles of keys several CTAs share, where IS_SPLIT: see `splits`."""
 
     border: Any  # tiles of keys from this one on; causal, those before it
-    unit: Any  # steps of a block: query tiles, of all heads of a group; causal, parts of a tile
-    sums: Any  # float32 (pieces, 2 warpgroups, dK and dV, 64 * BLOCK_D), in the order of registers
+    unit: Any  # steps of a unit: query tiles, of all heads of a group; causal, splits of a tile
+    sums: Any  # float32 (splits, 2 warpgroups, dK and dV, 64 * BLOCK_D), in the order of registers
 
 
 class ScoreFactors(NamedTuple):
@@ -109,8 +109,8 @@ class WideBackwardConfig:
 
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
     BLOCK_N: int  # keys of a tile
-    PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
-    PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
+    D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
+    D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, padded by TMA to a power of two
     STAGES: int  # tiles of Q and of dO in flight in the keys kernel
     K_STAGES: int  # in the queries kernel
@@ -130,12 +130,12 @@ class WideBackwardConfig:
     @property
     def IS_SLIM(self) -> bool:
         """Whether dK and dV of 128 keys fit the registers of two warpgroups."""
-        return self.PARTS * self.PART_WIDTH <= 192 and self.BLOCK_DV == 128
+        return self.D_CHUNKS * self.D_CHUNK <= 192 and self.BLOCK_DV == 128
 
     @property
     def STORE_WIDTHS(self) -> tuple[int, int]:
         """Columns of dK and of dV that are stored at a time, each through a tile that is no longer needed."""
-        return (self.PART_WIDTH, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
+        return (self.D_CHUNK, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
 
     @property
     def maxnreg(self) -> int:

@@ -4,9 +4,9 @@
     dV += P^T dO,  dK += dS^T Q,  dQ = dS K                       (five products, by recomputation from lse)
 
     role          warps   does
-    load_role     1       draws tiles of keys; starts TMA copies of K, the first Q and dO, V, more Q and dO
+    load_role     1       takes tiles of keys; starts TMA copies of K, the first Q and dO, V, more Q and dO
     mma_role x 2  4 each  the five products by wgmma; dK and dV of its 64 keys stay in registers
-    add_role      1       adds finished parts of dQ to a float32 scratch tensor in global memory, by TMA
+    add_role      1       adds finished dQ to a float32 scratch tensor in global memory, by TMA
 
 Scores are computed transposed, [keys, queries], so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from
 registers. dQ needs the dS of both warpgroups: each leaves its half in shared memory and computes half of dQ
@@ -15,55 +15,55 @@ from both. One query tile, a step, and the next:
     wgmma        S  dP  |                    | dV  dQ  dK
     arithmetic          | P = exp(S)  dS     |         dQ out
 
-dQ of a query tile is summed in memory by the blocks that have its keys. Each tile has a counter, 0 at first:
-who adds 1 and finds 0 stores, and adds STORED once that is in memory; who finds less than STORED waits for
-it, then adds. Deterministic, the counter says whose turn it is. Another counter, one a key head, tells the
-next kernel when all of a head's dQ is there. Where tiles of keys don't fill the SMs evenly, several blocks
-share one: see `backward_pieces`.
+dQ of a query tile is summed in memory by the CTAs that have its keys. Each tile has a semaphore, 0 at first.
+Who adds 1 and finds 0 stores, and adds STORED once that is in memory; who finds less than STORED waits for
+it, then adds. Deterministic, the semaphore gives the order. A counter for each key head tells the next kernel
+when all of a head's dQ is there. Where tiles of keys don't fill the last wave, several CTAs share one: see
+`splits`.
 
 FlashAttention-2 (Dao, 2023), algorithm 2; transposed scores, the order of a step and the dQ warp as in
 FlashAttention-3.
 """
 
-from tilewise.gpu.hopper.backward.arguments import BackwardSizes, Pieces, ScoreFactors
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors, Splits
 from tilewise.gpu.hopper.backward.loads import (
     FIRST_STATE,
     await_slot,
-    key_block,
-    key_place,
+    key_buffer,
+    key_coords,
     key_slot,
     load_role,
     make_channels,
-    query_block,
+    query_buffer,
     query_slot,
     to_next_keys,
     to_next_queries,
 )
-from tilewise.gpu.hopper.backward.pieces import queries_of, receive_piece, store_piece
 from tilewise.gpu.hopper.backward.ranges import (
     Step,
+    bh_counter,
+    dq_order,
     mirrored,
     next_queries,
     query_tiles,
     scratch_tile,
-    slot_counter,
     staggered,
-    turn_of_keys,
 )
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient, weights
+from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
 from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
     as_blocks,
-    await_signal,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    meet,
-    signal,
+    named_barrier_arrive,
+    named_barrier_sync,
     start_next_kernel,
     store_tile,
+    sync_warpgroups,
     wait_for_own_stores,
     wait_for_previous_kernel,
     wait_for_stores,
@@ -73,11 +73,11 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import product
-from tilewise.gpu.hopper.common.schedule import answer, draw
+from tilewise.gpu.hopper.common.scheduler import fetch_add, fetched
 
-LEFT = gl.constexpr(9)  # + W: the signal that warpgroup W has left a part of dQ
-TAKEN = gl.constexpr(11)  # + W: that it has been read
-STORED = gl.constexpr(1 << 24)  # in the counter of a query tile's dQ: its first part is in memory
+DQ_FULL = gl.constexpr(9)  # + W: named barrier, warpgroup W has staged its half of dQ
+DQ_EMPTY = gl.constexpr(11)  # + W: its staging buffer has been read
+STORED = gl.constexpr(1 << 24)  # in the semaphore of a query tile's dQ: its first summand is in memory
 
 
 @gluon.jit
@@ -105,13 +105,13 @@ def as_operand(x, cfg: gl.constexpr):
 
 @gluon.jit
 def start_queries(W: gl.constexpr, use, keys, desc, ch, cfg: gl.constexpr):
-    """Start this warpgroup's half of dQ = dS K; both have left their dS^T."""
+    """Start this warpgroup's half of dQ = dS K; both have staged their dS^T."""
     HALF: gl.constexpr = cfg.BLOCK_D * cfg.BLOCK_M // 128
     slot = use % 2
     dq = gl.full([64, HALF], 0.0, gl.float32, accumulator_layout(HALF))
     for w in gl.static_range(2):
         ds = ch.ds.index(w * 2 + slot)
-        k = key_block(ch, keys, w, desc, cfg).reshape([64, cfg.BLOCK_D])
+        k = key_buffer(ch, keys, w, desc, cfg).reshape([64, cfg.BLOCK_D])
         if cfg.BLOCK_M == 64:  # columns [W * HALF, W * HALF + HALF) of all queries
             k = k.slice(W * HALF, HALF, 1)
         else:  # all columns of queries [W * 64, W * 64 + 64)
@@ -121,8 +121,8 @@ def start_queries(W: gl.constexpr, use, keys, desc, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def leave_dq(W: gl.constexpr, dq, zero, ch):
-    """Leave dQ [64, 64] for the add role in the order of registers: each thread stores 16 bytes at a time."""
+def stage_dq(W: gl.constexpr, dq, zero, ch):
+    """Stage dQ [64, 64] for the add role in the order of registers: each thread stores 16 bytes at a time."""
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([32, 128])
     ch.dq.index(W + zero).store(dq)
 
@@ -134,26 +134,26 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, step, use, turn, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
+    W: gl.constexpr, step, use, work_use, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
     factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
-    What the step before has left is passed on, if there was one.
+    What the step before has staged is published, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
-    v = ch.v.tiles.index(turn % cfg.K_STAGES * 2 + W)
-    s = start_product(key_block(ch, keys, W, desc, cfg), query_block(ch, slot, 0), cfg)
+    v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
+    s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
-        ch.v.wait(turn)
+        ch.v.wait(work_use)
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
-        pass_on(W, use, last, ch)
+        publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(s, stats, at, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
-        dp = start_product(v, query_block(ch, slot, 1), cfg)
+        dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
-        dp = start_product(v, query_block(ch, slot, 1), cfg)
-        pass_on(W, use, last, ch)
+        dp = start_product(v, query_buffer(ch, slot, 1), cfg)
+        publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, _ = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
         weight = p
@@ -161,21 +161,21 @@ def start_step(
 
 
 @gluon.jit
-def pass_on(W: gl.constexpr, use, last, ch):
-    """Hand over what a step has left: its part of dQ, and a slot that is no longer needed.
+def publish_step(W: gl.constexpr, use, last, ch):
+    """Publish what a step has staged, its half of dQ, and release a slot that is no longer needed.
 
     The slot is that of its query tile, or after the last one of a tile of keys that of K. The warpgroup's
     warps wait for each other here: the products of the next step run meanwhile, and TMA reads dQ while
     shared memory has least to do.
     """
     fence_async_shared()  # the stores of dQ are visible to the TMA addition
-    signal(LEFT + W, use)
-    wait_for_own_stores()  # dK and dV of the tile before have left the memory of K and dS
+    named_barrier_arrive(DQ_FULL + W, use)
+    wait_for_own_stores()  # dK and dV of the tile before have left their staging buffers, K and dS
     mbarrier.arrive(ch.slots.empty.index(last), count=1, pred=use > 0)
 
 
 @gluon.jit
-def leave_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
+def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
     """dS^T [64, BLOCK_M] of finished products, as register operand and in shared memory for dQ."""
     ds = pinned(score_gradient(weight, dp, stats_of(slot, ch, cfg), ch.ds.dtype, cfg))
     ch.ds.index(W * 2 + use % 2).store(ds)
@@ -183,12 +183,12 @@ def leave_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg: gl.constexpr):
-    """Warpgroup W: dK and dV of 64 keys of every tile that the load role draws, and half of its dQ."""
-    turn = 0
+def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg: gl.constexpr):
+    """Warpgroup W: dK and dV of 64 keys of every work tile, and half of its dQ."""
+    work_use = 0  # of the work ring
     use = 0  # query tiles so far
     last = 0  # the slot that the next step gives back
-    work, start = receive_piece(ch.work, turn)
+    work, start = receive_split(ch.work, work_use)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -196,7 +196,7 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, piec
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -205,23 +205,25 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, piec
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
             at = Step(shifts, head, tile, spread, tiles)
-            place = mirrored(tile, tiles, cfg)
+            visited = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, turn, slot, last, keys, at, place, key, own, work, dk_desc, ch, sizes,
+                W, step, use, work_use, slot, last, keys, at, visited, key, own, work, dk_desc, ch, sizes,
                 factors, cfg,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = leave_ds(W, weight, dp, use, slot, ch, cfg)
+            ds = stage_ds(W, weight, dp, use, slot, ch, cfg)
             p = as_operand(p.to(ch.ds.dtype), cfg)
-            dv = start_sum(p, query_block(ch, slot, 1), dv, step, cfg)
+            dv = start_sum(p, query_buffer(ch, slot, 1), dv, step, cfg)
             fence_async_shared()  # the stores of dS are visible to wgmma
-            meet()
-            ch.v.release(turn, step == steps - 1)  # early, so that the next is there in time
+            sync_warpgroups()
+            ch.v.release(work_use, step == steps - 1)  # early, so that the next is there in time
             dq = start_queries(W, use, keys, dk_desc, ch, cfg)
-            dk = start_sum(ds, query_block(ch, slot, 0), dk, step, cfg)
+            dk = start_sum(ds, query_buffer(ch, slot, 0), dk, step, cfg)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
-            await_signal(TAKEN + W, use)  # the last dQ has been read. As late as can be: TMA is slow at that
-            leave_dq(W, dq, zero, ch)
+            named_barrier_sync(
+                DQ_EMPTY + W, use
+            )  # the last dQ has been read. As late as can be: TMA is slow at that
+            stage_dq(W, dq, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             use += 1
@@ -229,128 +231,130 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, piec
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
         last = key_slot(state)
         if cfg.IS_SPLIT and start >= 0:
-            store_piece(W, start, dk * factors.scale, dv, sizes, pieces, cfg)
+            store_split(W, start, dk * factors.scale, dv, sizes, splits, cfg)
         else:
-            place = key_place(W, work, cfg)
-            store_keys(W, dk * factors.scale, dv, last, opaque_zero(use), place, dk_desc, dv_desc, ch, cfg)
-        turn += 1
-        work, start = receive_piece(ch.work, turn)
+            row_coords = key_coords(W, work, cfg)
+            store_keys(
+                W, dk * factors.scale, dv, last, opaque_zero(use), row_coords, dk_desc, dv_desc, ch, cfg
+            )
+        work_use += 1
+        work, start = receive_split(ch.work, work_use)
     fence_async_shared()
-    signal(LEFT + W, use)
-    await_signal(TAKEN + W, use)
+    named_barrier_arrive(DQ_FULL + W, use)
+    named_barrier_sync(DQ_EMPTY + W, use)
     wait_for_own_stores()
 
 
 @gluon.jit
-def store_keys(W: gl.constexpr, dk, dv, keys, zero, place, dk_desc, dv_desc, ch, cfg: gl.constexpr):
-    """Start copying dK and dV [64, BLOCK_D] through the memory of K and dS; rows past the end are cut."""
+def store_keys(W: gl.constexpr, dk, dv, keys, zero, row_coords, dk_desc, dv_desc, ch, cfg: gl.constexpr):
+    """Start copying dK and dV [64, BLOCK_D], staged in K and dS; rows past the end are cut."""
     BLOCKS: gl.constexpr = 2 * cfg.BLOCK_M // cfg.BLOCK_D  # of a descriptor, in the dS^T of a warpgroup
-    meet()  # both have computed their last dQ from dS and K
-    dk_block = key_block(ch, keys + zero, W, dk_desc, cfg)
-    dk_block.reshape(dk.shape).store(dk.to(dk_desc.dtype))
-    dv_block = as_blocks(ch.ds, 2 * BLOCKS, dv_desc).index(W * BLOCKS + zero)
-    dv_block.reshape(dv.shape).store(dv.to(dv_desc.dtype))
+    sync_warpgroups()  # both have computed their last dQ from dS and K
+    dk_buffer = key_buffer(ch, keys + zero, W, dk_desc, cfg)
+    dk_buffer.reshape(dk.shape).store(dk.to(dk_desc.dtype))
+    dv_buffer = as_blocks(ch.ds, 2 * BLOCKS, dv_desc).index(W * BLOCKS + zero)
+    dv_buffer.reshape(dv.shape).store(dv.to(dv_desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copies
-    store_tile(dk_desc, place, dk_block)
-    store_tile(dv_desc, place, dv_block)
+    store_tile(dk_desc, row_coords, dk_buffer)
+    store_tile(dv_desc, row_coords, dv_buffer)
 
 
 @gluon.jit
-def add_role(dq_desc, turns, ch, sizes, pieces, cfg: gl.constexpr):
+def add_role(dq_desc, semaphores, ch, sizes, splits, cfg: gl.constexpr):
     """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup.
 
-    Nobody writes zeros: the first to claim a query tile, or deterministic the first in turn, stores.
+    Nobody writes zeros: the first to claim a query tile, or deterministic the first in order, stores.
     """
     wait_for_previous_kernel()  # its counters are there
     if cfg.ENDS_UNEVENLY:
         start_next_kernel()  # its programs run on SMs that have nothing left to do
     use = 0
-    work, start = receive_piece(ch.work, use, 1)
+    work, start = receive_split(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
         scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
         if not cfg.IS_DETERMINISTIC:
-            ticket = draw(turns + scratch, IS_ACQUIRE=True)
+            ticket = fetch_add(semaphores + scratch, IS_ACQUIRE=True)
         for step in range(steps):
-            counter = turns + scratch
+            semaphore = semaphores + scratch
             if cfg.IS_DETERMINISTIC:
-                turn = turn_of_keys(mirrored(tile, tiles, cfg), work, sizes, cfg)
-                await_count(counter, turn)
+                order = dq_order(mirrored(tile, tiles, cfg), work, sizes, cfg)
+                await_semaphore(semaphore, order)
             else:
-                turn = answer(ticket)
-                if (turn > 0) & (turn < STORED):
-                    await_count(counter, STORED)
+                order = fetched(ticket)
+                if (order > 0) & (order < STORED):
+                    await_semaphore(semaphore, STORED)
             for w in gl.static_range(2):
-                await_signal(LEFT + w)
-                write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), turn)
+                named_barrier_sync(DQ_FULL + w)
+                write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), order)
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
             if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
-                ticket = draw(turns + scratch, step + 1 < steps, IS_ACQUIRE=True)
+                ticket = fetch_add(semaphores + scratch, step + 1 < steps, IS_ACQUIRE=True)
             for w in gl.static_range(2):
                 wait_for_stores(1 - w)
-                signal(TAKEN + w)
+                named_barrier_arrive(DQ_EMPTY + w)
             if cfg.IS_DETERMINISTIC:
                 wait_for_writes()
-                gl.atomic_add(counter, gl.where(turn < 0, 0, 1), sem="release")
-            elif turn == 0:
+                gl.atomic_add(semaphore, gl.where(order < 0, 0, 1), sem="release")
+            elif order == 0:
                 wait_for_writes()  # in memory, before others are told so
-                gl.atomic_add(counter, STORED, sem="release")
+                gl.atomic_add(semaphore, STORED, sem="release")
         if cfg.ENDS_UNEVENLY:
             wait_for_writes()
-            share = gl.where(start < 0, 1, steps)  # a tile's pieces add up to all of its steps
-            gl.atomic_add(slot_counter(turns, work, sizes, cfg), share, sem="release")
+            done = gl.where(start < 0, 1, steps)  # a tile's splits add up to all of its steps
+            gl.atomic_add(bh_counter(semaphores, work, sizes, cfg), done, sem="release")
         use += 1
-        work, start = receive_piece(ch.work, use, 1)
+        work, start = receive_split(ch.work, use, 1)
 
 
 @gluon.jit
-def write_dq(dq_desc, row, smem, turn):
-    """Start copying a part of dQ to memory: stored if nobody was there before, or added."""
-    if turn == 0:
+def write_dq(dq_desc, row, smem, order):
+    """Start copying half a dQ tile to memory: stored if nobody was there before, or added."""
+    if order == 0:
         store_tile(dq_desc, [row, 0], smem)
-    elif turn > 0:  # deterministic, -1: no query sees these keys, and perhaps nobody has stored yet
+    elif order > 0:  # deterministic, -1: no query sees these keys, and perhaps nobody has stored yet
         add_tile(dq_desc, [row, 0], smem)
 
 
 @gluon.jit
-def await_count(counter, least):
+def await_semaphore(semaphore, least):
     """Wait for others, each of which has started already: no deadlock.
 
-    Whoever has claimed a tile waits for nobody before it stores. In turn, work is drawn in that order.
+    Whoever has claimed a tile waits for nobody before it stores. In order: CTAs take work tiles in it.
     """
-    now = gl.atomic_add(counter, 0, sem="acquire")
+    now = gl.atomic_add(semaphore, 0, sem="acquire")
     while now < least:
-        now = gl.atomic_add(counter, 0, sem="acquire")
+        now = gl.atomic_add(semaphore, 0, sem="acquire")
 
 
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit"])
 def attn_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, turns,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     border, unit, key_sums, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Pieces`."""
+    """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
-    pieces = Pieces(border, unit, key_sums)
+    splits = Splits(border, unit, key_sums)
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, pieces, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg)),
             (
                 load_role,
-                (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, pieces, cfg),
+                (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, cfg),
             ),
-            (add_role, (dq_desc, turns, ch, sizes, pieces, cfg)),
+            (add_role, (dq_desc, semaphores, ch, sizes, splits, cfg)),
         ],
         [4, 1, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],

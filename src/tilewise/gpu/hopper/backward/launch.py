@@ -1,4 +1,4 @@
-"""Host side of the Hopper backward: what it serves, and the launch of its three kernels."""
+"""Host side of the Hopper backward for head sizes up to 128: the launches of its three kernels."""
 
 from __future__ import annotations
 
@@ -12,29 +12,19 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import (
-    CHUNK,
+    DQ_TILE,
     MOST_SOFTCAP,
     BackwardConfig,
     BackwardSizes,
     Division,
-    Pieces,
     ScoreFactors,
+    Splits,
     WideBackwardConfig,
 )
-from tilewise.gpu.hopper.forward.launch import (
-    LOG2_E,
-    SECTION_BYTES,
-    UNBOUNDED,
-    descriptor,
-    num_sms,
-    order_sequences,
-    scheduler_counter,
-    section_size,
-    tma_ready,
-)
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
-NARROW = 128  # head sizes up to which one kernel has dK, dV and dQ
+MAX_HEAD_DIM = 128  # that one kernel has dK, dV and dQ of
 
 Config = BackwardConfig | WideBackwardConfig
 
@@ -46,29 +36,24 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    config: BackwardConfig | None = None,
     residual: Tensor | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
-    if problem.head_dim > NARROW:
-        from tilewise.gpu.hopper.backward.wide_launch import backward as wide_backward
-
-        return wide_backward(problem, inputs, out, lse, dout, dlse, residual)
-    cfg = config or backward_config(problem)
-    division = divide(problem, cfg, num_sms(inputs.query.device.index))
-    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    cfg = backward_config(problem)
+    division = divide(problem, cfg, host.num_sms(inputs.query.device.index))
+    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
-    *sums, turns = scratch_shapes(problem, cfg, division, query.shape[-3])
+    *sums, semaphores = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
     if late_tiles(problem, cfg, division):
         scratch.append(dq.view(-1).view(torch.float32))
-    scratch.append(query.new_empty(turns, dtype=torch.int32))
+    scratch.append(query.new_empty(semaphores, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    optional = (dlse, cu_q, cu_k, *order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
+    optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
-    new = (dq, dk, dv, *scratch, scheduler_counter(query.device))
-    run_steps(problem, steps(problem, cfg, division, given, new, optional))
+    new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
+    run_steps(problem, steps(cfg, division, given, new, optional))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
@@ -76,7 +61,6 @@ def backward(
 
 
 def steps(
-    problem: AttentionProblem,
     cfg: BackwardConfig,
     division: Division,
     given: Sequence[Tensor | None],
@@ -88,14 +72,14 @@ def steps(
     `optional` are dlse, the sequences' offsets, and `order_sequences`.
     """
     query, key, value, out, lse, residual, dout = given
-    dq, dk, dv, stats, shifts, dq_sum, *pieces, turns, counter = new
-    key_sums = pieces[0] if pieces else dq if division.pieces else None
+    dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
+    key_sums = splits[0] if splits else dq if division.splits else None
     dlse, cu_q, cu_k, *ordered = optional
-    fresh = (dk, dv, stats, shifts, dq_sum, turns, *ordered, counter, key_sums)
+    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums)
     return [
-        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, turns)),
+        Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
-        Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, turns, ordered[1], dk, dv, key_sums)),
+        Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, semaphores, ordered[1], dk, dv, key_sums)),
     ]
 
 
@@ -125,7 +109,7 @@ def has_large_lse(problem: AttentionProblem) -> bool:
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
-    """Whether tiles of keys visit queries from the last on: deterministic and causal, where keys take turns.
+    """Whether tiles of keys visit queries from the last on: deterministic and causal, where dQ has an order.
 
     So the first tiles, which have most to do, come first, and are the first to add to each query tile. Those
     after them start a step late; but without groups, a tile of head size 64 is only a step shorter than the
@@ -136,19 +120,19 @@ def latest_first(problem: AttentionProblem, block_d: int) -> bool:
     return problem.deterministic and is_causal and (block_d == 128 or problem.group_size > 1)
 
 
-def query_slots(problem: AttentionProblem) -> int:
+def query_bh(problem: AttentionProblem) -> int:
     """(batch, query head) pairs, or query heads if packed."""
     return problem.num_heads * (1 if problem.is_packed else problem.batch)
 
 
 def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
-    """Query tiles of one slot of the scratch tensors: a (batch, query head), or a query head if packed."""
+    """Query tiles of a (batch, query head), or of a query head if packed, in the scratch tensors."""
     return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
 
 
 def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
     """(tiles, rows * BLOCK_M): see `rows.attn_bwd_prepare_kernel`. `rows` of a packed query."""
-    tiles = query_slots(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
+    tiles = query_bh(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
     return tiles, cfg.STATS * cfg.BLOCK_M
 
 
@@ -160,31 +144,31 @@ def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of pieces as registers lie.
+    """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of splits as registers lie.
 
-    Then int32: of each query tile, who has written to its dQ; of each slot, tiles of keys whose dQ is there;
-    how many parts of shared tiles are merged.
+    Then int32: the semaphore of each query tile's dQ; of each (batch, key head), tiles of keys whose dQ is
+    there; how many programs have reduced shared tiles.
     """
     stats = stats_shape(problem, cfg, rows)
     dq = (stats[0] * cfg.BLOCK_M * cfg.BLOCK_D // 128, 128)
-    turns = (stats[0] + query_slots(problem) + 1,)
-    has_own = division.pieces and not late_tiles(problem, cfg, division)
+    semaphores = (stats[0] + query_bh(problem) + 1,)
+    has_own = division.splits and not late_tiles(problem, cfg, division)
     return [
         stats,
         shifts_shape(stats),
         dq,
-        *([(division.pieces, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []),
-        turns,
+        *([(division.splits, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []),
+        semaphores,
     ]
 
 
 def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Division) -> int:
-    """How many query tiles of each head, from the first sequence's first one on, have pieces in their dq.
+    """How many query tiles of each head, from the first sequence's first one on, have splits in their dq.
 
-    Pieces take the memory of dq, which nobody needs before they are merged, if they fit; 0 if not.
+    Splits take the memory of dq, which nobody needs before they are reduced, if they fit; 0 if not.
     """
     row_bytes = problem.dtype.itemsize * problem.num_heads * problem.head_dim
-    rows = -(-division.pieces * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
+    rows = -(-division.splits * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
     if rows > problem.batch * problem.seqlen_q:
         return 0
     sequences, rows = divmod(rows, max(1, problem.seqlen_q))
@@ -193,9 +177,9 @@ def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Divisio
 
 @functools.lru_cache(maxsize=4096)
 def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
-    """Which tiles of keys blocks share, if that saves time: those of a last, incomplete round.
+    """Which tiles of keys CTAs share, if that saves time: those of a last, incomplete wave.
 
-    Causal, the longest ones where tiles are few. With a window none is long. Deterministic, keys take turns;
+    Causal, the longest ones where tiles are few. With a window none is long. Deterministic, dQ has an order;
     packed, the host does not know the lengths.
     """
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N) * problem.num_kv_heads * problem.batch
@@ -207,9 +191,9 @@ def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division
         return Division(tiles)
     unit = -(-shared * steps // sms)
     units = -(-shared * steps // unit)
-    # In steps, as measured: a unit stores twice. Pieces are stored and read in float32. The idle SMs of the
-    # last round would have converted that much of dQ.
-    cost = 1 + (units + shared) * cfg.BLOCK_D / 8192 + query_slots(problem) * query_tiles / 300
+    # In steps, as measured: a unit stores twice. Splits are stored and read in float32. The idle SMs of the
+    # last wave would have converted that much of dQ.
+    cost = 1 + (units + shared) * cfg.BLOCK_D / 8192 + query_bh(problem) * query_tiles / 300
     whole = tiles - shared
     return (
         Division(whole + units, shared, units + shared, whole, unit)
@@ -219,42 +203,42 @@ def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division
 
 
 def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
-    """Tiles in up to four parts each, if each SM has at most one; but whole if some part would be empty."""
-    slots = problem.num_kv_heads * problem.batch
+    """Tiles in up to four splits each, if each SM has at most one; but whole if some split would be empty."""
+    bh = problem.num_kv_heads * problem.batch
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     visibility = problem.visibility()
     query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
     is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
-    is_small = slots * tiles * query_tiles > 0 and slots * tiles <= sms and section(problem, slots) == slots
+    is_small = bh * tiles * query_tiles > 0 and bh * tiles <= sms and l2_swizzle(problem, bh) == bh
     if not (is_plain and is_small):
-        return Division(tiles * slots)
+        return Division(tiles * bh)
     ahead = problem.seqlen_k - problem.seqlen_q + (visibility.right or 0)  # keys that the first query sees
     lengths = [
         problem.group_size * max(1, query_tiles - max(0, key - ahead) // cfg.BLOCK_M)
         for key in range(0, tiles * cfg.BLOCK_N, cfg.BLOCK_N)
     ]
-    shared = {n: slots * sum(length >= n for length in lengths) for n in range(1, 5)}
+    shared = {n: bh * sum(length >= n for length in lengths) for n in range(1, 5)}
 
-    def time(parts: int) -> float:
-        """In steps, as measured: the longest part or an SM's share, and the ends of all parts."""
-        longest = max(lengths[0] / parts, slots * sum(lengths) / sms)
-        return longest + shared[parts] * parts * cfg.BLOCK_D / 3200 if parts > 1 else lengths[0]
+    def time(splits: int) -> float:
+        """In steps, as measured: the longest split or an SM's share, and the ends of all splits."""
+        longest = max(lengths[0] / splits, bh * sum(lengths) / sms)
+        return longest + shared[splits] * splits * cfg.BLOCK_D / 3200 if splits > 1 else lengths[0]
 
-    parts = min(range(1, min(4, lengths[0], 2 * sms // (slots * tiles)) + 1), key=time)
-    if parts == 1:
-        return Division(tiles * slots)
-    long = shared[parts]
-    return Division(tiles * slots + long * (parts - 1), long, long * parts, long, parts)
+    splits = min(range(1, min(4, lengths[0], 2 * sms // (bh * tiles)) + 1), key=time)
+    if splits == 1:
+        return Division(tiles * bh)
+    long = shared[splits]
+    return Division(tiles * bh + long * (splits - 1), long, long * splits, long, splits)
 
 
 def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> Launch:
     from tilewise.gpu.hopper.backward.rows import attn_bwd_prepare_kernel
 
-    out, dout, lse, residual, dlse, cu_seqlens_q, stats, shifts, turns = tensors
+    out, dout, lse, residual, dlse, cu_seqlens_q, stats, shifts, semaphores = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, residual, dlse, stats, shifts, turns, cu_seqlens_q)
+    pointers = (out, dout, lse, residual, dlse, stats, shifts, semaphores, cu_seqlens_q)
     scale = problem.softcap or problem.scale
     arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, scale)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
@@ -267,59 +251,59 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, turns, *others, key_sums = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others, key_sums = tensors
     assert query is not None and key is not None
-    cfg = dataclasses.replace(cfg, IS_SPLIT=division.pieces > 0)
+    cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     rows, keys = (cfg.BLOCK_M, 1, cfg.BLOCK_D), (cfg.BLOCK_N // 2, 1, cfg.BLOCK_D)
     arguments = (
-        *(descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
-        descriptor(dout, rows, is_packed),
-        flat_descriptor(dq, (CHUNK // 128, 128)),
-        *(descriptor(t, keys, is_packed) for t in (dk, dv)),
+        *(host.descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
+        host.descriptor(dout, rows, is_packed),
+        flat_descriptor(dq, (DQ_TILE // 128, 128)),
+        *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *(shifts, turns, cu_q, cu_k, *others),
+        *(shifts, semaphores, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
-        *Pieces(division.border, division.unit, key_sums),
+        *Splits(division.border, division.unit, key_sums),
         cfg,
     )
-    most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_slots if is_packed else division.draws
-    programs = min(num_sms(query.device.index), most)
+    most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles
+    programs = min(host.num_sms(query.device.index), most)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
 def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:
-    """The integers of a kernel that works on num_tiles tiles of each slot; `rows` is the query tensor's."""
+    """The integers of a kernel that works on num_tiles tiles of each bh; `rows` is the query tensor's."""
     visibility = problem.visibility()
-    num_slots = problem.num_kv_heads * (1 if problem.is_packed else problem.batch)
+    num_bh = problem.num_kv_heads * (1 if problem.is_packed else problem.batch)
     return BackwardSizes(
         batch=problem.batch,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=problem.group_size,
-        num_slots=num_slots,
+        num_bh=num_bh,
         num_tiles=num_tiles,
-        section=section(problem, num_slots),
+        l2_swizzle=l2_swizzle(problem, num_bh),
         tiles_q=query_tiles_of(problem, rows, cfg),
-        window_left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
-        window_right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
+        window_left=host.edge(visibility.left),
+        window_right=host.edge(visibility.right),
     )
 
 
-def section(problem: AttentionProblem, num_slots: int) -> int:
-    """How many slots' tiles are drawn together: causal, as many as the L2 cache holds queries or keys of.
+def l2_swizzle(problem: AttentionProblem, num_bh: int) -> int:
+    """How many (batch, key head) pairs have their tiles interleaved: causal, as many as fit the L2 cache.
 
-    The tiles that have least to do then come last, and the SMs end at the same time. Of the query heads of a
-    group one after another is worked on.
+    The tiles that have least to do then come last, and the SMs end at the same time. The query heads of a
+    group are worked on one after another.
     """
     visibility = problem.visibility()
     if visibility.right is None or visibility.left is not None:
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
     rows = max(problem.seqlen_q, problem.seqlen_k)
-    return section_size(num_slots, max(1, SECTION_BYTES // (rows * row_bytes)))
+    return host.l2_swizzle_size(num_bh, max(1, host.L2_SWIZZLE_BYTES // (rows * row_bytes)))
 
 
 def finish_launch(
@@ -327,21 +311,21 @@ def finish_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.rows import attn_bwd_finish_kernel
 
-    dq, cu_seqlens_q, sums, turns, first_tile, dk, dv, key_sums = tensors
+    dq, cu_seqlens_q, sums, semaphores, first_tile, dk, dv, key_sums = tensors
     assert sums is not None and dq is not None
     tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
     key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
-    num_tiles = query_slots(problem) * tiles_q
+    num_tiles = query_bh(problem) * tiles_q
     heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
-    pieces = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
+    splits = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
     arguments = (
-        *(sums, turns, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
-        *(tiles_q, *heads, key_tiles, num_tiles, *pieces, late_tiles(problem, cfg, division)),
+        *(sums, semaphores, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
+        *(tiles_q, *heads, key_tiles, num_tiles, *splits, late_tiles(problem, cfg, division)),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
         *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
     )
-    programs = sums.numel() // CHUNK
-    if division.pieces:  # and of each shared tile, parts of dK and dV of 64 keys x 16 columns
+    programs = sums.numel() // DQ_TILE
+    if division.splits:  # and of each shared tile, dK and dV of 64 keys x 16 columns
         programs += division.shared * cfg.BLOCK_D // 4
     return Launch(attn_bwd_finish_kernel, programs, arguments, num_warps=4, launch_pdl=cfg.ENDS_UNEVENLY)
 
@@ -353,27 +337,27 @@ def row_strides(t: Tensor) -> tuple[int, ...]:
 
 def score_factors(problem: AttentionProblem) -> ScoreFactors:
     scale, softcap = problem.scale, problem.softcap
-    two_over_softcap = 2 * LOG2_E * scale / softcap if softcap > 0 else 0.0
-    return ScoreFactors(scale, scale * LOG2_E, two_over_softcap, softcap * LOG2_E)
+    two_over_softcap = 2 * host.LOG2_E * scale / softcap if softcap > 0 else 0.0
+    return ScoreFactors(scale, scale * host.LOG2_E, two_over_softcap, softcap * host.LOG2_E)
 
 
-def flat_descriptor(t: Tensor | None, block: tuple[int, int]) -> Any:
+def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
     """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor, gl
 
     assert t is not None
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(block), layout)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(box), layout)
 
 
 def sinks_gradient(
     problem: AttentionProblem, sinks: Tensor, stats: Tensor, shifts: Tensor | None, cfg: Config
 ) -> Tensor:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
-    slots = query_slots(problem)
-    stats = stats.view(-1, problem.num_heads, stats.shape[0] // slots, cfg.STATS, cfg.BLOCK_M)
+    bh = query_bh(problem)
+    stats = stats.view(-1, problem.num_heads, stats.shape[0] // bh, cfg.STATS, cfg.BLOCK_M)
     lse_log2, delta, *rest = stats.unbind(3)
     shifts = rest[0] if shifts is None else shifts.view(lse_log2.shape)
     shifts = shifts * (problem.softcap or problem.scale)
-    p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * LOG2_E - lse_log2)
+    p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * host.LOG2_E - lse_log2)
     return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)

@@ -1,23 +1,23 @@
 """What the roles of the Hopper backward exchange through shared memory, and the role that fills it by TMA.
 
 Tiles of queries and of keys share four slots. Head sizes up to 64: two for each. Up to 128 a slot holds Q and
-dO of one query tile, or K, and only V has a place of its own. Queries have three slots, and the next tile of
+dO of one query tile, or K, and only V has a buffer of its own. Queries have three slots. The next tile of
 keys takes the one that is free next, while the last queries of the tile before are still worked on; the slot
 of the old keys then goes to the queries. Load and mma roles follow the same integer, the state:
 
-    bits 0-1, 2-3, 4-5    slots of the next query tiles, in turn
+    bits 0-1, 2-3, 4-5    slots of the next query tiles, in order
     bits 6-7              slot of the keys
-    bits 8-11             parity of each slot's round
+    bits 8-11             parity of each slot's phase
 """
 
-from tilewise.gpu.hopper.backward.pieces import (
+from tilewise.gpu.hopper.backward.ranges import next_queries, query_tiles, scratch_tile, staggered
+from tilewise.gpu.hopper.backward.splits import (
     count_indices,
     first_index,
-    locate_piece,
+    locate_split,
     next_index,
     queries_of,
 )
-from tilewise.gpu.hopper.backward.ranges import next_queries, query_tiles, scratch_tile, staggered
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -29,7 +29,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
 )
 from tilewise.gpu.hopper.common.key_loads import coords
-from tilewise.gpu.hopper.common.schedule import finish, make_work_ring, send
+from tilewise.gpu.hopper.common.scheduler import make_work_ring, send, send_end
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -39,8 +39,8 @@ class Channels:
     """All that the roles exchange."""
 
     work: Ring
-    slots: Ring  # blocks of `query_block` and `key_block`
-    v: Ring  # two parts [64, BLOCK_D], one for each warpgroup
+    slots: Ring  # of `query_buffer` and `key_buffer`
+    v: Ring  # two tiles [64, BLOCK_D], one for each warpgroup
     dq: gl.shared_memory_descriptor  # [32, 128] float32 a warpgroup: half of dQ, in the order of registers
     stats: gl.shared_memory_descriptor  # [1, 2 * BLOCK_M] float32 for each slot: lse in units of log2, delta
     ds: gl.shared_memory_descriptor  # [64, BLOCK_M]: dS^T for two query tiles, of warpgroup 0, then of 1
@@ -56,10 +56,10 @@ def make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg: gl.constexpr):
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [4, 64, cfg.BLOCK_M], ds_layout)
     stats = make_tiles(stats_desc, 4 if cfg.K_STAGES == 1 else 2)
-    BLOCKS: gl.constexpr = 8 if cfg.K_STAGES == 1 else 6
+    BUFFERS: gl.constexpr = 8 if cfg.K_STAGES == 1 else 6
     return Channels(
         make_work_ring(3),
-        make_ring(make_tiles(q_desc, BLOCKS), 4, 2, 2),
+        make_ring(make_tiles(q_desc, BUFFERS), 4, 2, 2),
         make_tile_ring(v_desc, cfg.K_STAGES, 2, 2),
         make_tiles(dq_desc, 2),
         stats,
@@ -68,16 +68,16 @@ def make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def query_block(ch, slot, part):
-    """Q (part 0) or dO (1) of a slot: a block of the descriptor, [BLOCK_M, BLOCK_D]."""
-    return ch.slots.tiles.index(2 * slot + part)
+def query_buffer(ch, slot, n):
+    """Q (n = 0) or dO (1) of a slot: a box of the descriptor, [BLOCK_M, BLOCK_D]."""
+    return ch.slots.tiles.index(2 * slot + n)
 
 
 @gluon.jit
-def key_block(ch, slot, part, desc, cfg: gl.constexpr):
-    """K of warpgroup `part` in a slot: a block of the descriptor, [64, BLOCK_D]."""
-    blocks = as_blocks(ch.slots.tiles, 8 if cfg.K_STAGES == 1 else 12, desc)
-    return blocks.index(2 * slot + part + (0 if cfg.K_STAGES == 1 else 4))
+def key_buffer(ch, slot, w, desc, cfg: gl.constexpr):
+    """K of warpgroup w in a slot: a box of the descriptor, [64, BLOCK_D]."""
+    buffers = as_blocks(ch.slots.tiles, 8 if cfg.K_STAGES == 1 else 12, desc)
+    return buffers.index(2 * slot + w + (0 if cfg.K_STAGES == 1 else 4))
 
 
 @gluon.jit
@@ -112,45 +112,45 @@ def key_slot(state):
 
 @gluon.jit
 def await_slot(state, slot, ch):
-    """Wait until the slot's tile has arrived. The state of its next round."""
+    """Wait until the slot's tile has arrived. The state of its next phase."""
     mbarrier.wait(ch.slots.full.index(slot), (state >> (slot + 8)) & 1)
     return state ^ (256 << slot)
 
 
 @gluon.jit
 def acquire_slot(state, slot, ch):
-    """Wait until the slot is free. The barrier of its round, and the state of its next one."""
+    """Wait until the slot is free. The barrier of its phase, and the state of its next one."""
     mbarrier.wait(ch.slots.empty.index(slot), (state >> (slot + 8)) & 1 ^ 1)
     return ch.slots.full.index(slot), state ^ (256 << slot)
 
 
 @gluon.jit
 def load_role(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, pieces, cfg: gl.constexpr
+    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, cfg: gl.constexpr
 ):
-    """Draw work and stream its tiles: K, V, and Q and dO of each query tile of each head of the group."""
-    num_work = count_indices(sizes, packing, pieces, cfg)
-    index = first_index(gl.program_id(0), pieces, cfg)
-    turn = 0  # tiles of keys so far
+    """Take work tiles and stream theirs: K, V, and Q and dO of each query tile of each head of the group."""
+    num_work_tiles = count_indices(sizes, packing, splits, cfg)
+    index = first_index(gl.program_id(0), splits, cfg)
+    work_use = 0  # of the work ring: tiles of keys so far
     state = 0 * index + FIRST_STATE
-    while index < num_work:
-        work, start = locate_piece(index, sizes, packing, pieces, cfg)
-        send(ch.work, turn, work, start)
+    while index < num_work_tiles:
+        work, start = locate_split(index, sizes, packing, splits, cfg)
+        send(ch.work, work_use, work, start)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        head, tile, steps, spread = queries_of(start, work, tiles, sizes, pieces, cfg)
+        head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
         state = load_keys(state, k_desc, work, ch, cfg)
-        if turn == 0:
+        if work_use == 0:
             wait_for_previous_kernel()  # the row statistics are there
         first = staggered(tile, tiles, spread, cfg)
         state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
-        load_values(turn, v_desc, work, ch, cfg)  # last, as its place is the last to be free
+        load_values(work_use, v_desc, work, ch, cfg)  # last, as its slot is the last to be free
         for _ in range(1, steps):
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
-            place = staggered(tile, tiles, spread, cfg)
-            state = load_queries(state, head, place, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
-        index = next_index(index, steps, num_work, pieces, counter, cfg)
-        turn += 1
-    finish(ch.work, turn, index, counter)
+            visited = staggered(tile, tiles, spread, cfg)
+            state = load_queries(state, head, visited, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+        index = next_index(index, steps, num_work_tiles, splits, counter, cfg)
+        work_use += 1
+    send_end(ch.work, work_use, index, counter)
 
 
 @gluon.jit
@@ -159,11 +159,11 @@ def load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes
     slot = query_slot(state)
     bar_full, state = acquire_slot(state, slot, ch)
     mbarrier.expect(bar_full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    place = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
-    load_tile(q_desc, place, bar_full, query_block(ch, slot, 0))
+    row_coords = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
+    load_tile(q_desc, row_coords, bar_full, query_buffer(ch, slot, 0))
     scratch = scratch_tile(work, head, tile, sizes, cfg)
     load_tile(stats_desc, [scratch, 0], bar_full, ch.stats.index(slot))
-    load_tile(do_desc, place, bar_full, query_block(ch, slot, 1))
+    load_tile(do_desc, row_coords, bar_full, query_buffer(ch, slot, 1))
     return to_next_queries(state, cfg)
 
 
@@ -175,22 +175,22 @@ def load_keys(state, k_desc, work, ch, cfg: gl.constexpr):
     bar_full, state = acquire_slot(state, slot, ch)
     mbarrier.expect(bar_full, 2 * k_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        load_tile(k_desc, key_place(w, work, cfg), bar_full, key_block(ch, slot, w, k_desc, cfg))
+        load_tile(k_desc, key_coords(w, work, cfg), bar_full, key_buffer(ch, slot, w, k_desc, cfg))
     return state
 
 
 @gluon.jit
-def load_values(turn, v_desc, work, ch, cfg: gl.constexpr):
+def load_values(work_use, v_desc, work, ch, cfg: gl.constexpr):
     """Likewise of values."""
-    ch.v.acquire(turn)
-    bar_full = ch.v.full.index(turn % cfg.K_STAGES)
+    ch.v.acquire(work_use)
+    bar_full = ch.v.full.index(work_use % cfg.K_STAGES)
     mbarrier.expect(bar_full, 2 * v_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        load_tile(v_desc, key_place(w, work, cfg), bar_full, ch.v.part(turn, w))
+        load_tile(v_desc, key_coords(w, work, cfg), bar_full, ch.v.chunk(work_use, w))
 
 
 @gluon.jit
-def key_place(w, work, cfg: gl.constexpr):
+def key_coords(w, work, cfg: gl.constexpr):
     """TMA coordinates of the keys of warpgroup w."""
     row = work.row + w * 64
     return coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)

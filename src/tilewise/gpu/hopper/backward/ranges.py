@@ -1,17 +1,17 @@
 """Which tile of keys is next, which query tiles it visits, what they see: `core.mask`, transposed."""
 
-from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.schedule import Work, packed_sequence, place
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, unhoisted
+from tilewise.gpu.hopper.common.scheduler import WorkTile, l2_swizzled, packed_sequence
 
 
 @aggregate
 class QueryTiles:
-    """Query tiles [begin, end) of some keys, at least one; those in [plain_begin, plain_end) need no mask."""
+    """Query tiles [begin, end) of some keys, at least one; [full_begin, full_end) need no mask."""
 
     begin: gl.tensor
     end: gl.tensor
-    plain_begin: gl.tensor
-    plain_end: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
 
     @gluon.jit
     def count(self):
@@ -26,20 +26,20 @@ def query_tiles(key, NUM_KEYS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     """
     offset = work.seqlen_k - work.seqlen_q
     first, last = 0, work.seqlen_q - 1  # queries that see some key
-    plain_first, plain_last = 0, work.seqlen_q + cfg.BLOCK_M  # queries that see all keys
+    full_first, full_last = 0, work.seqlen_q + cfg.BLOCK_M  # queries that see all keys
     if cfg.HAS_RIGHT:
         first = gl.maximum(key - offset - sizes.window_right, 0)
-        plain_first = gl.maximum(key + NUM_KEYS - 1 - offset - sizes.window_right, 0)
+        full_first = gl.maximum(key + NUM_KEYS - 1 - offset - sizes.window_right, 0)
     if cfg.HAS_LEFT:
         last = gl.minimum(key + NUM_KEYS - 1 - offset + sizes.window_left, last)
-        plain_last = key - offset + sizes.window_left
+        full_last = key - offset + sizes.window_left
     # a floor division of negatives would round toward zero: clamp first
     end = gl.maximum(last + cfg.BLOCK_M, cfg.BLOCK_M) // cfg.BLOCK_M
     begin = gl.minimum(first // cfg.BLOCK_M, end - 1)
-    plain_begin = (plain_first + cfg.BLOCK_M - 1) // cfg.BLOCK_M
-    plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_M
-    plain_end = gl.where(key + NUM_KEYS > work.seqlen_k, 0, plain_end)
-    return QueryTiles(begin, end, plain_begin, plain_end)
+    full_begin = (full_first + cfg.BLOCK_M - 1) // cfg.BLOCK_M
+    full_end = gl.maximum(full_last + 1, 0) // cfg.BLOCK_M
+    full_end = gl.where(key + NUM_KEYS > work.seqlen_k, 0, full_end)
+    return QueryTiles(begin, end, full_begin, full_end)
 
 
 @gluon.jit
@@ -105,10 +105,10 @@ def load_shift(stats, at, work, layout: gl.constexpr, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
+def dq_order(tile, work, sizes, cfg: gl.constexpr):
     """How many key tiles add to dQ of a query tile before this work's; -1 if no query sees these keys.
 
-    They add in the order in which work is drawn: ascending, or descending from the last tile a query sees.
+    They add in the order in which CTAs take them: ascending, or descending from the last tile a query sees.
     """
     offset = work.seqlen_k - work.seqlen_q
     is_seen = work.seqlen_q > 0
@@ -118,23 +118,17 @@ def turn_of_keys(tile, work, sizes, cfg: gl.constexpr):
         is_seen = is_seen & (work.row + cfg.BLOCK_N - 1 - offset + sizes.window_left >= 0)
     if cfg.DESCENDING:
         last = (tile + 1) * cfg.BLOCK_M - 1 + offset + sizes.window_right
-        turn = gl.minimum(last, work.seqlen_k - 1) // cfg.BLOCK_N - work.row // cfg.BLOCK_N
+        order = gl.minimum(last, work.seqlen_k - 1) // cfg.BLOCK_N - work.row // cfg.BLOCK_N
     else:
         first = 0
         if cfg.HAS_LEFT:
             first = gl.maximum(tile * cfg.BLOCK_M + offset - sizes.window_left, 0) // cfg.BLOCK_N
-        turn = work.row // cfg.BLOCK_N - first
-    return gl.where(is_seen, turn, -1)
+        order = work.row // cfg.BLOCK_N - first
+    return gl.where(is_seen, order, -1)
 
 
 @gluon.jit
-def unhoisted(x):
-    """x, computed where this stands: hoisted out of the loop of tiles, each integer takes a register."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
+def mask_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
     """Exponents x [keys, BLOCK_M queries], with -inf where a query does not see a key.
 
     A thread holds two of every eight columns. What it compares is computed for two columns, here, and the
@@ -159,54 +153,52 @@ def hide_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def place_keys(index, num_tiles, num_slots, section, cfg: gl.constexpr):
-    """(tile, slot) of an index: slots section by section, so that their tiles share queries in L2.
+def swizzled_keys(index, num_tiles, num_bh, l2_swizzle, cfg: gl.constexpr):
+    """(tile, bh) of an index: `l2_swizzle` (batch, head) pairs at a time, whose tiles share queries in L2.
 
-    Deterministic, they wait for each other at each query tile. So slots worked on at a time take turns, and a
-    tile starts some time after the one it waits for. Causal: the last come first, as do their first queries;
-    or, LATEST_FIRST, in sections as else.
+    Deterministic, tiles wait for each other at each query tile. So as many pairs alternate as start together,
+    and a tile starts some time after the one it waits for. Causal: the last come first, as do their first
+    queries; or, LATEST_FIRST, as else.
     """
     if cfg.IS_DETERMINISTIC and not cfg.LATEST_FIRST:
-        section = (gl.num_programs(0) + num_tiles - 1) // num_tiles
-    tile, slot = place(index, num_tiles, num_slots, section, True)
+        l2_swizzle = (gl.num_programs(0) + num_tiles - 1) // num_tiles
+    tile, bh = l2_swizzled(index, num_tiles, num_bh, l2_swizzle, True)
     if not cfg.DESCENDING:
         tile = num_tiles - 1 - tile
-    return tile, slot
+    return tile, bh
 
 
 @gluon.jit
 def locate_keys(index, sizes, packing, cfg: gl.constexpr):
-    """The Work of an index: `row` is the first key of a tile, `head` its key head, `batch` its sequence.
+    """The work tile of an index: `row` is its first key, `head` its key head, `batch` its sequence.
 
-    If causal, the first tiles of a slot see most queries.
+    If causal, the first tiles of a sequence see most queries.
     """
     if cfg.IS_PACKED:
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
-            index // sizes.num_slots, sizes.batch, packing
+            index // sizes.num_bh, sizes.batch, packing
         )
-        tile, slot = place_keys(
-            index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg
-        )
-        work = Work(tile * cfg.BLOCK_N, slot, b, start_q, own_q, start_k, own_k)
+        tile, bh = swizzled_keys(index - first * sizes.num_bh, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
+        work = WorkTile(tile * cfg.BLOCK_N, bh, b, start_q, own_q, start_k, own_k)
     else:
-        tile, slot = place_keys(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg)
-        heads = sizes.num_slots // sizes.batch
-        zero = 0 * slot
-        work = Work(
-            tile * cfg.BLOCK_N, slot % heads, slot // heads,
+        tile, bh = swizzled_keys(index, sizes.num_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
+        heads = sizes.num_bh // sizes.batch
+        zero = 0 * bh
+        work = WorkTile(
+            tile * cfg.BLOCK_N, bh % heads, bh // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
 
 
 @gluon.jit
-def slot_counter(turns, work, sizes, cfg: gl.constexpr):
-    """Counts the tiles of keys of a slot whose dQ is complete. It comes after the counters of query tiles."""
-    slot = work.head
-    heads = sizes.num_slots * sizes.group_size
+def bh_counter(semaphores, work, sizes, cfg: gl.constexpr):
+    """Counts the tiles of keys of a (batch, key head) whose dQ is complete. It comes after the semaphores."""
+    bh = work.head
+    heads = sizes.num_bh * sizes.group_size
     if not cfg.IS_PACKED:
-        slot = work.batch * (sizes.num_slots // sizes.batch) + work.head
-    return turns + heads * sizes.tiles_q + slot
+        bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
+    return semaphores + heads * sizes.tiles_q + bh
 
 
 @gluon.jit
@@ -215,6 +207,6 @@ def scratch_tile(work, head, tile, sizes, cfg: gl.constexpr):
     if cfg.IS_PACKED:
         first = head * sizes.tiles_q + work.start_q // cfg.BLOCK_M + work.batch
     else:
-        heads = sizes.num_slots // sizes.batch * sizes.group_size
+        heads = sizes.num_bh // sizes.batch * sizes.group_size
         first = (work.batch * heads + head) * sizes.tiles_q
     return first + tile

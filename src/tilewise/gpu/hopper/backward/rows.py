@@ -1,7 +1,7 @@
 """Before and after the main backward kernel: row statistics in, dQ out. Plain Triton, bound by memory.
 
-Scratch tensors hold query tiles of BLOCK_M rows one after another: tile `t` of query head `slot` is number
-`slot * tiles_q + t`. Dense: a slot is (batch, head). Packed: a slot is a head, and sequence b owns the tiles
+Scratch tensors hold query tiles of BLOCK_M rows one after another: tile `t` of query head `bh` is number
+`bh * tiles_q + t`. Dense: bh is (batch, head). Packed: bh is a head, and sequence b owns the tiles
 from cu_seqlens_q[b] // BLOCK_M + b on, which is always enough.
 """
 
@@ -16,11 +16,11 @@ AHEAD = tl.constexpr(133.0)  # 192 in units of log2
 
 
 @triton.jit
-def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
+def locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
     """(sequence, head, first row in the tensor, first row in the sequence, seqlen_q) of a query tile."""
     start = tile * 0
     if cu_seqlens_q is None:
-        b, h = slot // num_heads, slot % num_heads
+        b, h = bh // num_heads, bh % num_heads
         row, own = tile * BLOCK_M, seqlen_q
     else:
         b = tile * 0
@@ -33,13 +33,13 @@ def locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: t
         start = tl.load(cu_seqlens_q + b).to(tl.int32)
         row = (tile - (start // BLOCK_M + b)) * BLOCK_M
         own = tl.load(cu_seqlens_q + b + 1).to(tl.int32) - start
-        b, h = b * 0, slot
+        b, h = b * 0, bh
     return b, h, start, row, own
 
 
 @triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
 def attn_bwd_prepare_kernel(
-    out, do, lse_ptr, residual_ptr, dlse_ptr, stats_ptr, shifts_ptr, turns_ptr, cu_seqlens_q,
+    out, do, lse_ptr, residual_ptr, dlse_ptr, stats_ptr, shifts_ptr, semaphores_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
     tiles_q, num_heads, seqlen_q, total_q, batch, scale,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LARGE_LSE: tl.constexpr,
@@ -51,15 +51,15 @@ def attn_bwd_prepare_kernel(
     shift leaves of it in all rows, more than 128: see `scores.weights`. The shifts are a tensor of their own
     or, if that is None, the third of four rows of stats. `scale`: of logits; a softcap.
 
-    A zero for those that have claimed a part in its dQ, of which the first one stores.
+    The semaphore of its dQ starts at 0: who claims it first stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
-    if STARTS_NEXT:  # the main kernel's blocks get ready where programs have ended
+    if STARTS_NEXT:  # the main kernel's CTAs get ready where programs have ended
         tl.extra.cuda.gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles_q
-    slot = tl.program_id(0) // tiles_q
-    b, h, start, row, own = locate_rows(tile, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
+    bh = tl.program_id(0) // tiles_q
+    b, h, start, row, own = locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
     i = row + tl.arange(0, BLOCK_M)
     exists = i < own
     rows = (start + i).to(tl.int64)[:, None]
@@ -70,7 +70,7 @@ def attn_bwd_prepare_kernel(
     o_tile = tl.load(o_base + rows * o_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     do_tile = tl.load(do_base + rows * do_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(o_tile * do_tile, 1)
-    stat = slot.to(tl.int64) * total_q + start + i
+    stat = bh.to(tl.int64) * total_q + start + i
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stat, mask=exists, other=0.0)
@@ -95,17 +95,17 @@ def attn_bwd_prepare_kernel(
         tl.store(stats_ptr + 2 * BLOCK_M, shift)
     tl.store(stats_ptr, low)
     tl.store(stats_ptr + BLOCK_M, delta)
-    if turns_ptr is not None:
-        tl.store(turns_ptr + number, 0)
-        counter = turns_ptr + tl.num_programs(0) + slot
+    if semaphores_ptr is not None:
+        tl.store(semaphores_ptr + number, 0)
+        counter = semaphores_ptr + tl.num_programs(0) + bh
         tl.store(counter, 0, mask=tile == 0)
-        tl.store(counter + 1, 0, mask=tile == 0)  # the next slot's, or after the last `merged_counter`
+        tl.store(counter + 1, 0, mask=tile == 0)  # the next one's, or after the last `reduced_counter`
 
 
 @triton.jit
-def merged_counter(turns_ptr, num_tiles, tiles_q):
-    """Counts the programs that have merged pieces. It comes last, after those of query tiles and of slots."""
-    return turns_ptr + num_tiles + num_tiles // tiles_q
+def reduced_counter(semaphores_ptr, num_tiles, tiles_q):
+    """Counts the programs that have reduced splits. It comes last, after those of tiles and heads."""
+    return semaphores_ptr + num_tiles + num_tiles // tiles_q
 
 
 FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
@@ -113,55 +113,56 @@ FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "k
 
 @triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit", "late"])
 def attn_bwd_finish_kernel(
-    sums_ptr, turns_ptr, first_tile_ptr, dq, cu_seqlens_q, dq_stride_batch, dq_stride_row, dq_stride_head,
+    sums_ptr, semaphores_ptr, first_tile_ptr, dq, cu_seqlens_q,
+    dq_stride_batch, dq_stride_row, dq_stride_head,
     scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
     dk, dv, key_sums_ptr, seqlen_k, border, unit, late,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_EARLY: tl.constexpr, IN_PARTS: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_EVENLY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and dK and dV of keys that several blocks share; num_tiles query tiles, key_tiles of a key head.
+    """dQ, and dK and dV of keys that several CTAs share; num_tiles query tiles, key_tiles of a key head.
 
     Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head.
-    Where pieces of keys lie in dq, the tiles there come `late`: they wait until the pieces are merged.
+    Where splits of keys lie in dq, the tiles there come `late`: they wait until the splits are reduced.
     """
-    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    SUBTILES: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     program = tl.program_id(0)
-    merges = tl.num_programs(0) - num_tiles * PARTS
-    number = program - (num_tiles - late * num_heads) * PARTS  # of a merge
-    if (number >= 0) & (number < merges):
+    reductions = tl.num_programs(0) - num_tiles * SUBTILES
+    number = program - (num_tiles - late * num_heads) * SUBTILES  # of a reduction
+    if (number >= 0) & (number < reductions):
         if key_sums_ptr is not None:
             if IS_EARLY:
                 tl.extra.cuda.gdc_wait()
-            places = (num_heads // group_size, batch, seqlen_k, key_tiles)
-            pieces = (border, unit, tiles_q * group_size)
-            finish_keys(key_sums_ptr, dk, dv, number, *places, *pieces, DIM, DIM_V, BLOCK_D, IN_PARTS)
+            keys = (num_heads // group_size, batch, seqlen_k, key_tiles)
+            splits = (border, unit, tiles_q * group_size)
+            finish_keys(key_sums_ptr, dk, dv, number, *keys, *splits, DIM, DIM_V, BLOCK_D, IS_EVENLY_SPLIT)
             if late > 0:
                 tl.debug_barrier()  # all threads have read
-                tl.atomic_add(merged_counter(turns_ptr, num_tiles, tiles_q), 1, sem="release")
+                tl.atomic_add(reduced_counter(semaphores_ptr, num_tiles, tiles_q), 1, sem="release")
     else:
-        program = tl.where(number < 0, program, program - merges)
-        tile = tile_in_order(program // PARTS, late, num_tiles, num_heads, tiles_q)
-        chunk, slot = tile * PARTS + program % PARTS, tile // tiles_q
+        program = tl.where(number < 0, program, program - reductions)
+        tile = tile_in_order(program // SUBTILES, late, num_tiles, num_heads, tiles_q)
+        subtile, bh = tile * SUBTILES + program % SUBTILES, tile // tiles_q
         b, h, start, row, own = locate_rows(
-            tile % tiles_q, slot, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
+            tile % tiles_q, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
         )
         if IS_EARLY:
             if first_tile_ptr is not None:
                 key_tiles = tl.load(first_tile_ptr + batch)
             shares = key_tiles
             if key_sums_ptr is not None:  # a tile that is shared counts as its steps
-                shared = (slot // group_size + 1) * key_tiles - border
+                shared = (bh // group_size + 1) * key_tiles - border
                 shared = tl.minimum(tl.maximum(shared, 0), key_tiles)
                 shares += shared * (tiles_q * group_size - 1)
-            prefetch(sums_ptr + chunk.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
-            await_count(turns_ptr + num_tiles + slot // group_size, shares, 4000)
+            prefetch(sums_ptr + subtile.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
+            await_count(semaphores_ptr + num_tiles + bh // group_size, shares, 4000)
         dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
         dq_base += start.to(tl.int64) * dq_stride_row
-        sums = (sums_ptr, turns_ptr, chunk)
+        sums = (sums_ptr, semaphores_ptr, subtile)
         x = sum_of_queries(*sums, BLOCK_D, BLOCK_M) * scale
         if (number >= 0) & (late > 0):
-            await_count(merged_counter(turns_ptr, num_tiles, tiles_q), merges, 200)
-        store_queries(x, dq_base, dq_stride_row, row, own, chunk, DIM, BLOCK_D, BLOCK_M)
+            await_count(reduced_counter(semaphores_ptr, num_tiles, tiles_q), reductions, 200)
+        store_queries(x, dq_base, dq_stride_row, row, own, subtile, DIM, BLOCK_D, BLOCK_M)
     if IS_EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()  # dK and dV are written: who waits for this kernel relies on it
 
@@ -187,24 +188,24 @@ def tile_in_order(index, late, num_tiles, num_heads, tiles_q):
 
 
 @triton.jit
-def sum_of_queries(sums_ptr, turns_ptr, chunk, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A [64, 64] part of a query tile's dQ / scale: 0 where nobody has had a turn and written."""
-    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    x = tl.load(sums_ptr + chunk.to(tl.int64) * 4096 + tl.arange(0, 4096))
-    x = tl.where(tl.load(turns_ptr + chunk // PARTS) > 0, x, 0.0)
+def sum_of_queries(sums_ptr, semaphores_ptr, subtile, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A [64, 64] subtile of a query tile's dQ / scale: 0 where nobody has claimed and written it."""
+    SUBTILES: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    x = tl.load(sums_ptr + subtile.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = tl.where(tl.load(semaphores_ptr + subtile // SUBTILES) > 0, x, 0.0)
     return in_rows(x, 64)
 
 
 @triton.jit
 def store_queries(
-    x, dq_base, dq_stride_row, row, own, chunk,
+    x, dq_base, dq_stride_row, row, own, subtile,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """It in dQ's own layout and dtype."""
-    PARTS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    part = chunk % PARTS
-    i = row + part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
-    col = part * 64 % BLOCK_D + tl.arange(0, 64)
+    SUBTILES: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    n = subtile % SUBTILES
+    i = row + n * 64 // BLOCK_D * 64 + tl.arange(0, 64)
+    col = n * 64 % BLOCK_D + tl.arange(0, 64)
     ptrs = dq_base + i.to(tl.int64)[:, None] * dq_stride_row + col[None, :]
     tl.store(ptrs, x.to(dq_base.dtype.element_ty), mask=(i < own)[:, None] & (col < DIM)[None, :])
 
@@ -212,29 +213,29 @@ def store_queries(
 @triton.jit
 def finish_keys(
     sums_ptr, dk, dv, number, kv_heads, batch, seqlen_k, key_tiles, border, unit, steps,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, IN_PARTS: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, IS_EVENLY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dK or dV of 64 keys, 16 columns: the sum of a tile's pieces; see `backward_pieces`."""
-    CHUNKS: tl.constexpr = BLOCK_D // 16
-    shared, chunk = number // (4 * CHUNKS), number % (4 * CHUNKS)
-    if IN_PARTS:  # the first tiles of all heads
-        slot, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
+    """dK or dV of 64 keys, 16 columns: the sum of a tile's splits; see `splits`."""
+    STRIPS: tl.constexpr = BLOCK_D // 16
+    shared, strip = number // (4 * STRIPS), number % (4 * STRIPS)
+    if IS_EVENLY_SPLIT:  # the first tiles of all heads
+        bh, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
         first, last = shared * unit, shared * unit + unit - 1
     else:
-        slot, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
+        bh, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
         first, last = shared * steps // unit + shared, ((shared + 1) * steps - 1) // unit + shared
     x = tl.zeros((1024,), tl.float32)
-    for piece in range(first, last + 1, 8):
-        pieces = piece + tl.arange(0, 8)
-        ptrs = sums_ptr + pieces.to(tl.int64)[:, None] * (256 * BLOCK_D)
-        ptrs += chunk * 1024 + tl.arange(0, 1024)[None, :]
-        x += tl.sum(tl.load(ptrs, mask=(pieces <= last)[:, None], other=0.0), 0)
+    for split in range(first, last + 1, 8):
+        splits = split + tl.arange(0, 8)
+        ptrs = sums_ptr + splits.to(tl.int64)[:, None] * (256 * BLOCK_D)
+        ptrs += strip * 1024 + tl.arange(0, 1024)[None, :]
+        x += tl.sum(tl.load(ptrs, mask=(splits <= last)[:, None], other=0.0), 0)
     x = in_rows(x, 16)
-    keys = tile * 128 + chunk // (2 * CHUNKS) * 64 + tl.arange(0, 64)
-    rows = ((slot // kv_heads).to(tl.int64) * seqlen_k + keys) * kv_heads + slot % kv_heads
-    col = chunk % CHUNKS * 16 + tl.arange(0, 16)
+    keys = tile * 128 + strip // (2 * STRIPS) * 64 + tl.arange(0, 64)
+    rows = ((bh // kv_heads).to(tl.int64) * seqlen_k + keys) * kv_heads + bh % kv_heads
+    col = strip % STRIPS * 16 + tl.arange(0, 16)
     exists = (keys < seqlen_k)[:, None]
-    if chunk // CHUNKS % 2 == 0:
+    if strip // STRIPS % 2 == 0:
         ptrs = dk + rows[:, None] * DIM + col[None, :]
         tl.store(ptrs, x.to(dk.dtype.element_ty), mask=exists & (col < DIM)[None, :])
     else:
@@ -252,7 +253,7 @@ def in_rows(x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def await_count(counter, least, NANOSECONDS: tl.constexpr):
-    """Wait for those that count, all of whom have started: the main kernel's blocks, or programs before this.
+    """Wait for those that count, all of whom have started: the main kernel's CTAs, or programs before this.
 
     In between it sleeps, up to twice as long as asked. Where tiles are few, thousands of warps wait for as
     long as the main kernel runs, and all asking at once they made that take twice as long.

@@ -1,6 +1,6 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
-from tilewise.gpu.hopper.backward.ranges import hide_transposed, load_shift
+from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
 
@@ -55,8 +55,8 @@ def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexp
         x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
     x = x * unit - lse[None, :]
-    if (tile < own.plain_begin) | (tile >= own.plain_end):
-        x = hide_transposed(x, tile, key, work, sizes, cfg)
+    if (tile < own.full_begin) | (tile >= own.full_end):
+        x = mask_transposed(x, tile, key, work, sizes, cfg)
     return exp2(x), slope
 
 

@@ -1,8 +1,8 @@
-"""Attention backward for Hopper, head sizes over 128: dK, dV and dQ no longer fit one block, so two kernels.
+"""Attention backward for Hopper, head sizes over 128: dK, dV and dQ no longer fit one CTA, so two kernels.
 
     P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
     dV += P^T dO,  dK += dS^T Q                attn_bwd_wide_keys_kernel: 64 keys stay, queries stream by
-                                               (up to 192/128 `backward_slim`: 128 keys)
+                                               (up to 192/128 `slim`: 128 keys)
     dQ += dS K                                 attn_bwd_wide_queries_kernel: 128 queries stay, keys stream by
 
 Seven products instead of five, and in return no additions in global memory: the same bits every time.
@@ -14,7 +14,7 @@ The first kernel is a pipeline of two warpgroups, each with one accumulator of [
 
 In its weight role, one product of the last tile runs under the arithmetic of the next.
 The second is a forward without the softmax: each of two warpgroups has 64 queries and their dQ. They start
-products in turn, so that those of one run under the arithmetic of the other.
+products alternately (ping-pong), so that those of one run under the arithmetic of the other.
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
@@ -39,14 +39,22 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import (
-    accumulate_parts,
-    await_parts,
+    accumulate_chunks,
+    await_chunks,
     product,
-    product_of_parts,
+    product_of_chunks,
     scaled,
-    zero_parts,
+    zero_chunks,
 )
-from tilewise.gpu.hopper.common.schedule import count_work, draw, drawn, finish, make_work_ring, receive, send
+from tilewise.gpu.hopper.common.scheduler import (
+    count_work_tiles,
+    fetch_add,
+    make_work_ring,
+    next_work,
+    receive,
+    send,
+    send_end,
+)
 
 
 @aggregate
@@ -54,9 +62,9 @@ class Channels:
     """All that the roles exchange; shapes are of one slot. `work` has a reader in each warpgroup."""
 
     work: Ring
-    q: Ring  # [BLOCK_M, PART_WIDTH] x PARTS; `stats` arrives on the same barrier
+    q: Ring  # [BLOCK_M, D_CHUNK] x CHUNKS; `stats` arrives on the same barrier
     do: Ring  # [BLOCK_M, BLOCK_DV]
-    k: Ring  # [64, PART_WIDTH] x PARTS
+    k: Ring  # [64, D_CHUNK] x CHUNKS
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
     stats: (
@@ -66,35 +74,35 @@ class Channels:
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
-    """Draw tiles of keys and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
+    """Take work tiles and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
     wait_for_previous_kernel()  # the row statistics are there
     start_next_kernel()  # it needs them, too, and SMs that have nothing left to do
-    num_work = count_work(sizes, packing)
+    num_work_tiles = count_work_tiles(sizes, packing)
     index = gl.program_id(0)
-    turn = 0
+    work_use = 0  # of the work ring
     use = 0  # query tiles so far
-    while index < num_work:
+    while index < num_work_tiles:
         work = locate_keys(index, sizes, packing, cfg)
-        send(ch.work, turn, work)
-        place_k = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
-        ch.k.load(turn, k_desc, place_k, cfg.PARTS)
+        send(ch.work, work_use, work)
+        k_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+        ch.k.load(work_use, k_desc, k_coords, cfg.D_CHUNKS)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
         for step in range(tiles.count() * sizes.group_size):
             row = tile * cfg.BLOCK_M
-            place = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
-            ch.q.load(use, q_desc, place, cfg.PARTS, stats_desc.block_type.nbytes)
+            row_coords = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+            ch.q.load(use, q_desc, row_coords, cfg.D_CHUNKS, stats_desc.block_type.nbytes)
             scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
             load_tile(stats_desc, [scratch, 0], ch.q.full.index(slot), ch.stats.index(slot))
             if step == 0:
-                ch.v.load(turn, v_desc, place_k, 1)
-            ch.do.load(use, do_desc, place, 1)
+                ch.v.load(work_use, v_desc, k_coords, 1)
+            ch.do.load(use, do_desc, row_coords, 1)
             use += 1
             head, tile = next_tile(head, tile, tiles)
-        index = drawn(draw(counter))
-        turn += 1
-    finish(ch.work, turn, index, counter)
+        index = next_work(fetch_add(counter))
+        work_use += 1
+    send_end(ch.work, work_use, index, counter)
 
 
 @gluon.jit
@@ -106,59 +114,59 @@ def stats_of(use, ch, cfg: gl.constexpr):
 def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """P^T of every query tile, for the gradient role, and dV += P^T dO."""
     dtype: gl.constexpr = dv_desc.dtype
-    turn = 0
+    work_use = 0  # of the work ring
     use = 0
-    work = receive(ch.work, turn)
+    work = receive(ch.work, work_use)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
-        ch.k.wait(turn)
-        s = warpgroup_mma_wait(0, deps=(start_s(turn, use, ch, cfg),))
-        p = leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
+        ch.k.wait(work_use)
+        s = warpgroup_mma_wait(0, deps=(start_s(work_use, use, ch, cfg),))
+        p = stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
-            s = start_s(turn, use + 1, ch, cfg)
+            s = start_s(work_use, use + 1, ch, cfg)
             dv = start_dv(p, dv, use, ch, cfg)
             s = warpgroup_mma_wait(1, deps=(s,))  # P^T dO may still run
             tile += 1
             if tile == tiles.end:
                 tile = tiles.begin
-            p = leave_weight(s, tile, tiles, use + 1, work, ch, sizes, factors, dtype, cfg)
+            p = stage_weight(s, tile, tiles, use + 1, work, ch, sizes, factors, dtype, cfg)
             dv = warpgroup_mma_wait(0, deps=(dv,))
             ch.do.release(use)
             use += 1
         dv = warpgroup_mma_wait(0, deps=(start_dv(p, dv, use, ch, cfg),))
         ch.do.release(use)
         use += 1
-        store_keys((dv,), dv_desc, ch.k.part(turn, 0), work, cfg)
-        ch.k.release(turn)
-        turn += 1
-        work = receive(ch.work, turn)
+        store_keys((dv,), dv_desc, ch.k.chunk(work_use, 0), work, cfg)
+        ch.k.release(work_use)
+        work_use += 1
+        work = receive(ch.work, work_use)
 
 
 @gluon.jit
-def start_s(turn, use, ch, cfg: gl.constexpr):
+def start_s(work_use, use, ch, cfg: gl.constexpr):
     """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
     ch.q.wait(use)
-    return product_of_parts(ch.k, turn, ch.q, use, cfg.BLOCK_M, cfg)
+    return product_of_chunks(ch.k, work_use, ch.q, use, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit
 def start_dv(p, dv, use, ch, cfg: gl.constexpr):
     """Start dV += P^T dO [64, BLOCK_DV], once dO has arrived."""
     ch.do.wait(use)
-    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
+    do = ch.do.chunk(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
     return warpgroup_mma(p, do, dv, is_async=True)
 
 
 @gluon.jit
-def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
         s, stats_of(use, ch, cfg), None, tile, work.row, tiles, work, sizes, factors, dtype, cfg
     )
     ch.weight.acquire(use)
-    ch.weight.part(use, 0).store(weight)
+    ch.weight.chunk(use, 0).store(weight)
     ch.weight.publish(use)
     ch.q.release(use)
     return pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
@@ -167,40 +175,40 @@ def leave_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.conste
 @gluon.jit
 def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
     """dS^T of every query tile, and dK += dS^T Q."""
-    turn = 0
+    work_use = 0  # of the work ring
     use = 0
-    work = receive(ch.work, turn)
+    work = receive(ch.work, work_use)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
-        dk = zero_parts(cfg)
-        v = ch.v.part(turn, 0).reshape([64, cfg.BLOCK_DV])
-        ch.v.wait(turn)
+        dk = zero_chunks(cfg)
+        v = ch.v.chunk(work_use, 0).reshape([64, cfg.BLOCK_DV])
+        ch.v.wait(work_use)
         dp = warpgroup_mma_wait(0, deps=(start_dp(v, use, ch, cfg),))
         ch.do.release(use)
         ds = take_weight(dp, use, ch, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
-            dk = accumulate_parts(ds, ch.q, use, dk, cfg)  # first: the Q after the next waits for this slot
+            dk = accumulate_chunks(ds, ch.q, use, dk, cfg)  # first: the Q after the next waits for this slot
             dp = start_dp(v, use + 1, ch, cfg)
-            dk = await_parts(dk, 1, cfg)
+            dk = await_chunks(dk, 1, cfg)
             ch.q.release(use)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ch.do.release(use + 1)
             ds = take_weight(dp, use + 1, ch, cfg)
             use += 1
-        dk = await_parts(accumulate_parts(ds, ch.q, use, dk, cfg), 0, cfg)
+        dk = await_chunks(accumulate_chunks(ds, ch.q, use, dk, cfg), 0, cfg)
         ch.q.release(use)
         use += 1
-        store_keys(scaled(dk, factors.scale), dk_desc, ch.v.part(turn, 0), work, cfg)
-        ch.v.release(turn)
-        turn += 1
-        work = receive(ch.work, turn)
+        store_keys(scaled(dk, factors.scale), dk_desc, ch.v.chunk(work_use, 0), work, cfg)
+        ch.v.release(work_use)
+        work_use += 1
+        work = receive(ch.work, work_use)
 
 
 @gluon.jit
 def start_dp(v, use, ch, cfg: gl.constexpr):
     """Start dP^T = V dO^T [64, BLOCK_M] of a query tile, once its dO has arrived."""
     ch.do.wait(use)
-    do = ch.do.part(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
+    do = ch.do.chunk(use, 0).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
     return product(v, do.permute((1, 0)))
 
 
@@ -209,45 +217,45 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
     """dS^T [64, BLOCK_M] as operand, from finished dP^T and the weight role's P^T."""
     ch.weight.wait(use)
     ch.q.wait(use)  # delta came with it
-    weight = ch.weight.part(use, 0).load(accumulator_layout(cfg.BLOCK_M))
+    weight = ch.weight.chunk(use, 0).load(accumulator_layout(cfg.BLOCK_M))
     ch.weight.release(use)
     ds = score_gradient(weight, dp, stats_of(use, ch, cfg), weight.dtype, cfg)
-    return pinned(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)))
+    return pinned(gl.convert_layout(ds, operand_layout(cfg.D_CHUNK)))
 
 
 @gluon.jit
-def store_keys(parts, desc, smem, work, cfg: gl.constexpr):
+def store_keys(chunks, desc, smem, work, cfg: gl.constexpr):
     """Store dK or dV of 64 keys, a descriptor's columns at a time, through a tile no longer needed."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
-    pieces = parts
-    if parts[0].shape[1] > WIDTH:
-        pieces = parts[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    place = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
-    for i in gl.static_range(len(pieces)):
-        store_part(pieces[i], i, desc, place, smem)
+    slices = chunks
+    if chunks[0].shape[1] > WIDTH:
+        slices = chunks[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+    row_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+    for i in gl.static_range(len(slices)):
+        store_chunk(slices[i], i, desc, row_coords, smem)
         wait_for_stores(0)  # the tile has been read
 
 
 @gluon.jit
-def store_part(x, i, desc, place, smem):
-    """Start a TMA copy of x [64, WIDTH] to columns [i * WIDTH, ...) of the rows at `place`."""
+def store_chunk(x, i, desc, row_coords, smem):
+    """Start a TMA copy of x [64, WIDTH] to columns [i * WIDTH, ...) of the rows at `row_coords`."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tile = as_block(smem, desc)
     tile.reshape([64, WIDTH]).store(x.to(desc.dtype))
     fence_async_shared()  # the stores above are visible to the TMA copy
-    store_tile(desc, place[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
+    store_tile(desc, row_coords[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
@@ -256,9 +264,9 @@ def attn_bwd_wide_keys_kernel(
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ch = Channels(
         make_work_ring(2),
-        make_tile_ring(q_desc, cfg.STAGES, cfg.PARTS, 2),
+        make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
         make_tile_ring(do_desc, cfg.STAGES, 1, 2),
-        make_tile_ring(k_desc, 1, cfg.PARTS, 1),
+        make_tile_ring(k_desc, 1, cfg.D_CHUNKS, 1),
         make_tile_ring(v_desc, 1, 1, 1),
         make_ring(gl.allocate_shared_memory(dtype, [2, 64, cfg.BLOCK_M], weight_layout), 2, 1, 1),
         make_tiles(stats_desc, cfg.STAGES),

@@ -19,13 +19,7 @@ from tilewise.gpu.hopper.backward.launch import (
     sinks_gradient,
     stats_shape,
 )
-from tilewise.gpu.hopper.forward.launch import (
-    descriptor,
-    num_sms,
-    order_sequences,
-    shared_counters,
-    tma_ready,
-)
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
@@ -42,22 +36,21 @@ def backward(
 ) -> Gradients:
     """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 4 floats a row."""
     cfg = wide_config(problem)
-    query, key, value, out, dout = (tma_ready(t) for t in (*inputs[:3], out, dout))
+    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    ordered_k = order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
-    ordered_q = order_sequences(problem, cu_q, cu_k, QUERIES)
+    ordered_k = host.order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
+    ordered_q = host.order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), residual, dout)
-    new = (dq, dk, dv, stats, *shared_counters(query.device))
-    run_steps(problem, steps(problem, cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
+    new = (dq, dk, dv, stats, *host.shared_counters(query.device))
+    run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
 
 def steps(
-    problem: AttentionProblem,
     cfg: WideBackwardConfig,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
@@ -88,13 +81,13 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
     visibility = problem.visibility()
     block_dv = 128 if problem.head_dim_v <= 128 else 256
     is_slim = problem.head_dim <= 192 and block_dv == 128
-    parts, width = (3, 64) if is_slim else (1, 256)
+    chunks, width = (3, 64) if is_slim else (1, 256)
     stages = (3, 3, 2) if is_slim else (2, 2, 1)
     return WideBackwardConfig(
         BLOCK_M=64,
         BLOCK_N=64,
-        PARTS=parts,
-        PART_WIDTH=width,
+        D_CHUNKS=chunks,
+        D_CHUNK=width,
         BLOCK_DV=block_dv,
         STAGES=stages[0],
         K_STAGES=stages[1],
@@ -122,11 +115,11 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
-    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     arguments = (
-        *(descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
+        *(host.descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
         *(
-            descriptor(t, (64, 1, width), is_packed)
+            host.descriptor(t, (64, 1, width), is_packed)
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
         flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
@@ -136,7 +129,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         cfg,
     )
     most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
-    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots)
+    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh)
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
@@ -147,11 +140,11 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
-    qk, v = (64, 1, cfg.PART_WIDTH), (64, 1, cfg.BLOCK_DV)
+    qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
-    descriptors = (descriptor(t, tile, is_packed) for t, tile in tiles)
+    descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
     arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
-    programs = min(num_sms(query.device.index), most_tiles * sizes.num_slots * problem.group_size)
+    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)

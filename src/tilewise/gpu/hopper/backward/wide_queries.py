@@ -1,7 +1,7 @@
-"""dQ for head sizes over 128: 128 queries stay, keys stream by; see `backward_wide`.
+"""dQ for head sizes over 128: 128 queries stay, keys stream by; see `wide`.
 
 role            warps   does
-load_role       1       draws tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
+load_role       1       takes tiles of queries; starts TMA copies of Q, dO and of each key tile's K and V
 query_role x 2  4 each  S = Q K^T, dP = dO V^T, dS = P * (dP - delta), dQ += dS K for 64 queries
 
 It runs beside the end of the kernel of the keys, of which it needs nothing: that one has waited for the row
@@ -11,15 +11,15 @@ statistics before it lets this one start.
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import scratch_tile
 from tilewise.gpu.hopper.backward.scores import capped, opaque_zero, pinned
-from tilewise.gpu.hopper.backward.wide import store_part
+from tilewise.gpu.hopper.backward.wide import store_chunk
 from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
     gl,
     gluon,
-    pass_turn,
-    take_turn,
+    pingpong_arrive,
+    pingpong_wait,
     wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma_wait,
@@ -27,57 +27,57 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import operand_layout, row_layout
 from tilewise.gpu.hopper.common.products import (
-    accumulate_parts,
-    await_parts,
+    accumulate_chunks,
+    await_chunks,
     product,
-    product_of_parts,
+    product_of_chunks,
     scaled,
-    zero_parts,
+    zero_chunks,
 )
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
-from tilewise.gpu.hopper.common.schedule import (
-    Work,
-    count_work,
-    draw,
-    drawn,
-    finish,
+from tilewise.gpu.hopper.common.scheduler import (
+    WorkTile,
+    count_work_tiles,
+    fetch_add,
+    l2_swizzled,
     make_work_ring,
+    next_work,
     packed_sequence,
-    place,
     receive,
     send,
+    send_end,
 )
 from tilewise.gpu.hopper.common.softmax import exp2
 
 
 @aggregate
 class Channels:
-    """All that the roles exchange; shapes are of one slot."""
+    """All that the roles exchange; shapes are of one bh."""
 
     work: Ring
-    q: Ring  # [64, PART_WIDTH] x PARTS, a slot for each warpgroup
+    q: Ring  # [64, D_CHUNK] x CHUNKS, a slot for each warpgroup
     do: Ring  # [64, BLOCK_DV], likewise
-    k: Ring  # [BLOCK_N, PART_WIDTH] x PARTS
+    k: Ring  # [BLOCK_N, D_CHUNK] x CHUNKS
     v: Ring  # [BLOCK_N, BLOCK_DV]
 
 
 @gluon.jit
 def locate_queries(index, sizes, packing, cfg: gl.constexpr):
-    """The Work of an index: `row` is the first of 2 x 64 queries. The last (longest if causal) come first."""
-    heads = sizes.num_slots * sizes.group_size
-    section = sizes.section * sizes.group_size
+    """The work tile of an index: `row` is the first of 128 queries. The last (longest, causal) come first."""
+    heads = sizes.num_bh * sizes.group_size
+    l2_swizzle = sizes.l2_swizzle * sizes.group_size
     if cfg.IS_PACKED:
         b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
             index // heads, sizes.batch, packing
         )
-        tile, head = place(index - first * heads, own_tiles, heads, section, True)
-        work = Work(tile * 128, head, b, start_q, own_q, start_k, own_k)
+        tile, head = l2_swizzled(index - first * heads, own_tiles, heads, l2_swizzle, True)
+        work = WorkTile(tile * 128, head, b, start_q, own_q, start_k, own_k)
     else:
-        tile, slot = place(index, sizes.num_tiles, heads, section, True)
+        tile, bh = l2_swizzled(index, sizes.num_tiles, heads, l2_swizzle, True)
         heads = heads // sizes.batch
-        zero = 0 * slot
-        work = Work(
-            tile * 128, slot % heads, slot // heads,
+        zero = 0 * bh
+        work = WorkTile(
+            tile * 128, bh % heads, bh // heads,
             zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
         )  # fmt: skip
     return work
@@ -85,56 +85,56 @@ def locate_queries(index, sizes, packing, cfg: gl.constexpr):
 
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
-    """Draw tiles of queries and stream theirs: Q, dO, then K and V in turn."""
-    num_work = count_work(sizes, packing) * sizes.group_size
+    """Take work tiles and stream theirs: Q, dO, then K and V alternately."""
+    num_work_tiles = count_work_tiles(sizes, packing) * sizes.group_size
     index = gl.program_id(0)
-    turn = 0
+    work_use = 0  # of the work ring
     use = 0  # key tiles so far
-    while index < num_work:
+    while index < num_work_tiles:
         work = locate_queries(index, sizes, packing, cfg)
-        send(ch.work, turn, work)
+        send(ch.work, work_use, work)
         for w in gl.static_range(2):
             row = work.row + w * 64
-            place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
-            ch.q.load(turn * 2 + w, q_desc, place, cfg.PARTS)
-            ch.do.load(turn * 2 + w, do_desc, place, 1)
+            row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            ch.q.load(work_use * 2 + w, q_desc, row_coords, cfg.D_CHUNKS)
+            ch.do.load(work_use * 2 + w, do_desc, row_coords, 1)
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         head = work.head // sizes.group_size
         for j in range(tiles.begin, tiles.end):
             row = j * cfg.BLOCK_N
-            place = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
-            ch.k.load(use, k_desc, place, cfg.PARTS)
-            ch.v.load(use, v_desc, place, 1)
+            row_coords = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
+            ch.k.load(use, k_desc, row_coords, cfg.D_CHUNKS)
+            ch.v.load(use, v_desc, row_coords, 1)
             use += 1
-        index = drawn(draw(counter))
-        turn += 1
-    finish(ch.work, turn, index, counter)
+        index = next_work(fetch_add(counter))
+        work_use += 1
+    send_end(ch.work, work_use, index, counter)
     wait_for_previous_kernel()  # dK and dV are written: who waits for this kernel relies on it
 
 
 @gluon.jit
 def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
-    """Warpgroup W: dQ of 64 queries of every tile that the load role draws."""
+    """Warpgroup W: dQ of 64 queries of every work tile."""
     dtype: gl.constexpr = dq_desc.dtype
     IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
-    turn = 0
+    work_use = 0  # of the work ring
     use = 0
     if W == 1:
-        pass_turn(W)  # 0 begins
-    work = receive(ch.work, turn)
+        pingpong_arrive(W)  # 0 begins
+    work = receive(ch.work, work_use)
     while work.row >= 0:
         row = work.row + W * 64
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         own = key_tiles(row, 64, work, sizes, cfg)
         lse, delta, shift, has_shift = load_stats(row, stats, work, sizes, cfg)
-        own_use = turn * 2 + W
+        own_use = work_use * 2 + W
         ch.q.wait(own_use)
         ch.do.wait(own_use)
-        dq = zero_parts(cfg)
+        dq = zero_chunks(cfg)
         ch.k.wait(use)
         ch.v.wait(use)
-        s = start_s(W, opaque_zero(turn), use, ch, cfg)
-        dp = start_dp(W, opaque_zero(turn), use, ch, cfg)
+        s = start_s(W, opaque_zero(work_use), use, ch, cfg)
+        dp = start_dp(W, opaque_zero(work_use), use, ch, cfg)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         ch.v.release(use)
         p, slope = weights(s, lse, shift, has_shift, tiles.begin, row, own, work, sizes, factors, cfg)
@@ -143,41 +143,41 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
             ch.k.wait(use + 1)
             if not IS_V_LATE:
                 ch.v.wait(use + 1)
-            take_turn(W)
-            dq = start_dq(ds, dq, use, ch, cfg)  # first: the K after the next waits for this slot
+            pingpong_wait(W)
+            dq = start_dq(ds, dq, use, ch, cfg)  # first: the K after the next waits for this bh
             s = start_s(W, opaque_zero(j), use + 1, ch, cfg)
             if not IS_V_LATE:
                 dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
-            pass_turn(W)
-            dq = await_parts(dq, cfg.PARTS + (0 if IS_V_LATE else 1), cfg)
+            pingpong_arrive(W)
+            dq = await_chunks(dq, cfg.D_CHUNKS + (0 if IS_V_LATE else 1), cfg)
             ch.k.release(use)
             s = warpgroup_mma_wait(0 if IS_V_LATE else 1, deps=(s,))
             p, slope = weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg)
             if IS_V_LATE:
                 ch.v.wait(use + 1)
-                take_turn(W)
+                pingpong_wait(W)
                 dp = start_dp(W, opaque_zero(j), use + 1, ch, cfg)
-                pass_turn(W)
+                pingpong_arrive(W)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ch.v.release(use + 1)
             ds = pinned((p * slope * (dp - delta[:, None])).to(dtype))
             use += 1
-        dq = scaled(await_parts(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
+        dq = scaled(await_chunks(start_dq(ds, dq, use, ch, cfg), 0, cfg), factors.scale)
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
         store_queries(dq, dq_desc, ch.q, own_use, row, work, cfg)
         ch.q.release(own_use)
-        turn += 1
-        work = receive(ch.work, turn)
+        work_use += 1
+        work = receive(ch.work, work_use)
 
 
 @gluon.jit
 def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
-    """Store dQ of 64 queries, part by part, through the tile of Q; rows past the end are cut."""
-    place = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+    """Store dQ of 64 queries, chunk by chunk, staged in the tile of Q; rows past the end are cut."""
+    row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(dq)):
-        store_part(dq[i], i, desc, place, ring.part(use, i))
+        store_chunk(dq[i], i, desc, row_coords, ring.chunk(use, i))
     wait_for_stores(0)  # the tiles have been read
 
 
@@ -200,21 +200,21 @@ def load_stats(row, stats, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start S = Q K^T [64, BLOCK_N] of a key tile that has arrived."""
-    return product_of_parts(ch.q, W + zero, ch.k, use, cfg.BLOCK_N, cfg)
+    return product_of_chunks(ch.q, W + zero, ch.k, use, cfg.BLOCK_N, cfg)
 
 
 @gluon.jit
 def start_dp(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
     """Start dP = dO V^T [64, BLOCK_N]."""
     do = ch.do.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
-    v = ch.v.part(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    v = ch.v.chunk(use, 0).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     return product(do, v.permute((1, 0)))
 
 
 @gluon.jit
 def start_dq(ds, dq, use, ch, cfg: gl.constexpr):
     """Start dQ += dS K."""
-    return accumulate_parts(gl.convert_layout(ds, operand_layout(cfg.PART_WIDTH)), ch.k, use, dq, cfg)
+    return accumulate_chunks(gl.convert_layout(ds, operand_layout(cfg.D_CHUNK)), ch.k, use, dq, cfg)
 
 
 @gluon.jit
@@ -224,7 +224,7 @@ def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl
     if cfg.HAS_LARGE_LSE and has_shift:
         x = x - shift[:, None]
     x = x * unit - lse[:, None]
-    if (j < own.plain_begin) | (j >= own.plain_end):
+    if (j < own.full_begin) | (j >= own.full_end):
         x = hide(x, j, row, work, sizes, cfg)
     return exp2(x), slope
 
@@ -233,21 +233,21 @@ def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl
 def attn_bwd_wide_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
 ):  # fmt: skip
     """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
     sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_slots, num_tiles, section, tiles_q,
+        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(
         make_work_ring(2),
-        make_tile_ring(q_desc, 2, cfg.PARTS, 1),
+        make_tile_ring(q_desc, 2, cfg.D_CHUNKS, 1),
         make_tile_ring(do_desc, 2, 1, 1),
-        make_tile_ring(k_desc, cfg.K_STAGES, cfg.PARTS, 2),
+        make_tile_ring(k_desc, cfg.K_STAGES, cfg.D_CHUNKS, 2),
         make_tile_ring(v_desc, cfg.V_STAGES, 1, 2),
     )
     gl.warp_specialize(

@@ -18,11 +18,11 @@ class ForwardConfig:
     Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
-    BLOCKS_PER_SM: int  # thread blocks that share an SM, and its registers
-    PARTS: int  # head size of QK in parts; TMA fills the last one up with zeros
-    PART_WIDTH: int  # 64 columns or a larger power of two: 192 is three parts of 64
+    CTAS_PER_SM: int  # thread blocks (CTAs) of an SM, which share its registers
+    D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
+    D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
-    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `weigh`
+    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `softmax_step`
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached
     IS_CACHED: bool  # keys of a cache, of which each sequence has a number of its own
@@ -51,24 +51,24 @@ class ForwardConfig:
     def IS_OVERLAPPED(self) -> bool:
         """Whether a warpgroup's products run under its own softmax, which takes registers for two tiles of P.
 
-        Where two blocks share an SM, the other block's run there.
+        Where two CTAs share an SM, the other's products run there.
         """
-        return self.BLOCKS_PER_SM == 1
+        return self.CTAS_PER_SM == 1
 
     @property
     def BLOCK_M(self) -> int:
-        """Query rows of one block: all its warpgroups' rows."""
+        """Query rows of a work tile: those of all warpgroups."""
         return self.WARPGROUPS * WARPGROUP_ROWS
 
     @property
-    def Q_PARTS(self) -> int:
-        """Parts of a query tile in shared memory, which also takes the tile of O: a multiple of its width."""
-        return self.O_SHARE * self.BLOCK_DV // self.PART_WIDTH
+    def Q_CHUNKS(self) -> int:
+        """Chunks of a query slot, which is also the staging buffer of O: a multiple of its width."""
+        return self.O_TILES * self.BLOCK_DV // self.D_CHUNK
 
     @property
-    def O_SHARE(self) -> int:
-        """Tiles of O that would fit a query tile's shared memory; one is stored there."""
-        return -(-self.PARTS * self.PART_WIDTH // self.BLOCK_DV)
+    def O_TILES(self) -> int:
+        """Tiles of O that would fit a query slot; one is staged there."""
+        return -(-self.D_CHUNKS * self.D_CHUNK // self.BLOCK_DV)
 
     @property
     def maxnreg(self) -> int:
@@ -76,7 +76,7 @@ class ForwardConfig:
 
         The producer's one warp counts as a warpgroup.
         """
-        return 65536 // (128 * (self.WARPGROUPS + 1) * self.BLOCKS_PER_SM) // 8 * 8
+        return 65536 // (128 * (self.WARPGROUPS + 1) * self.CTAS_PER_SM) // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,18 @@ class FP8Config:
         return self.WARPGROUPS * WARPGROUP_ROWS
 
     @property
-    def PARTS_V(self) -> int:
-        """Parts of V's columns: registers hold O and one part's product."""
+    def V_CHUNKS(self) -> int:
+        """Chunks of V's columns: registers hold O and one chunk's product."""
         return -(-self.BLOCK_DV // 128)
 
     @property
-    def Q_PARTS(self) -> int:
-        """Tiles of Q that fit a query tile's shared memory, which also takes the 16-bit tile of O."""
-        return self.O_SHARE * 2 * self.BLOCK_DV // self.HEAD_DIM
+    def Q_CHUNKS(self) -> int:
+        """Tiles of Q that fit a query slot, which is also the staging buffer of the 16-bit O."""
+        return self.O_TILES * 2 * self.BLOCK_DV // self.HEAD_DIM
 
     @property
-    def O_SHARE(self) -> int:
-        """Tiles of O that would fit there; one is stored."""
+    def O_TILES(self) -> int:
+        """Tiles of O that would fit there; one is staged."""
         return -(-self.HEAD_DIM // (2 * self.BLOCK_DV))
 
     @property
@@ -130,7 +130,7 @@ class FP8Config:
 
 
 class Packing(NamedTuple):
-    """Where packed sequences lie, and their order of work. All None for a dense problem."""
+    """Where packed sequences lie, and the order in which they are scheduled. All None for a dense problem."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -153,9 +153,9 @@ class Sizes(NamedTuple):
     seqlen_q: Any  # packed: of all sequences together
     seqlen_k: Any  # cached: the most that a sequence may have
     group_size: Any  # query heads that share one key head
-    num_slots: Any  # (batch, head) pairs, or heads if ordered; with PACK heads in one tile, that many fewer
-    num_tiles: Any  # query tiles of a slot; ordered: not used
-    section: Any  # slots whose keys and values stay in L2 together
+    num_bh: Any  # (batch, head) pairs, or heads if ordered; with PACK heads in one tile, that many fewer
+    num_tiles: Any  # query tiles of a (batch, head); ordered: not used
+    l2_swizzle: Any  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
     window_left: Any
     window_right: Any
     rows_k: Any  # of a cache: rows from one entry, a sequence or a page, to the next
@@ -168,8 +168,8 @@ class Sizes(NamedTuple):
 class DecodeConfig:
     """Compile-time choices of the decoding kernels."""
 
-    WARPGROUPS: ClassVar[int] = 2  # consumers, which take turns at tiles
-    LOADERS: ClassVar[int] = 2  # warps, which take turns as well
+    WARPGROUPS: ClassVar[int] = 2  # consumers, on alternate tiles
+    LOADERS: ClassVar[int] = 2  # warps, on alternate tiles as well
 
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
@@ -196,7 +196,7 @@ class DecodeConfig:
     HAS_ALIBI: bool
     HAS_SINKS: bool
     MERGE_ROWS: int
-    MERGE_PIECES: int  # held at a time by a merging program
+    MERGE_SPLITS: int  # held at a time by a merging program
     MERGE_COLUMNS: int
 
     @property
@@ -220,12 +220,12 @@ class DecodeConfig:
         return self.BLOCK_N // self.BOX_ROWS
 
     @property
-    def PARTS(self) -> int:
+    def BOXES_D(self) -> int:
         """Boxes of a tile of keys along its columns."""
         return self.BLOCK_D // self.BOX_WIDTH
 
     @property
-    def PARTS_V(self) -> int:
+    def BOXES_DV(self) -> int:
         return self.BLOCK_DV // self.BOX_WIDTH
 
     @property
@@ -241,7 +241,7 @@ class MlaConfig(DecodeConfig):
 
     BLOCK_M: int  # ROWS padded: 64, or 16, which are columns of the narrow kernel's products
     SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
-    KEY_SLOTS: int  # parts of key tiles in flight, of each half of V
+    KEY_SLOTS: int  # chunks of key tiles in flight, of each half of V
 
     @property
     def IS_NARROW(self) -> bool:

@@ -61,7 +61,7 @@ def as_block(smem, desc):
 def as_boxes(tiles, COUNT: gl.constexpr, desc):
     """Tiles [n, rows, columns] as boxes of a TMA descriptor: by tile, then by columns, then by rows.
 
-    So they lie in swizzled shared memory, where up to 64 columns of 16 bits make a block of their own.
+    So they lie in swizzled shared memory, where up to 64 columns of 16 bits make a box of their own.
     """
     return as_blocks(tiles, COUNT, desc)
 
@@ -103,6 +103,12 @@ def _execute(INSTRUCTIONS: gl.constexpr, operand=0):
 
 
 @gluon.jit
+def unhoisted(x):
+    """x, computed where this stands. Hoisted out of a loop of tiles, each integer takes a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_for_own_stores():
     """Wait until the TMA copies that this thread has started have been read from shared memory.
 
@@ -118,18 +124,18 @@ def wait_for_writes():
 
 
 @gluon.constexpr_function
-def _turn(operation, number):
+def _barrier_of_two_warpgroups(operation, number):
     return f"bar.{operation} {number}, 256;"
 
 
 @gluon.jit
-def meet():
-    """Wait until two warpgroups are here: once for all that they have left for each other in shared memory.
+def sync_warpgroups():
+    """Wait until both warpgroups are here, and what they have stored in shared memory can be read by both.
 
     One instruction. A wait on an mbarrier is a loop, and a loop between the start and the end of a product
     with a register operand would make ptxas run all products one by one.
     """
-    _execute(_turn("sync", 8))
+    _execute(_barrier_of_two_warpgroups("sync", 8))
 
 
 @gluon.constexpr_function
@@ -138,31 +144,31 @@ def _barrier(operation, number):
 
 
 @gluon.jit
-def signal(NUMBER: gl.constexpr, when=1):
-    """Tell the other side, a warpgroup or a single warp, that all here have come so far.
+def named_barrier_arrive(NUMBER: gl.constexpr, when=1):
+    """Tell the other side, a warpgroup or a single warp, that all threads of this one have come so far.
 
-    A hardware barrier: numbers up to 7 are Triton's, 8 is `meet`; turns take 8 and 9, in kernels without
-    either. Like that one instruction, and nobody waits here. `when` is 0 or not, in all threads alike.
+    Barriers 0 to 7 are Triton's, 8 is that of `sync_warpgroups`. The ping-pong takes 8 and 9, in kernels
+    without either. This is one instruction, too, and does not wait. `when` is 0 or not, in all threads alike.
     """
     _execute(_barrier("arrive", NUMBER), when)
 
 
 @gluon.jit
-def await_signal(NUMBER: gl.constexpr, when=1):
-    """Wait for a `signal` of the other side; each is waited for once before the next is given."""
+def named_barrier_sync(NUMBER: gl.constexpr, when=1):
+    """Wait for the other side's `named_barrier_arrive`; each is waited for once before the next."""
     _execute(_barrier("sync", NUMBER), when)
 
 
 @gluon.jit
-def take_turn(W: gl.constexpr):
-    """Warpgroup W (0 or 1) waits until the other one has passed the turn to it."""
-    _execute(_turn("sync", 8 + W))
+def pingpong_wait(W: gl.constexpr):
+    """Warpgroup W (0 or 1) waits until the other one has let it start its products (ping-pong)."""
+    _execute(_barrier_of_two_warpgroups("sync", 8 + W))
 
 
 @gluon.jit
-def pass_turn(W: gl.constexpr):
-    """Warpgroup W lets the other one go on, and does not wait."""
-    _execute(_turn("arrive", 9 - W))
+def pingpong_arrive(W: gl.constexpr):
+    """Warpgroup W lets the other one start its products, and does not wait."""
+    _execute(_barrier_of_two_warpgroups("arrive", 9 - W))
 
 
 @gluon.jit
@@ -187,18 +193,19 @@ __all__ = [
     "as_boxes",
     "as_boxes_by_rows",
     "as_pages",
-    "await_signal",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
-    "meet",
-    "pass_turn",
-    "signal",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "pingpong_arrive",
+    "pingpong_wait",
     "start_next_kernel",
     "store_tile",
-    "take_turn",
+    "sync_warpgroups",
+    "unhoisted",
     "wait_for_own_stores",
     "wait_for_previous_kernel",
     "wait_for_stores",

@@ -6,7 +6,7 @@ more, ahead of its loop, while the first keys are under way.
 """
 
 from tilewise.core.device_errors import LENGTH, PAGE
-from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.compat import gl, gluon, unhoisted
 
 PAGE_FLAG, LENGTH_FLAG = gl.constexpr(PAGE), gl.constexpr(LENGTH)
 
@@ -49,7 +49,7 @@ def page_poison(
     poison = 0.0 * sizes.num_pages
     if cfg.PAGE_SIZE > 0:
         COUNT: gl.constexpr = 32 * LANE_PAGES
-        lanes = gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0]))
+        lanes = unhoisted(gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0])))
         table = page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
         end = (gl.minimum(seqlen_k, end_tile * cfg.BLOCK_N) + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         wrong = gl.full([COUNT], 0, gl.int32, lanes.type.layout)
@@ -65,9 +65,9 @@ def page_poison(
 
 
 @gluon.jit
-def piece_poison(page_table, errors, piece, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
-    """`page_poison` of a piece of the decoding kernels."""
-    end_tile = piece.tile + piece.count
+def split_poison(page_table, errors, split, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
+    """`page_poison` of a split of the decoding kernels."""
+    end_tile = split.tile + split.count
     return page_poison(
-        page_table, errors, piece.batch, piece.seqlen_k, piece.tile, end_tile, sizes, 8, NUM_WARPS, cfg
+        page_table, errors, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 8, NUM_WARPS, cfg
     )

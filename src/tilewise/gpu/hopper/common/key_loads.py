@@ -17,21 +17,21 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr):
     bound stops at the sequence's end: 2^30 * (2^34 - stride) + (start + length) * stride wraps around.
     """
     if IS_PACKED:
-        place = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
+        found = (1 << 30, start + length, (1 << 30) - length + row, head, 0)
     else:
-        place = (batch, row, head, 0)  # type: ignore[assignment]
-    return place
+        found = (batch, row, head, 0)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
-def make_key_ring(desc, WIDTH: gl.constexpr, PARTS: gl.constexpr, cfg: gl.constexpr):
-    """A ring of tiles [BLOCK_N, WIDTH], PARTS of them side by side."""
+def make_key_ring(desc, WIDTH: gl.constexpr, CHUNKS: gl.constexpr, cfg: gl.constexpr):
+    """A ring of tiles [BLOCK_N, WIDTH], CHUNKS of them side by side."""
     if cfg.BOXES == 1:
-        ring = make_tile_ring(desc, cfg.STAGES, PARTS, cfg.WARPGROUPS)
+        ring = make_tile_ring(desc, cfg.STAGES, CHUNKS, cfg.WARPGROUPS)
     else:
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, WIDTH], desc.dtype)
-        tiles = gl.allocate_shared_memory(desc.dtype, [cfg.STAGES * PARTS, cfg.BLOCK_N, WIDTH], layout)
-        ring = make_ring(tiles, cfg.STAGES, PARTS, cfg.WARPGROUPS)
+        tiles = gl.allocate_shared_memory(desc.dtype, [cfg.STAGES * CHUNKS, cfg.BLOCK_N, WIDTH], layout)
+        ring = make_ring(tiles, cfg.STAGES, CHUNKS, cfg.WARPGROUPS)
     return ring
 
 
@@ -51,27 +51,27 @@ def read_pages(j, work, sizes, cache, cfg: gl.constexpr):
 
 
 @gluon.jit
-def key_place(j, pages, work, head, sizes, cfg: gl.constexpr):
+def key_coords(j, pages, work, head, sizes, cfg: gl.constexpr):
     """Where key tile j is: TMA coordinates, or of a cache (first row in its sequence, pages)."""
     if cfg.IS_CACHED:
         if cfg.PAGE_SIZE > 0:  # not where they are read, which would wait for them
             pages = page_or_zero(pages, sizes)
-        place = (j * cfg.BLOCK_N, pages)
+        found = (j * cfg.BLOCK_N, pages)
     else:
-        place = coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head, work.batch, cfg.IS_PACKED)
-    return place
+        found = coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head, work.batch, cfg.IS_PACKED)
+    return found
 
 
 @gluon.jit
-def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg: gl.constexpr):
+def load_keys(ring, use, desc, at, work, head, rows, CHUNKS: gl.constexpr, cfg: gl.constexpr):
     """Acquire a slot and start TMA copies of a tile of keys or values; a cache's entry has `rows` rows."""
     if not cfg.IS_CACHED:
-        ring.load(use, desc, place, PARTS)
+        ring.load(use, desc, at, CHUNKS)
     elif cfg.BOXES == 1:
-        ring.load(use, desc, box_coords(place, 0, place[1], work, head, rows, cfg), PARTS)
+        ring.load(use, desc, box_coords(at, 0, at[1], work, head, rows, cfg), CHUNKS)
     else:
         BOXES: gl.constexpr = cfg.BOXES
-        COLUMNS: gl.constexpr = PARTS * ring.tiles.shape[2] // desc.block_shape[-1]  # boxes side by side
+        COLUMNS: gl.constexpr = CHUNKS * ring.tiles.shape[2] // desc.block_shape[-1]  # boxes side by side
         boxes = as_boxes(ring.tiles, cfg.STAGES * COLUMNS * BOXES, desc)
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         ring.acquire(use)
@@ -82,8 +82,8 @@ def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg
         # a count that the compiler does not know keeps this a loop, which else takes registers that spill
         for first in range(0, gl.minimum(rows, 1) * BOXES, TOGETHER):
             for i in gl.static_range(TOGETHER):
-                page = gl.sum(gl.where(lane == first + i, place[1], 0), 0)
-                box = box_coords(place, first + i, page, work, head, rows, cfg)
+                page = gl.sum(gl.where(lane == first + i, at[1], 0), 0)
+                box = box_coords(at, first + i, page, work, head, rows, cfg)
                 for column in gl.static_range(COLUMNS):
                     column_box = box[:-1] + (column * desc.block_shape[-1],)  # noqa: RUF005
                     smem = boxes.index((slot * COLUMNS + column) * BOXES + first + i)
@@ -91,9 +91,9 @@ def load_keys(ring, use, desc, place, work, head, rows, PARTS: gl.constexpr, cfg
 
 
 @gluon.jit
-def box_coords(place, n, entry, work, head, rows, cfg: gl.constexpr):
+def box_coords(at, n, entry, work, head, rows, cfg: gl.constexpr):
     """TMA coordinates of box n of a cache's tile, which lies in an entry; rows past the end are zeros."""
-    row = place[0] + n * cfg.BOX_ROWS  # in the sequence
+    row = at[0] + n * cfg.BOX_ROWS  # in the sequence
     end = work.seqlen_k
     if cfg.PAGE_SIZE > 0:
         first = row & -cfg.PAGE_SIZE  # of the page

@@ -5,15 +5,15 @@ from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
 
 @aggregate
 class KeyTiles:
-    """Key tiles [begin, end) of some query rows; those in [plain_begin, plain_end) need no mask.
+    """Key tiles [begin, end) of some query rows; those in [full_begin, full_end) need no mask.
 
     Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key.
     """
 
     begin: gl.tensor
     end: gl.tensor
-    plain_begin: gl.tensor
-    plain_end: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
     num_steady: gl.tensor
 
 
@@ -22,22 +22,22 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     """The key tiles that queries [row, row + NUM_ROWS) can see: at least one, perhaps all hidden."""
     offset = work.seqlen_k - work.seqlen_q
     first, last = 0, work.seqlen_k - 1  # keys that some row sees
-    plain_first, plain_last = 0, work.seqlen_k - 1  # keys that all rows see
+    full_first, full_last = 0, work.seqlen_k - 1  # keys that all rows see
     if cfg.HAS_LEFT:
         first = gl.maximum(row + offset - sizes.window_left, 0)
-        plain_first = gl.maximum(row + NUM_ROWS - 1 + offset - sizes.window_left, 0)
+        full_first = gl.maximum(row + NUM_ROWS - 1 + offset - sizes.window_left, 0)
     if cfg.HAS_RIGHT:
         last = gl.minimum(row + NUM_ROWS - 1 + offset + sizes.window_right, last)
-        plain_last = gl.minimum(row + offset + sizes.window_right, plain_last)
+        full_last = gl.minimum(row + offset + sizes.window_right, full_last)
     # a floor division of negatives would round toward zero: clamp first
     end = gl.maximum(last + cfg.BLOCK_N, cfg.BLOCK_N) // cfg.BLOCK_N
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
-    plain_begin = (plain_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
-    plain_end = gl.maximum(plain_last + 1, 0) // cfg.BLOCK_N
-    # a key that all rows see: plain_last, or the first of all; once its tile has been visited, all are steady
-    num_steady = plain_last // cfg.BLOCK_N - begin if cfg.HAS_LEFT else end - 1
-    num_steady = gl.where(plain_first <= plain_last, num_steady, 0)
-    return KeyTiles(begin, end, plain_begin, plain_end, num_steady)
+    full_begin = (full_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
+    full_end = gl.maximum(full_last + 1, 0) // cfg.BLOCK_N
+    # a key that all rows see: full_last, or the first of all; once its tile has been visited, all are steady
+    num_steady = full_last // cfg.BLOCK_N - begin if cfg.HAS_LEFT else end - 1
+    num_steady = gl.where(full_first <= full_last, num_steady, 0)
+    return KeyTiles(begin, end, full_begin, full_end, num_steady)
 
 
 @gluon.jit
@@ -55,9 +55,9 @@ def visited(tiles, left, cfg: gl.constexpr):
 
 
 @gluon.jit
-def unvisited(tiles, block, cfg: gl.constexpr):
-    """How many of a block's tiles come (before, after) those of one warpgroup."""
-    low, high = tiles.begin - block.begin, block.end - tiles.end
+def unvisited(tiles, all_tiles, cfg: gl.constexpr):
+    """How many of the CTA's key tiles come (before, after) those of one warpgroup."""
+    low, high = tiles.begin - all_tiles.begin, all_tiles.end - tiles.end
     if cfg.HAS_LEFT:
         low, high = high, low
     return low, high
@@ -86,7 +86,7 @@ def by_thread(s, tile, row, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hide_right(s, tile, row, work, sizes, cfg: gl.constexpr):
+def mask_right(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a key is past the last that its query sees."""
     x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
     last = 0 * positions + (work.seqlen_k - 1 - tile * cfg.BLOCK_N)
@@ -97,7 +97,7 @@ def hide_right(s, tile, row, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hide_left(s, tile, row, work, sizes, cfg: gl.constexpr):
+def mask_left(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a key is before the first that its query sees."""
     x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
     x = gl.where(columns >= positions - sizes.window_left - firsts, x, float("-inf"))
@@ -107,7 +107,7 @@ def hide_left(s, tile, row, work, sizes, cfg: gl.constexpr):
 @gluon.jit
 def hide(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a query does not see a key, right or left."""
-    s = hide_right(s, tile, row, work, sizes, cfg)
+    s = mask_right(s, tile, row, work, sizes, cfg)
     if cfg.HAS_LEFT:
-        s = hide_left(s, tile, row, work, sizes, cfg)
+        s = mask_left(s, tile, row, work, sizes, cfg)
     return s

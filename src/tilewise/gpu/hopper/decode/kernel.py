@@ -1,19 +1,18 @@
 """Decoding for Hopper: few queries against a cache of many keys, at the speed of memory (split-KV).
 
     role           warps   does
-    load_role x 2  1 each  stream the key tiles of their worker's pieces into rings, by TMA
-    mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each piece's O / l and lse
+    load_role x 2  1 each  stream the key tiles of their worker's splits into rings, by TMA
+    mma_role x 2   4 each  S by wgmma, softmax in registers, O by wgmma; store each split's O / l and lse
 
-    attn_decode_kernel        piece -> normalized out (float32) and lse (log2 units), see `decode_plan`;
-                              a piece that is a whole segment -> out and lse
+    attn_decode_kernel        split -> normalized out (float32) and lse (log2 units), see `stream_k`;
+                              a split that is a whole segment -> out and lse
     attn_decode_merge_kernel  out = sum_p exp(lse_p - lse) out_p,  lse = log(sum_p exp lse_p [+ exp sink])
 
-Up to 64 rows, queries times the heads that share a key head, cost the same: wgmma has 64 in any case. So
-what binds is memory, and the kernel's form follows from keeping bytes under way: the load roles run ahead
-across the borders of pieces. The warpgroups take turns at tiles, each with an O of its own; at the end of a
-piece the first one adds the second one's to its own. A ring's slots are an even number, so that one warpgroup
-alone waits for a slot: with two, one could be a round ahead of the other, and a parity does not tell one
-round from the next but one.
+Up to 64 rows, queries times the heads of a GQA group, cost the same: wgmma has 64 in any case. So the kernel
+is bound by memory, and keeps bytes in flight: the load roles run ahead across the borders of splits. The
+warpgroups work on alternate tiles, each with an O of its own. At the end of a split the first one adds the
+second one's to its own. A ring has an even number of slots, so that only one warpgroup waits for a slot: with
+two, one could be a phase ahead of the other, and a parity does not tell one phase from the next but one.
 Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
@@ -31,14 +30,14 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.guards import piece_poison
+from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.ranges import hide
 from tilewise.gpu.hopper.common.softmax import LOG2_E, Factors, online_softmax, softcapped
 from tilewise.gpu.hopper.decode.load import load_role
-from tilewise.gpu.hopper.decode.plan import make_line, piece_at, piece_index, worker_units
-from tilewise.gpu.hopper.decode.rows import hand_over, load_queries, store_piece, store_rows, take_over
+from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_rows, store_split
+from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, split_index, worker_units
 
 
 @aggregate
@@ -48,7 +47,7 @@ class Shared:
     k: Ring  # STAGES tiles [BLOCK_N, BLOCK_D]
     v: Ring  # STAGES tiles [BLOCK_N, BLOCK_DV]
     q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
-    half: Ring  # one tile: the second warpgroup's acc of a piece, [BLOCK_DV / 8, 512] as `by_threads` has it
+    half: Ring  # one tile: the second warpgroup's acc of a split, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
 
 
@@ -72,33 +71,33 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def has_edge(tile, piece, sizes, cfg: gl.constexpr):
-    """Whether some query of a piece does not see all keys of a tile."""
-    offset = piece.seqlen_k - piece.seqlen_q
+def has_edge(tile, split, sizes, cfg: gl.constexpr):
+    """Whether some query of a split does not see all keys of a tile."""
+    offset = split.seqlen_k - split.seqlen_q
     first = tile * cfg.BLOCK_N
-    is_edge = first + cfg.BLOCK_N > piece.seqlen_k
+    is_edge = first + cfg.BLOCK_N > split.seqlen_k
     if cfg.HAS_RIGHT:
-        is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > piece.row + offset + sizes.window_right)
+        is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > split.row + offset + sizes.window_right)
     if cfg.HAS_LEFT:
-        is_edge = is_edge | (first < piece.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
+        is_edge = is_edge | (first < split.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
     return is_edge
 
 
 @gluon.jit
-def weigh(s, m, l, tile, slope_log2, piece, sizes, factors, cfg: gl.constexpr):
+def softmax_step(s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr):
     """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
     scale_log2e = factors.scale_log2e
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if cfg.HAS_ALIBI:
-        offset = piece.seqlen_k - piece.seqlen_q
+        offset = split.seqlen_k - split.seqlen_q
         rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
         cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        distance = gl.abs((rows + (piece.row + offset))[:, None] - cols[None, :])
+        distance = gl.abs((rows + (split.row + offset))[:, None] - cols[None, :])
         s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
         scale_log2e = 1.0
-    if has_edge(tile, piece, sizes, cfg):
-        s = hide(s, tile, piece.row, piece, sizes, cfg)
+    if has_edge(tile, split, sizes, cfg):
+        s = hide(s, tile, split.row, split, sizes, cfg)
     p, m, alpha = online_softmax(s, m, scale_log2e)
     return p, m, l * alpha + gl.sum(p, 1), alpha
 
@@ -108,55 +107,55 @@ def mma_role(
     W: gl.constexpr, q, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
     slopes, smem, sizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a piece for both."""
+    """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a split for both."""
     k_ring, v_ring = smem.k, smem.v
     q_tile = smem.q.index(W)  # [64, BLOCK_D]
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 4)
-    unit, end = worker_units(line, sizes)
+    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings, by all warpgroups
-    pieces = 0
+    splits = 0
     while unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 4)
-        load_queries(q, q_tile, piece, sizes, cfg)
+        split = split_at(unit, end, schedule, sizes, cfg, 4)
+        load_queries(q, q_tile, split, sizes, cfg)
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
-            head = piece.kv_head * cfg.PACK + rows % cfg.PACK
-            slope = gl.load(slopes + piece.batch * sizes.stride_slopes + head)
+            head = split.kv_head * cfg.PACK + rows % cfg.PACK
+            slope = gl.load(slopes + split.batch * sizes.stride_slopes + head)
             slope_log2 = slope.to(gl.float32) * LOG2_E
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if W == 0:
-            l += piece_poison(page_table, errors, piece, sizes, 4, cfg)
+            l += split_poison(page_table, errors, split, sizes, 4, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
-        for n in range((W - use) & (cfg.WARPGROUPS - 1), piece.count, cfg.WARPGROUPS):
+        for n in range((W - use) & (cfg.WARPGROUPS - 1), split.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
-            s = product(q_tile, k_ring.part(use + n, 0).permute((1, 0)))
+            s = product(q_tile, k_ring.chunk(use + n, 0).permute((1, 0)))
             s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
             k_ring.release(use + n)
-            p, m, l, alpha = weigh(s, m, l, piece.tile + n, slope_log2, piece, sizes, factors, cfg)
+            p, m, l, alpha = softmax_step(s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg)
             p = gl.convert_layout(p.to(v_ring.tiles.dtype), operand_layout(cfg.BLOCK_DV))
             alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
             acc = acc * alpha[:, None]
             v_ring.wait(use + n)
-            acc = warpgroup_mma(p, v_ring.part(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
+            acc = warpgroup_mma(p, v_ring.chunk(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
             acc = warpgroup_mma_wait(0, deps=(acc,))
             v_ring.release(use + n)
         if W == 0:
-            acc, m, l = take_over(acc, m, l, pieces, smem, cfg)
-            if cfg.STORES_WHOLE and piece.is_whole:
-                store_rows(out, lse, residual, acc, m, l, piece.batch, piece.segment, sizes, factors, cfg)
+            acc, m, l = combine_halves(acc, m, l, splits, smem, cfg)
+            if cfg.STORES_WHOLE and split.is_whole:
+                store_rows(out, lse, residual, acc, m, l, split.batch, split.segment, sizes, factors, cfg)
             else:
-                place = piece_index(piece.batch, piece.segment, gl.program_id(0), sizes)
-                store_piece(partial, partial_lse, partial_low, acc, m, l, place, piece, sizes, cfg)
+                index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
+                store_split(partial, partial_lse, partial_low, acc, m, l, index, split, sizes, cfg)
         else:
-            hand_over(acc, m, l, pieces, smem, cfg)
-        pieces += 1
-        use += piece.count
-        unit += piece.units
+            send_half(acc, m, l, splits, smem, cfg)
+        splits += 1
+        use += split.count
+        unit += split.units
 
 
 # ---- the kernels
@@ -170,10 +169,10 @@ def attn_decode_kernel(
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
     scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One worker's part of the line. Grid: (workers,); `cfg` is a DecodeConfig.
+    """One worker's share of the schedule. Grid: (workers,); `cfg` is a DecodeConfig.
 
-    partial: float32 [pieces * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse and, unless that is None,
-    partial_low: [pieces * WARPGROUPS, ROWS].
+    partial: float32 [splits * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse and, unless that is None,
+    partial_low: [splits * WARPGROUPS, ROWS].
     """
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,

@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.device_errors import error_flags
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 FEW_QUERIES = 16  # of a cache
-SAVED_KEYS = 1024  # by a worker: what cutting the keys has to be worth with more queries
+SAVED_KEYS = 1024  # by a worker: what split-KV has to save with more queries
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
-FEW_KEYS = 1 << 18  # of all key heads: so short a line goes faster with 2 stages, and reading 32 page numbers
+FEW_KEYS = 1 << 18  # of all key heads: so few go faster with 2 stages, and reading 32 page numbers
 START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
-FEW_PIECES = 4  # of a segment, with which workers are worth cutting the line evenly
+FEW_SPLITS = 4  # of a segment: up to these, an even number of workers is worth more than all of them
 MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
 USUAL_SMS = 132
-MAX_UNITS = 1 << 26  # of the line: `decode_plan.quotient` is exact for shares of up to 2^19
-GROUP_ROWS, GROUP_COLUMNS = 8, 64  # of shared memory that TMA swizzles, 128 bytes a row
+MAX_UNITS = 1 << 26  # of the schedule: `stream_k.quotient` is exact for shares of up to 2^19
+GROUP_COLUMNS = 64  # beside `host.GROUP_ROWS`
 
 
 class CachedTensors(NamedTuple):
@@ -50,7 +50,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and not can_load_pages(problem.page_size):
+    if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
@@ -68,27 +68,22 @@ def too_many_units(problem: AttentionProblem, cfg: DecodeConfig) -> str | None:
     return f"takes caches for fewer keys than {problem.batch} sequences of {problem.seqlen_k}"
 
 
-def can_load_pages(page_size: int) -> bool:
-    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
-    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
-
-
 def has_few_queries(problem: AttentionProblem) -> bool:
     return not problem.is_packed and problem.seqlen_q <= FEW_QUERIES
 
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(problem: AttentionProblem) -> bool:
-    """Whether many keys are better cut, since queries are few or their tiles too few for all processors."""
+    """Whether split-KV is faster, since queries are few or their tiles too few for all SMs."""
     if supports(problem) is not None:
         return False
     if has_few_queries(problem):
         return problem.is_cached or problem.seqlen_k >= MANY_KEYS
-    # a block of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
+    # a CTA of the forward does all keys of a tile of queries; here each has an equal share, but of 64 rows
     cfg = decode_config(problem)
-    slots = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
-    idle = slots - problem.batch * segments(problem, cfg)
-    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * slots
+    ctas = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
+    idle = ctas - problem.batch * segments(problem, cfg)
+    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * ctas
 
 
 def forward(
@@ -100,7 +95,7 @@ def forward(
     """
     cfg = config or decode_config(problem)
     workers = num_workers(problem, cfg, inputs.query.device)
-    given = cached_tensors(inputs, GROUP_ROWS if cfg.WHOLE_PAGES else 1)
+    given = cached_tensors(inputs, host.GROUP_ROWS if cfg.WHOLE_PAGES else 1)
     new = new_tensors(problem, cfg, workers, residual)
     return attend(problem, given, functools.partial(steps, cfg, workers), new)
 
@@ -132,25 +127,25 @@ def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
     query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
     small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
     lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
-    key = keys_ready(inputs.key, rows)
-    value = key if inputs.value is inputs.key else keys_ready(inputs.value, rows)
+    key = host.keys_ready(inputs.key, rows)
+    value = key if inputs.value is inputs.key else host.keys_ready(inputs.value, rows)
     return CachedTensors(query, key, value, lengths, table, slopes, sinks)
 
 
 def new_tensors(
     problem: AttentionProblem, cfg: DecodeConfig, workers: int, residual: bool = False
 ) -> list[tuple[Any, torch.dtype] | None]:
-    """Shapes and dtypes of out, lse and its low part of all pieces, then out, lse and residual."""
+    """Shapes and dtypes of out, lse and its low part of all splits, then out, lse and residual."""
     rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
     sizes = problem.batch, problem.seqlen_q, problem.num_heads
-    pieces, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
-    low, rest = (pieces, lse) if residual else (None, None)
+    splits, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
+    low, rest = (splits, lse) if residual else (None, None)
     out = ((*sizes, problem.head_dim_v), problem.dtype)
-    return [((rows, cfg.BLOCK_DV), torch.float32), pieces, low, out, lse, rest]
+    return [((rows, cfg.BLOCK_DV), torch.float32), splits, low, out, lse, rest]
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
-    """Of each sequence: blocks of heads that share a key head, times tiles of rows."""
+    """Of each sequence: GQA groups, or blocks of one's heads, times tiles of rows."""
     return problem.num_heads // cfg.PACK * row_tiles(problem, cfg)
 
 
@@ -158,56 +153,42 @@ def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
     return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
 
 
-def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
-    """t, or a copy if TMA can't address its entries, which must be a multiple of `rows` rows apart."""
-    from tilewise.gpu.hopper.forward.launch import tma_ready
-
-    t = tma_ready(t)
-    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
-
-
-def row_stride(t: Tensor) -> int:
-    """Elements from one row to the next; of entries of one row any that TMA can take."""
-    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
-
-
 def num_workers(
-    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_pieces: int = FEW_PIECES
+    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_splits: int = FEW_SPLITS
 ) -> int:
-    from tilewise.gpu.hopper.forward.launch import num_sms
-
-    line = problem.batch * segments(problem, cfg)
-    most = line * -(-problem.seqlen_k // cfg.BLOCK_N)
-    return min(even_workers(line, num_sms(device.index), few_pieces), most)
+    num_segments = problem.batch * segments(problem, cfg)
+    most = num_segments * -(-problem.seqlen_k // cfg.BLOCK_N)
+    return min(even_workers(num_segments, host.num_sms(device.index), few_splits), most)
 
 
-def even_workers(line: int, most: int, few_pieces: int = FEW_PIECES) -> int:
-    """Workers of `most` for a line of segments.
+def even_workers(num_segments: int, most: int, few_splits: int = FEW_SPLITS) -> int:
+    """Workers of `most` for a number of segments.
 
     A few less than all, where lengths are alike and each has whole segments or shares one with few others:
-    there is little or nothing to merge then. With many workers on a segment, all of them are faster: on an
+    there is little or nothing to reduce then. With many workers on a segment, all of them are faster: on an
     H200, 1 x 8k keys of 8 heads take 12.5 us with 132 workers, 14.3 with 131 as with 128.
     """
     for workers in range(most, most - most // 32 - 1, -1):
-        if line % workers == 0 or (workers % line == 0 and workers <= few_pieces * line):
+        if num_segments % workers == 0 or (
+            workers % num_segments == 0 and workers <= few_splits * num_segments
+        ):
             return workers
     return most
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
-    from tilewise.gpu.hopper.forward.launch import factors
 
-    query, key, value, lengths, table, slopes, *pieces, out, lse, residual = tensors
+    query, key, value, lengths, table, slopes, *splits, out, lse, residual = tensors
     arguments = (
         query,
         key_descriptor(key, cfg),
         key_descriptor(value, cfg),
-        _page_descriptor(key, cfg) if cfg.WHOLE_PAGES else None,
-        _page_descriptor(value, cfg) if cfg.WHOLE_PAGES else None,
-        *(out, lse, residual, *pieces, lengths, table, errors_of(problem, query), slopes),
+        _page_descriptor(key) if cfg.WHOLE_PAGES else None,
+        _page_descriptor(value) if cfg.WHOLE_PAGES else None,
+        *(out, lse, residual, *splits, lengths, table, host.errors_of(problem, query), slopes),
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
-        *factors(problem),
+        *host.factors(problem),
         cfg,
     )
     return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
@@ -215,24 +196,17 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
-    from tilewise.gpu.hopper.forward.launch import factors
 
-    query, lengths, sinks, *pieces = tensors
-    errors = errors_of(problem, query)
-    scale_log2e, *_, scale = factors(problem)
+    query, lengths, sinks, *splits = tensors
+    errors = host.errors_of(problem, query)
+    scale_log2e, *_, scale = host.factors(problem)
     numbers = (*decode_sizes(problem, cfg, workers), scale_log2e, scale)
-    arguments = (*pieces, lengths, errors, sinks, *numbers, cfg)
-    blocks = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
-    programs = problem.batch * segments(problem, cfg) * blocks
+    arguments = (*splits, lengths, errors, sinks, *numbers, cfg)
+    tiles = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
+    programs = problem.batch * segments(problem, cfg) * tiles
     return Launch(
         attn_decode_merge_kernel, programs, arguments, num_warps=4, maxnreg=MERGE_REGISTERS, launch_pdl=True
     )
-
-
-def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
-    """Flags for wrong lengths and pages of a cache."""
-    assert query is not None
-    return error_flags(query.device) if problem.is_cached else None
 
 
 def decode_sizes(
@@ -262,22 +236,14 @@ def decode_sizes(
         stride_slopes=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
         stride_page_table=0 if table is None else table.shape[1],
         num_pages=0 if key is None else len(key),
-        rows_k=rows_per_entry(key),
-        rows_v=rows_per_entry(value),
+        rows_k=host.rows_per_entry(key),
+        rows_v=host.rows_per_entry(value),
     )
 
 
-def rows_per_entry(t: Tensor | None) -> int:
-    """Rows from one sequence, or page, to the next."""
-    if t is None:
-        return 0
-    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
-
-
 def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
-    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `hopper.forward.coords`."""
+    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `key_loads.coords`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
-    from tilewise.gpu.hopper.forward.launch import shared_layout
 
     assert t is not None
     _, rows, heads, dim = t.shape
@@ -286,22 +252,21 @@ def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
     shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
     strides = [(1 << 34) - row_stride, row_stride, row_stride, head_stride, 1]
     block_shape = [1, 1, cfg.BOX_ROWS, 1, cfg.BOX_WIDTH]
-    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
 
 
-def _page_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
+def _page_descriptor(t: Tensor | None) -> Any:
     """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
-    from tilewise.gpu.hopper.forward.launch import shared_layout
 
     assert t is not None
     pages, rows, heads, dim = t.shape
     row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
-    groups = ((pages - 1) * rows_per_entry(t) + rows) // GROUP_ROWS
-    shape = [groups, heads, dim // GROUP_COLUMNS, GROUP_ROWS, GROUP_COLUMNS]
-    strides = [GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
-    block_shape = [rows // GROUP_ROWS, 1, *shape[2:]]
-    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+    groups = ((pages - 1) * host.rows_per_entry(t) + rows) // host.GROUP_ROWS
+    shape = [groups, heads, dim // GROUP_COLUMNS, host.GROUP_ROWS, GROUP_COLUMNS]
+    strides = [host.GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
+    block_shape = [rows // host.GROUP_ROWS, 1, *shape[2:]]
+    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -312,17 +277,17 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
     page_size = problem.page_size or 0
     whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
-    box_rows = GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
+    box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
     pack = problem.group_size
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
-    # pieces of a segment that lie side by side where lengths are alike; a merging program loops over more
+    # splits of a segment, where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
-    merge_pieces = min(64, 3 + USUAL_SMS // segments)
-    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_pieces)))
+    merge_splits = min(64, 3 + USUAL_SMS // segments)
+    merge_rows = max(1, min(8 if rows >= 8 else 4, 32 // power_of_two(merge_splits)))
     if merge_rows == 1 and segments * problem.seqlen_q * pack > USUAL_SMS:
-        # one merging program finds room beside a worker: with more than those, none of the next call's starts
-        merge_rows, merge_pieces = 2, min(32, merge_pieces)
+        # one merging program fits an SM beside a worker: with more than those, none of the next call's starts
+        merge_rows, merge_splits = 2, min(32, merge_splits)
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
@@ -349,7 +314,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         HAS_ALIBI=problem.has_alibi,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
-        MERGE_PIECES=merge_pieces,
+        MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=block_dv,
     )
 

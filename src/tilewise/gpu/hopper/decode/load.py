@@ -1,8 +1,8 @@
-"""The load role of the decoding kernel: key tiles of a worker's pieces into rings, by TMA.
+"""The load role of the decoding kernel: key tiles of a worker's splits into rings, by TMA.
 
-The load warps take turns at tiles, of which each loads keys and values: pages of 16 need 8 copies. A full
-page of head size 128 takes one of each kind, with both halves of its columns, since tiles of small pages lie
-in shared memory 8 rows by 8 rows. Page numbers are read a tile ahead.
+The load warps work on alternate tiles, each on its keys and values: pages of 16 need 8 copies. A full page of
+head size 128 takes one copy of keys and one of values, with both halves of its columns, since tiles of small
+pages lie in shared memory 8 rows by 8 rows. Page numbers are read a tile ahead.
 """
 
 from tilewise.gpu.hopper.common.compat import (
@@ -16,7 +16,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
 )
 from tilewise.gpu.hopper.common.guards import page_or_zero
-from tilewise.gpu.hopper.decode.plan import make_line, piece_at, worker_units
+from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
 
 @gluon.jit
@@ -43,43 +43,43 @@ def page_of(pages, n, cfg: gl.constexpr):
 def load_whole_pages(ring, use, desc, pages, kv_head, rows_per_page, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys or values of which every row exists, a page at a time."""
     PAGES: gl.constexpr = cfg.PAGES
-    blocks = as_pages(ring.tiles, cfg.STAGES * PAGES, desc)
+    buffers = as_pages(ring.tiles, cfg.STAGES * PAGES, desc)
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, PAGES * desc.block_type.nbytes)
     for n in gl.static_range(PAGES):
-        place = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
-        load_tile(desc, place, bar_full, blocks.index(slot * PAGES + n))
+        box_coords = (page_of(pages, n, cfg) * (rows_per_page // 8), kv_head, 0, 0, 0)
+        load_tile(desc, box_coords, bar_full, buffers.index(slot * PAGES + n))
 
 
 @gluon.jit
 def load_box(
-    boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr,
+    boxes, bar_full, slot, n, desc, pages, split, tile, rows_per_entry, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros."""
     BOXES: gl.constexpr = cfg.BOXES
-    end_row, row = box_place(n, pages, piece, tile, rows_per_entry, cfg)
-    for part in gl.static_range(PARTS):
+    end_row, row = box_rows(n, pages, split, tile, rows_per_entry, cfg)
+    for column in gl.static_range(COLUMNS):
         if cfg.WHOLE_PAGES:
-            box = (slot * BOXES + n) * PARTS + part
+            box = (slot * BOXES + n) * COLUMNS + column
         else:
-            box = (slot * PARTS + part) * BOXES + n
-        place = (1 << 30, end_row, row, piece.kv_head, part * cfg.BOX_WIDTH)
-        load_tile(desc, place, bar_full, boxes.index(box))
+            box = (slot * COLUMNS + column) * BOXES + n
+        box_coords = (1 << 30, end_row, row, split.kv_head, column * cfg.BOX_WIDTH)
+        load_tile(desc, box_coords, bar_full, boxes.index(box))
 
 
 @gluon.jit
-def box_place(n, pages, piece, tile, rows_per_entry, cfg: gl.constexpr):
+def box_rows(n, pages, split, tile, rows_per_entry, cfg: gl.constexpr):
     """TMA coordinates of box n of a tile along its keys: they end it where the sequence ends.
 
-    See `hopper.forward.coords`.
+    See `key_loads.coords`.
     """
     row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-    end = gl.minimum(piece.seqlen_k, row + cfg.BOX_ROWS)
+    end = gl.minimum(split.seqlen_k, row + cfg.BOX_ROWS)
     if cfg.PAGE_SIZE == 0:
-        entry = piece.batch
+        entry = split.batch
     else:
         entry = page_of(pages, n * cfg.PAGES // cfg.BOXES, cfg)
         end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
@@ -90,59 +90,59 @@ def box_place(n, pages, piece, tile, rows_per_entry, cfg: gl.constexpr):
 
 @gluon.jit
 def load_boxes(
-    ring, use, desc, pages, piece, tile, rows_per_entry, PARTS: gl.constexpr, sizes, cfg: gl.constexpr
+    ring, use, desc, pages, split, tile, rows_per_entry, COLUMNS: gl.constexpr, sizes, cfg: gl.constexpr
 ):
     """Start TMA copies of one tile of keys or values, box by box."""
     BOXES: gl.constexpr = cfg.BOXES
-    COUNT: gl.constexpr = cfg.STAGES * PARTS * BOXES
+    COUNT: gl.constexpr = cfg.STAGES * COLUMNS * BOXES
     ring.acquire(use)
     slot = use % ring.STAGES
     bar_full = ring.full.index(slot)
-    mbarrier.expect(bar_full, PARTS * BOXES * desc.block_type.nbytes)
+    mbarrier.expect(bar_full, COLUMNS * BOXES * desc.block_type.nbytes)
     if cfg.WHOLE_PAGES:
         boxes = as_boxes_by_rows(ring.tiles, COUNT, desc)
         # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
         # unrolled, its instructions cost 0.2 us at 1 x 8k.
         for n in range(gl.minimum(sizes.workers, 1) * BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, split, tile, rows_per_entry, COLUMNS, cfg)
     else:
         boxes = as_boxes(ring.tiles, COUNT, desc)
         for n in gl.static_range(BOXES):
-            load_box(boxes, bar_full, slot, n, desc, pages, piece, tile, rows_per_entry, PARTS, cfg)
+            load_box(boxes, bar_full, slot, n, desc, pages, split, tile, rows_per_entry, COLUMNS, cfg)
 
 
 @gluon.jit
-def load_tiles(k, v, use, pages, piece, tile, smem, sizes, cfg: gl.constexpr):
+def load_tiles(k, v, use, pages, split, tile, smem, sizes, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys and of values; k and v are (descriptor, that of whole pages)."""
-    if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= piece.seqlen_k:
-        load_whole_pages(smem.k, use, k[1], pages, piece.kv_head, sizes.rows_k, cfg)
-        load_whole_pages(smem.v, use, v[1], pages, piece.kv_head, sizes.rows_v, cfg)
+    if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= split.seqlen_k:
+        load_whole_pages(smem.k, use, k[1], pages, split.kv_head, sizes.rows_k, cfg)
+        load_whole_pages(smem.v, use, v[1], pages, split.kv_head, sizes.rows_v, cfg)
     else:
-        load_boxes(smem.k, use, k[0], pages, piece, tile, sizes.rows_k, cfg.PARTS, sizes, cfg)
-        load_boxes(smem.v, use, v[0], pages, piece, tile, sizes.rows_v, cfg.PARTS_V, sizes, cfg)
+        load_boxes(smem.k, use, k[0], pages, split, tile, sizes.rows_k, cfg.BOXES_D, sizes, cfg)
+        load_boxes(smem.v, use, v[0], pages, split, tile, sizes.rows_v, cfg.BOXES_DV, sizes, cfg)
 
 
 @gluon.jit
 def load_role(L: gl.constexpr, k, v, seqlens_k, page_table, smem, sizes, cfg: gl.constexpr):
     """Stream every LOADERS-th tile of the worker's."""
     wait_for_previous_kernel()
-    line = make_line(seqlens_k, sizes, cfg, 1)
-    unit, end = worker_units(line, sizes)
+    schedule = make_schedule(seqlens_k, sizes, cfg, 1)
+    unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings
     while unit < end:
-        piece = piece_at(unit, end, line, sizes, cfg, 1)
+        split = split_at(unit, end, schedule, sizes, cfg, 1)
         ptr_table = page_table
         held = 0
         if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(piece.batch, gl.int64) * sizes.stride_page_table
-            held = (piece.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+            ptr_table = page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
+            held = (split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         first = (L - use) & (cfg.LOADERS - 1)
-        pages = load_pages(ptr_table, piece.tile + first, held, cfg)
-        for n in range(first, piece.count, cfg.LOADERS):
-            tile = piece.tile + n
+        pages = load_pages(ptr_table, split.tile + first, held, cfg)
+        for n in range(first, split.count, cfg.LOADERS):
+            tile = split.tile + n
             next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
             pages = page_or_zero(pages, sizes)
-            load_tiles(k, v, use + n, pages, piece, tile, smem, sizes, cfg)
+            load_tiles(k, v, use + n, pages, split, tile, smem, sizes, cfg)
             pages = next_pages
-        use += piece.count
-        unit += piece.units
+        use += split.count
+        unit += split.units

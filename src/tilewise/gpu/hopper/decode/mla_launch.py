@@ -1,4 +1,4 @@
-"""Host side of decoding of absorbed latent attention for Hopper; see `hopper.decode_launch`."""
+"""Host side of decoding of absorbed latent attention for Hopper; see `decode.launch`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MlaConfig
 from tilewise.gpu.hopper.decode.launch import (
     FEW_QUERIES,
@@ -19,7 +20,6 @@ from tilewise.gpu.hopper.decode.launch import (
     attend,
     cached_tensors,
     decode_sizes,
-    errors_of,
     key_descriptor,
     merge_launch,
     new_tensors,
@@ -32,7 +32,7 @@ from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
 NARROW_ROWS = 16  # of a tile, that are columns of the narrow kernel's products
-MANY_PIECES = 16  # of a segment: starts cost more here, where queries are large
+FEW_SPLITS = 16  # as in `decode.launch`; starts cost more here, where queries are large
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -59,17 +59,20 @@ def supports(problem: AttentionProblem) -> str | None:
     return too_many_units(problem, mla_config(problem))
 
 
+def is_latent(problem: AttentionProblem) -> bool:
+    """Whether keys are absorbed latent vectors, with the values in them."""
+    return (problem.head_dim, problem.head_dim_v) == HEAD_DIMS
+
+
 def head_blocks(problem: AttentionProblem) -> int:
     """Blocks of query heads, each of at most the rows of a warpgroup."""
     return -(-problem.num_heads // WARPGROUP_ROWS)
 
 
-def forward(
-    problem: AttentionProblem, inputs: Inputs, config: MlaConfig | None = None, residual: bool = False
-) -> tuple[Tensor, ...]:
+def forward(problem: AttentionProblem, inputs: Inputs, residual: bool = False) -> tuple[Tensor, ...]:
     """out, lse and, if asked for, residual, as of `decode.launch.forward`."""
-    cfg = config or mla_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device, MANY_PIECES)
+    cfg = mla_config(problem)
+    workers = num_workers(problem, cfg, inputs.query.device, FEW_SPLITS)
     given = cached_tensors(inputs._replace(value=inputs.key))
     new = new_tensors(problem, cfg, workers, residual)
     return attend(problem, given, functools.partial(steps, cfg, workers), new)
@@ -88,9 +91,8 @@ def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Tensors) ->
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
     from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
-    from tilewise.gpu.hopper.forward.launch import factors
 
-    query, key, lengths, table, *pieces, out, lse, residual = tensors
+    query, key, lengths, table, *splits, out, lse, residual = tensors
     arguments: tuple[Any, ...] = (
         *(
             query,
@@ -98,13 +100,13 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
             out,
             lse,
             residual,
-            *pieces,
+            *splits,
             lengths,
             table,
-            errors_of(problem, query),
+            host.errors_of(problem, query),
         ),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
-        *factors(problem),
+        *host.factors(problem),
         cfg,
     )
     kernel = attn_decode_mla_narrow_kernel if cfg.IS_NARROW else attn_decode_mla_kernel
@@ -118,10 +120,10 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
-    # a merging program holds up to 8192 numbers; 132 pieces are three times 48 as they are three times 64
-    merge_pieces = min(48, power_of_two(USUAL_SMS // segments))
-    merge_columns = 128 if merge_pieces > 16 else 512
-    merge_rows = max(1, min(4, 8192 // (merge_pieces * merge_columns)))
+    # a merging program holds up to 8192 numbers; 132 splits are three times 48 as they are three times 64
+    merge_splits = min(48, power_of_two(USUAL_SMS // segments))
+    merge_columns = 128 if merge_splits > 16 else 512
+    merge_rows = max(1, min(4, 8192 // (merge_splits * merge_columns)))
     is_narrow = rows <= NARROW_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
@@ -152,6 +154,6 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         HAS_ALIBI=False,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
-        MERGE_PIECES=merge_pieces,
+        MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=merge_columns,
     )

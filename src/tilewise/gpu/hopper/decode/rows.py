@@ -1,6 +1,6 @@
 """Rows of a segment in the decoding kernels: read, put together from two warpgroups, stored.
 
-Row r of a segment's tile is query r // PACK and, of the heads that share its key head, head r % PACK.
+Row r of a segment's tile is query r // PACK and, of its GQA group, head r % PACK.
 """
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon
@@ -14,11 +14,11 @@ from tilewise.gpu.hopper.common.softmax import (
     reciprocal,
     two_sum,
 )
-from tilewise.gpu.hopper.decode.plan import tile_of
+from tilewise.gpu.hopper.decode.stream_k import tile_of
 
 
 @gluon.jit
-def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
+def query_rows(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg: gl.constexpr):
     """(query, head, whether it exists) of rows [first, first + COUNT) of a segment."""
     rows = first + gl.arange(0, COUNT, layout)
     block, row_tile = tile_of(segment, sizes, cfg)
@@ -29,26 +29,26 @@ def places(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes, cfg
 
 @gluon.jit
 def read_queries(
-    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, piece, sizes, cfg: gl.constexpr
+    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, split, sizes, cfg: gl.constexpr
 ):
     """Queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    position = piece.row + rows // cfg.PACK
-    head = piece.kv_head * cfg.PACK + rows % cfg.PACK
+    position = split.row + rows // cfg.PACK
+    head = split.kv_head * cfg.PACK + rows % cfg.PACK
     exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
-    start = gl.cast(piece.batch, gl.int64) * sizes.stride_q_batch
+    start = gl.cast(split.batch, gl.int64) * sizes.stride_q_batch
     offset = position * sizes.stride_q_row + head * sizes.stride_q_head
     mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
     return gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
 
 
 @gluon.jit
-def load_queries(q, smem, piece, sizes, cfg: gl.constexpr):
+def load_queries(q, smem, split, sizes, cfg: gl.constexpr):
     """Queries of all heads of a key head [64, BLOCK_D]."""
-    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, piece, sizes, cfg))
+    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, split, sizes, cfg))
     fence_async_shared()  # the stores above are visible to wgmma
 
 
@@ -60,20 +60,20 @@ def by_threads(acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(acc, m, l, use, smem, cfg: gl.constexpr):
-    """The second warpgroup's part of a piece, for the first one."""
+def send_half(acc, m, l, use, smem, cfg: gl.constexpr):
+    """Leave the second warpgroup's half of a split in shared memory, for the first one."""
     smem.half.acquire(use)
-    smem.half.part(use, 0).store(by_threads(acc, cfg))
+    smem.half.chunk(use, 0).store(by_threads(acc, cfg))
     smem.half_stats.index(0).store(m)
     smem.half_stats.index(1).store(l)
     smem.half.publish(use)
 
 
 @gluon.jit
-def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
-    """(out, m, l) of a whole piece, from the first warpgroup's part and what the second handed over."""
+def combine_halves(acc, m, l, use, smem, cfg: gl.constexpr):
+    """(out, m, l) of a whole split, from the first warpgroup's half and the second's."""
     smem.half.wait(use)
-    other = smem.half.part(use, 0).load(by_threads(acc, cfg).type.layout)
+    other = smem.half.chunk(use, 0).load(by_threads(acc, cfg).type.layout)
     other_m = smem.half_stats.index(0).load(m.type.layout)
     other_l = smem.half_stats.index(1).load(m.type.layout)
     smem.half.release(use)
@@ -91,19 +91,19 @@ def take_over(acc, m, l, use, smem, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(partial, partial_lse, partial_low, out, m, l, place, piece, sizes, cfg: gl.constexpr):
+def store_split(partial, partial_lse, partial_low, out, m, l, index, split, sizes, cfg: gl.constexpr):
     """out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
-    store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg)
-    store_piece_columns(partial, out, 0, place, piece, sizes, cfg)
+    store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg)
+    store_split_columns(partial, out, 0, index, split, sizes, cfg)
 
 
 @gluon.jit
-def store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg: gl.constexpr):
-    """lse [ROWS] of a piece, and unless that is None what rounding took from it."""
+def store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg: gl.constexpr):
+    """lse [ROWS] of a split, and unless that is None what rounding took from it."""
     rows = gl.arange(0, m.shape[0], m.type.layout)
-    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    exists = (rows < cfg.ROWS) & (split.row + rows // cfg.PACK < sizes.seqlen_q)
     high, low = two_sum(m, log2(l))
-    stat = place * cfg.ROWS + rows
+    stat = index * cfg.ROWS + rows
     gl.store(partial_lse + stat, high, mask=exists, eviction_policy="evict_last")
     if partial_low is not None:
         low = gl.where(l == 0.0, 0.0, low)
@@ -111,13 +111,13 @@ def store_piece_lse(partial_lse, partial_low, m, l, place, piece, sizes, cfg: gl
 
 
 @gluon.jit
-def store_piece_columns(partial, acc, FIRST: gl.constexpr, place, piece, sizes, cfg: gl.constexpr):
-    """Columns of a piece's normalized out, from FIRST on."""
+def store_split_columns(partial, acc, FIRST: gl.constexpr, index, split, sizes, cfg: gl.constexpr):
+    """Columns of a split's normalized out, from FIRST on."""
     layout: gl.constexpr = acc.type.layout
     rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    exists = (rows < cfg.ROWS) & (piece.row + rows // cfg.PACK < sizes.seqlen_q)
+    exists = (rows < cfg.ROWS) & (split.row + rows // cfg.PACK < sizes.seqlen_q)
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    ptrs = partial + (place * cfg.ROWS + rows) * cfg.BLOCK_DV
+    ptrs = partial + (index * cfg.ROWS + rows) * cfg.BLOCK_DV
     gl.store(ptrs[:, None] + cols[None, :], acc, mask=exists[:, None], eviction_policy="evict_last")
 
 
@@ -144,7 +144,7 @@ def store_rows(out, lse, residual, rows, m, l, b, segment, sizes, factors, cfg: 
 def store_lse(lse, residual, m, l, b, segment, first, sizes, factors, cfg: gl.constexpr):
     """lse of rows [first, ...) of a segment, and unless that is None the residual."""
     layout: gl.constexpr = m.type.layout
-    position, head, exists = places(first, m.shape[0], layout, segment, sizes, cfg)
+    position, head, exists = query_rows(first, m.shape[0], layout, segment, sizes, cfg)
     stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     if residual is None:
         gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
@@ -159,7 +159,7 @@ def store_columns(out, acc, FIRST, b, segment, first, sizes, cfg: gl.constexpr):
     """Columns of out, from FIRST on, of rows [first, ...) of a segment."""
     layout: gl.constexpr = acc.type.layout
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    position, head, exists = places(first, acc.shape[0], by_row, segment, sizes, cfg)
+    position, head, exists = query_rows(first, acc.shape[0], by_row, segment, sizes, cfg)
     row = (b * sizes.seqlen_q + position).to(gl.int64) * sizes.num_heads + head
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     mask = exists[:, None] & (cols < cfg.HEAD_DIM_V)[None, :]

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from tilewise.core import fp8
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Sizes
-from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
-
-SLOT = fp8.BLOCK_ROWS
 
 
 class Rounded(NamedTuple):
-    """One tensor in slots, see `hopper.quantize`."""
+    """One tensor in blocks of 128 rows, see `fp8.quantize`."""
 
-    values: Tensor  # float8_e4m3fn [heads, slots, 128, BLOCK_D], of V [kv heads, slots, BLOCK_DV, 128]
-    factors: Tensor  # float32 [heads, slots]
+    values: Tensor  # float8_e4m3fn [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
+    factors: Tensor  # float32 [heads, blocks]
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -35,7 +33,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def attend(
     problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors in slots."""
+    """out and lse of tensors in blocks."""
     query = inputs.query
     rows = query.shape[:-2]
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.dtype)
@@ -44,17 +42,17 @@ def attend(
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    ordered = launch.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
+    ordered = host.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
     tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
-    fresh = (out, lse, *ordered, launch.scheduler_counter(out.device), q.factors, k.factors, v.factors)
-    run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # slots do not say how many rows
+    fresh = (out, lse, *ordered, host.scheduler_counter(out.device), q.factors, k.factors, v.factors)
+    run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # blocks do not say how many rows
     return out, lse
 
 
 def round_tensor(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
-    """A 16-bit tensor in slots; q and k are rotated."""
+    """A 16-bit tensor in blocks; q and k are rotated."""
     t = _with_dense_rows(t)
-    rounded = _empty_slots(problem, t, cu_seqlens, is_value)
+    rounded = _empty_blocks(problem, t, cu_seqlens, is_value)
     matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
     run(_quantize_launch, problem, (t, matrix, cu_seqlens), fresh=rounded)
     return rounded
@@ -64,17 +62,17 @@ def _with_dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _empty_slots(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
+def _empty_blocks(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
     *rows, heads, dim = t.shape
     if cu_seqlens is None:
-        slots = rows[0] * -(-rows[1] // SLOT)
+        blocks = rows[0] * -(-rows[1] // fp8.BLOCK_ROWS)
     else:
-        slots = rows[0] // SLOT + problem.batch
+        blocks = rows[0] // fp8.BLOCK_ROWS + problem.batch
     width = fp8.padded_dim(dim)
-    shape = (heads, slots, width, SLOT) if is_value else (heads, slots, SLOT, width)
+    shape = (heads, blocks, width, fp8.BLOCK_ROWS) if is_value else (heads, blocks, fp8.BLOCK_ROWS, width)
     return Rounded(
         torch.empty(shape, dtype=fp8.FP8, device=t.device),
-        torch.empty((heads, slots), dtype=torch.float32, device=t.device),
+        torch.empty((heads, blocks), dtype=torch.float32, device=t.device),
     )
 
 
@@ -88,23 +86,23 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
 
     t, matrix, cu_seqlens, values, factors = tensors
     assert t is not None and factors is not None
-    heads, slots = factors.shape
+    heads, blocks = factors.shape
     width = fp8.padded_dim(t.shape[-1])
-    places = (cu_seqlens, *_places(problem, t, cu_seqlens))
+    where = (cu_seqlens, *_where(problem, t, cu_seqlens))
     if matrix is None:
-        arguments = (t, values, factors, *places, width, cu_seqlens is not None)
+        arguments = (t, values, factors, *where, width, cu_seqlens is not None)
         warps = 16 if width > 128 else 8
-        return Launch(quantize_values_kernel, slots, arguments, num_warps=warps, programs_y=heads)
-    # warps, tiles in flight or at work, and blocks an SM, by measurement; packed, Triton loads none ahead
-    warps, stages, blocks = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
+        return Launch(quantize_values_kernel, blocks, arguments, num_warps=warps, programs_y=heads)
+    # warps, tiles in flight or at work, and CTAs an SM, by measurement; packed, Triton loads none ahead
+    warps, stages, ctas = {64: (4, 3, 3), 128: (8, 4, 1), 256: (8, 2, 1)}[width]
     if cu_seqlens is not None:
-        blocks = 4  # or as many as fit
-    programs = min(launch.num_sms(t.device.index) * blocks, slots * heads)
-    arguments = (t, matrix, values, factors, *places, slots, heads, width, cu_seqlens is not None, stages)
+        ctas = 4  # or as many as fit
+    programs = min(host.num_sms(t.device.index) * ctas, blocks * heads)
+    arguments = (t, matrix, values, factors, *where, blocks, heads, width, cu_seqlens is not None, stages)
     return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
 
 
-def _places(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+def _where(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     """batch, seqlen, the strides of batch, rows and heads, and the head size."""
     if cu_seqlens is None:
         return (problem.batch, t.shape[1], *t.stride()[:3], t.shape[-1])
@@ -118,41 +116,41 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
     q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
     assert q is not None and k is not None and out is not None
     visibility = problem.visibility()
-    num_slots = problem.num_heads * (1 if problem.is_packed else problem.batch)
+    num_bh = problem.num_heads * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
     bound = rows // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
-    read_together = min(problem.seqlen_k, launch.window_size(problem) + cfg.BLOCK_M)
-    fitting = max(1, launch.SECTION_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
+    read_together = min(problem.seqlen_k, host.window_size(problem) + cfg.BLOCK_M)
+    fitting = max(1, host.L2_SWIZZLE_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
     group = problem.group_size
     sizes = Sizes(
         batch=problem.batch,
         seqlen_q=rows if problem.is_packed else problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         group_size=group,
-        num_slots=num_slots,
+        num_bh=num_bh,
         num_tiles=num_tiles,
-        section=group * launch.section_size(num_slots // group, fitting),
-        window_left=launch.edge(visibility.left),
-        window_right=launch.edge(visibility.right),
+        l2_swizzle=group * host.l2_swizzle_size(num_bh // group, fitting),
+        window_left=host.edge(visibility.left),
+        window_right=host.edge(visibility.right),
         rows_k=0,
         rows_v=0,
         stride_page_table=0,
         num_pages=0,
     )
-    scale, two_over_softcap, softcap, _ = launch.factors(problem)
+    scale, two_over_softcap, softcap, _ = host.factors(problem)
     unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
-        _slot_descriptor(k),
-        _slot_descriptor(v),
-        launch.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
+        _block_descriptor(k),
+        _block_descriptor(v),
+        host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
         *sizes,
         *((scale, two_over_softcap * unrotated, softcap) if softcap else (scale * unrotated, 0.0, 0.0)),
         cfg,
     )
-    programs = min(launch.num_sms(out.device.index), bound * num_slots)
+    programs = min(host.num_sms(out.device.index), bound * num_bh)
     return Launch(attn_fwd_fp8_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
@@ -160,20 +158,20 @@ def _rows_descriptor(q: Tensor) -> Any:
     """TMA descriptor of Q in tiles of one warpgroup."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
 
-    heads, slots, rows, width = q.shape
-    block = (1, WARPGROUP_ROWS, width)
-    shape, strides = [heads, slots * rows, width], [slots * rows * width, width, 1]
-    return TensorDescriptor(q, shape, strides, list(block), launch.shared_layout(block, q.dtype))
+    heads, blocks, rows, width = q.shape
+    box = (1, WARPGROUP_ROWS, width)
+    shape, strides = [heads, blocks * rows, width], [blocks * rows * width, width, 1]
+    return TensorDescriptor(q, shape, strides, list(box), host.shared_layout(box, q.dtype))
 
 
-def _slot_descriptor(t: Tensor | None) -> Any:
-    """TMA descriptor of K or V by slots."""
+def _block_descriptor(t: Tensor | None) -> Any:
+    """TMA descriptor of K or V by blocks."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor
 
     assert t is not None
-    block = (1, 1, *t.shape[2:])
-    layout = launch.shared_layout(block, t.dtype)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
+    box = (1, 1, *t.shape[2:])
+    layout = host.shared_layout(box, t.dtype)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(box), layout)
 
 
 @functools.lru_cache(maxsize=4096)

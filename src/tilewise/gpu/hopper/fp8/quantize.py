@@ -1,10 +1,10 @@
-"""Q, K and V in 8 bits for `hopper.forward_fp8`: heads apart, in slots of 128 rows with a factor each.
+"""Q, K and V in 8 bits for `fp8.kernel`: heads apart, in blocks of 128 rows with a factor each.
 
-    Q, K   [heads, slots, 128, BLOCK_D]     rotated: x H, H = +-1 (`tilewise.fp8.hadamard`)
-    V      [kv heads, slots, BLOCK_DV, 128]  transposed, its keys permuted: see `stored_key`
+    Q, K   [heads, blocks, 128, BLOCK_D]     rotated: x H, H = +-1 (`tilewise.fp8.hadamard`)
+    V      [kv heads, blocks, BLOCK_DV, 128]  transposed, its keys permuted: see `stored_key`
 
-A sequence begins with a slot of its own: slot b * ceil(seqlen / 128) of a dense tensor, and of a packed one
-cu_seqlens[b] // 128 + b, also if it is empty. What a slot has beyond its sequence is zeros, and so are
+A sequence begins with a block of its own: block b * ceil(seqlen / 128) of a dense tensor, and of a packed one
+cu_seqlens[b] // 128 + b, also if it is empty. What a block has beyond its sequence is zeros, and so are
 columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. Where NaN or
 infinity is among its rows, a factor is NaN.
 """
@@ -12,29 +12,29 @@ infinity is among its rows, a factor is NaN.
 import triton
 import triton.language as tl
 
-SLOT = tl.constexpr(128)
+BLOCK_ROWS = tl.constexpr(128)
 
 
 @triton.jit
-def place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED: tl.constexpr):
-    """(sequence, row of the tensor, rows) of a slot; at most 0 rows if it belongs to no sequence."""
+def rows_of(block, cu_seqlens, batch, seqlen, IS_PACKED: tl.constexpr):
+    """(sequence, row of the tensor, rows) of a block; at most 0 rows if it belongs to no sequence."""
     if IS_PACKED:
         low = 0
         high = batch
-        while high - low > 1:  # the last sequence whose first slot is not after this one
+        while high - low > 1:  # the last sequence whose first block is not after this one
             middle = (low + high) // 2
-            if tl.load(cu_seqlens + middle).to(tl.int32) // SLOT + middle <= slot:
+            if tl.load(cu_seqlens + middle).to(tl.int32) // BLOCK_ROWS + middle <= block:
                 low = middle
             else:
                 high = middle
         start = tl.load(cu_seqlens + low).to(tl.int32)
         end = tl.load(cu_seqlens + low + 1).to(tl.int32)
-        row = start + (slot - start // SLOT - low) * SLOT
+        row = start + (block - start // BLOCK_ROWS - low) * BLOCK_ROWS
         b = low
     else:
-        slots = (seqlen + SLOT - 1) // SLOT
-        b = slot // slots
-        row = slot % slots * SLOT
+        blocks = (seqlen + BLOCK_ROWS - 1) // BLOCK_ROWS
+        b = block // blocks
+        row = block % blocks * BLOCK_ROWS
         end = seqlen
     return b, row, end - row
 
@@ -47,7 +47,7 @@ def first_row(x, b, row, head, stride_b, stride_s, stride_h):
 
 @triton.jit
 def factor_of(largest):
-    """(factor, 1 / factor) of a slot whose largest magnitude has the bits `largest`: it becomes at most 448.
+    """(factor, 1 / factor) of a block whose largest magnitude has the bits `largest`: it becomes at most 448.
 
     448 is 1.75 * 2^8: a mantissa above that of 1.75 takes one more power of two.
     """
@@ -65,59 +65,66 @@ def largest_of(y):
 
 
 @triton.jit
-def combined(parts):
-    """The parts of x H, where H is [[H', H'], [H', -H']], and so once more, from each part of x times H'."""
-    if len(parts) == 2:
-        parts = (parts[0] + parts[1], parts[0] - parts[1])
-    elif len(parts) == 4:
-        a, b, c, d = parts[0] + parts[1], parts[0] - parts[1], parts[2] + parts[3], parts[2] - parts[3]
-        parts = (a + c, b + d, a - c, b - d)
-    return parts
+def combined(chunks):
+    """The chunks of x H, where H is [[H', H'], [H', -H']], and so once more, from those of x times H'."""
+    if len(chunks) == 2:
+        chunks = (chunks[0] + chunks[1], chunks[0] - chunks[1])
+    elif len(chunks) == 4:
+        a, b, c, d = (
+            chunks[0] + chunks[1],
+            chunks[0] - chunks[1],
+            chunks[2] + chunks[3],
+            chunks[2] - chunks[3],
+        )
+        chunks = (a + c, b + d, a - c, b - d)
+    return chunks
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "slots", "heads"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "heads"])
 def quantize_rows_kernel(
-    x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, slots, heads,
+    x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, blocks, heads,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Slots of Q or K, one after the other: the next one's rows are on their way while one is computed.
+    """Blocks of Q or K, one after the other: the next one's rows are on their way while one is computed.
 
-    Each part of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
+    Each chunk of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
     quarter of the products and of the matrix at head size 256.
     """
     WIDTH: tl.constexpr = 64
-    PARTS: tl.constexpr = BLOCK_D // WIDTH
-    i = tl.arange(0, SLOT)
+    CHUNKS: tl.constexpr = BLOCK_D // WIDTH
+    i = tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, WIDTH)
     ptr_h = matrix + d[:, None] * BLOCK_D + d[None, :]
     h = ()
-    for part in tl.static_range(PARTS):
-        h = h + (tl.load(ptr_h + part * WIDTH * BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
-    for index in tl.range(tl.program_id(0), slots * heads, tl.num_programs(0), num_stages=STAGES):
-        slot, head = index // heads, index % heads
-        b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
+    for chunk in tl.static_range(CHUNKS):
+        h = h + (tl.load(ptr_h + chunk * WIDTH * BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
+    for index in tl.range(tl.program_id(0), blocks * heads, tl.num_programs(0), num_stages=STAGES):
+        block, head = index // heads, index % heads
+        b, row, rows = rows_of(block, cu_seqlens, batch, seqlen, IS_PACKED)
         ptr_x = first_row(x, b, row, head, stride_b, stride_s, stride_h)
         ptr_x = ptr_x + i[:, None].to(tl.int64) * stride_s + d[None, :]
         mask = (i < rows)[:, None]
         y = ()
-        for part in tl.static_range(PARTS):
-            x_part = tl.load(ptr_x + part * WIDTH, mask=mask & (d + part * WIDTH < dim)[None, :], other=0.0)
-            y = y + (tl.dot(x_part, h[part]),)  # type: ignore[assignment]  # noqa: RUF005
+        for chunk in tl.static_range(CHUNKS):
+            x_chunk = tl.load(
+                ptr_x + chunk * WIDTH, mask=mask & (d + chunk * WIDTH < dim)[None, :], other=0.0
+            )
+            y = y + (tl.dot(x_chunk, h[chunk]),)  # type: ignore[assignment]  # noqa: RUF005
         y = combined(y)
-        largest = tl.zeros([SLOT, WIDTH], tl.int32)
-        for part in tl.static_range(PARTS):
-            largest = tl.maximum(largest, y[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = tl.zeros([BLOCK_ROWS, WIDTH], tl.int32)
+        for chunk in tl.static_range(CHUNKS):
+            largest = tl.maximum(largest, y[chunk].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         factor, inverse = factor_of(tl.max(tl.max(largest, 1), 0))
-        ptr = values + (head * slots + slot).to(tl.int64) * SLOT * BLOCK_D
+        ptr = values + (head * blocks + block).to(tl.int64) * BLOCK_ROWS * BLOCK_D
         ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
-        for part in tl.static_range(PARTS):
-            tl.store(ptr + part * WIDTH, (y[part] * inverse).to(tl.float8e4nv))
-        tl.store(factors + head * slots + slot, factor)
+        for chunk in tl.static_range(CHUNKS):
+            tl.store(ptr + chunk * WIDTH, (y[chunk] * inverse).to(tl.float8e4nv))
+        tl.store(factors + head * blocks + block, factor)
 
 
 @triton.jit
 def stored_key(position):
-    """The key of a slot that stands at a position of V^T: see `forward_fp8.as_operand`."""
+    """The key of a block that stands at a position of V^T: see `fp8.kernel.as_operand`."""
     t, c, b = position % 16 // 4, position % 4 // 2, position % 2
     return position // 16 * 16 + 8 * c + 2 * t + b
 
@@ -127,10 +134,10 @@ def quantize_values_kernel(
     x, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one head of V."""
-    slot, head = tl.program_id(0), tl.program_id(1)
-    b, row, rows = place_of(slot, cu_seqlens, batch, seqlen, IS_PACKED)
-    position = tl.arange(0, SLOT)
+    """One block of one head of V."""
+    block, head = tl.program_id(0), tl.program_id(1)
+    b, row, rows = rows_of(block, cu_seqlens, batch, seqlen, IS_PACKED)
+    position = tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
     key = stored_key(position)
     ptr_x = first_row(x, b, row, head, stride_b, stride_s, stride_h)
@@ -138,6 +145,6 @@ def quantize_values_kernel(
     y = tl.load(ptr_x + key[:, None].to(tl.int64) * stride_s + d[None, :], mask=mask, other=0.0)
     y = y.to(tl.float32)
     factor, inverse = factor_of(largest_of(y))
-    ptr = values + (head * tl.num_programs(0) + slot).to(tl.int64) * SLOT * BLOCK_D
-    tl.store(ptr + d[:, None] * SLOT + position[None, :], tl.trans((y * inverse).to(tl.float8e4nv)))
-    tl.store(factors + head * tl.num_programs(0) + slot, factor)
+    ptr = values + (head * tl.num_programs(0) + block).to(tl.int64) * BLOCK_ROWS * BLOCK_D
+    tl.store(ptr + d[:, None] * BLOCK_ROWS + position[None, :], tl.trans((y * inverse).to(tl.float8e4nv)))
+    tl.store(factors + head * tl.num_programs(0) + block, factor)

@@ -1,4 +1,4 @@
-"""What the 8-bit kernels of Hopper are compared with: `tilewise.fp8`, put into their slots, and float64."""
+"""What the 8-bit kernels of Hopper are compared with: `tilewise.fp8`, put into their blocks, and float64."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from tilewise.gpu.hopper.fp8.launch import Rounded
 
 
 def stored_keys() -> Tensor:
-    """The key of each position of a slot of V^T: column 8c + 2t + b becomes column 4t + 2c + b."""
+    """The key of each position of a block of V^T: column 8c + 2t + b becomes column 4t + 2c + b."""
     keys = torch.arange(fp8.BLOCK_ROWS)
     first, c, t, b = keys // 16 * 16, keys % 16 // 8, keys % 8 // 2, keys % 2
     return torch.empty_like(keys).index_put((first + 4 * t + 2 * c + b,), keys)
 
 
-def in_slots(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
+def in_blocks(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
     """What the quantizing kernels make of a tensor on the CPU."""
     heads, dim = t.shape[-2:]
     if cu_seqlens is None:
         per_sequence = -(-t.shape[1] // fp8.BLOCK_ROWS)
         sequences = [(t[b], b * per_sequence) for b in range(len(t))]
-        slots = len(t) * per_sequence
+        blocks = len(t) * per_sequence
     else:
         starts = cu_seqlens.tolist()
         sequences = [(t[i:j], i // fp8.BLOCK_ROWS + b) for b, (i, j) in enumerate(itertools.pairwise(starts))]
-        slots = len(t) // fp8.BLOCK_ROWS + problem.batch
+        blocks = len(t) // fp8.BLOCK_ROWS + problem.batch
     width = fp8.padded_dim(dim)
-    values = torch.zeros(heads, slots, fp8.BLOCK_ROWS, width).to(fp8.FP8)
-    factors = torch.ones(heads, slots)
-    for x, slot in sequences:
+    values = torch.zeros(heads, blocks, fp8.BLOCK_ROWS, width).to(fp8.FP8)
+    factors = torch.ones(heads, blocks)
+    for x, block in sequences:
         x = x.transpose(0, 1)
         rounded = fp8.quantize(torch.nn.functional.pad(x, (0, width - dim)) if is_value else fp8.rotate(x))
         count = rounded.factors.shape[-1]
         rows = torch.zeros(heads, count * fp8.BLOCK_ROWS, width)
         rows[:, : x.shape[1]] = rounded.values.float()
-        values[:, slot : slot + count] = rows.view(heads, count, fp8.BLOCK_ROWS, width).to(fp8.FP8)
-        factors[:, slot : slot + count] = rounded.factors
+        values[:, block : block + count] = rows.view(heads, count, fp8.BLOCK_ROWS, width).to(fp8.FP8)
+        factors[:, block : block + count] = rounded.factors
     if is_value:
         values = values.view(torch.uint8)[:, :, stored_keys()].transpose(2, 3).contiguous().view(fp8.FP8)
     return Rounded(values, factors)

@@ -1,9 +1,9 @@
-"""Which tile a thread block works on next: of queries, or in the backward of keys.
+"""The tile scheduler: which work tile a CTA takes next, of queries, or in the backward of keys.
 
-Blocks are persistent: each starts with the tile of its own number and then draws from one atomic counter,
-so that no block idles while tiles remain, whatever their lengths. Tiles are numbered so that long ones come
-first (the last one to start is short) and so that tiles which run at the same time read the same keys:
-heads are worked through in sections whose keys and values fit the L2 cache.
+Kernels are persistent. A CTA starts with the work tile of its own number and takes the next ones from one
+atomic counter, so that none idles while tiles remain, whatever their lengths. Long tiles come first: the
+last one to start is short. Tiles that run at the same time read the same keys (L2 swizzle): only as many
+heads are worked on as have keys and values that fit the L2 cache.
 """
 
 from tilewise.gpu.hopper.common.channel import make_ring
@@ -12,8 +12,8 @@ from tilewise.gpu.hopper.common.guards import length_or_zero
 
 
 @aggregate
-class Work:
-    """One tile. `row` is where its first query (or key) stands in its sequence; -1 says that all is done."""
+class WorkTile:
+    """One work tile. `row`: its first query (or key) in its sequence; -1 says that all is done."""
 
     row: gl.tensor
     head: gl.tensor  # first query head of the tile; of a tile of keys its key head
@@ -25,33 +25,33 @@ class Work:
 
 
 @gluon.jit
-def place(index, num_tiles, num_slots, section, DESCENDING: gl.constexpr):
-    """(tile, slot) of an index into `num_tiles` tiles x `num_slots` (batch, head) pairs.
+def l2_swizzled(index, num_tiles, num_bh, l2_swizzle, DESCENDING: gl.constexpr):
+    """(tile, bh) of an index into `num_tiles` tiles x `num_bh` (batch, head) pairs.
 
-    Sections of slots one after another; in a section the tiles of a slot are neighbours, or, if DESCENDING,
-    the last (longest) tiles of all its slots come first.
+    `l2_swizzle` pairs at a time. Of these, the tiles of a pair are neighbours, or, if DESCENDING, the last
+    (longest) tiles of all of them come first.
     """
-    per_section = num_tiles * section
-    first_slot = index // per_section * section
-    rest = index % per_section
-    size = gl.minimum(section, num_slots - first_slot)
+    per_swizzle = num_tiles * l2_swizzle
+    first_bh = index // per_swizzle * l2_swizzle
+    rest = index % per_swizzle
+    size = gl.minimum(l2_swizzle, num_bh - first_bh)
     if DESCENDING:
         tile = num_tiles - 1 - rest // size
-        slot = first_slot + rest % size
+        bh = first_bh + rest % size
     else:
         tile = rest % num_tiles
-        slot = first_slot + rest // num_tiles
-    return tile, slot
+        bh = first_bh + rest // num_tiles
+    return tile, bh
 
 
 @gluon.jit
-def count_work(sizes, packing):
-    """Tiles of all slots; of ordered sequences as many as `order_sequences_kernel` has counted."""
+def count_work_tiles(sizes, packing):
+    """Work tiles of all (batch, head) pairs; if ordered, `order_sequences_kernel` has counted."""
     if packing.first_tile is None:
         num_tiles = sizes.num_tiles
     else:
         num_tiles = gl.load(packing.first_tile + sizes.batch)
-    return num_tiles * sizes.num_slots
+    return num_tiles * sizes.num_bh
 
 
 @gluon.jit
@@ -134,18 +134,18 @@ def keys_of(seqlens_k, i, batch, HAS_OFFSETS: gl.constexpr):
 
 
 @gluon.jit
-def packed_sequence(unit, batch, packing):
-    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `unit`."""
-    b, first, own_tiles = ordered_sequence(unit, batch, packing)
+def packed_sequence(number, batch, packing):
+    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `number`."""
+    b, first, own_tiles = ordered_sequence(number, batch, packing)
     start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
     start_k, own_k = packed_rows(packing.cu_seqlens_k, b)
     return b, first, own_tiles, start_q, own_q, start_k, own_k
 
 
 @gluon.jit
-def cached_sequence(unit, sizes, packing, cache, cfg: gl.constexpr):
+def cached_sequence(number, sizes, packing, cache, cfg: gl.constexpr):
     """Likewise with keys in a cache: start_k is 0, or 1 where the length is wrong; there are no keys then."""
-    b, first, own_tiles = ordered_sequence(unit, sizes.batch, packing)
+    b, first, own_tiles = ordered_sequence(number, sizes.batch, packing)
     if cfg.IS_PACKED:
         start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
     else:
@@ -157,9 +157,9 @@ def cached_sequence(unit, sizes, packing, cache, cfg: gl.constexpr):
 
 
 @gluon.jit
-def ordered_sequence(unit, batch, packing):
-    """(sequence, tiles before it, its tiles) of tile `unit`."""
-    rank = find_sequence(packing.first_tile, batch, unit)
+def ordered_sequence(number, batch, packing):
+    """(sequence, tiles before it, its tiles) of tile `number`."""
+    rank = find_sequence(packing.first_tile, batch, number)
     b = gl.load(packing.order + rank)
     first = gl.load(packing.first_tile + rank)
     return b, first, gl.load(packing.first_tile + rank + 1) - first
@@ -174,55 +174,57 @@ def packed_rows(cu_seqlens, b):
 
 @gluon.jit
 def locate(index, sizes, packing, cache, cfg: gl.constexpr):
-    """The Work of an index. Ordered: each sequence has its own tiles, and slots are heads."""
+    """The work tile of an index. Ordered: each sequence has its own tiles, and bh is a head."""
     BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
     if cfg.IS_ORDERED:
-        unit = index // sizes.num_slots
+        number = index // sizes.num_bh
         if cfg.IS_CACHED:
             b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
-                unit, sizes, packing, cache, cfg
+                number, sizes, packing, cache, cfg
             )
         else:
-            b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(unit, sizes.batch, packing)
-        tile, slot = place(
-            index - first * sizes.num_slots, own_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT
+            b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
+                number, sizes.batch, packing
+            )
+        tile, bh = l2_swizzled(
+            index - first * sizes.num_bh, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg.HAS_RIGHT
         )
-        work = Work(tile * BLOCK_POSITIONS, slot * cfg.PACK, b, start_q, own_q, start_k, own_k)
+        work = WorkTile(tile * BLOCK_POSITIONS, bh * cfg.PACK, b, start_q, own_q, start_k, own_k)
     else:
-        tile, slot = place(index, sizes.num_tiles, sizes.num_slots, sizes.section, cfg.HAS_RIGHT)
-        heads = sizes.num_slots // sizes.batch
-        b = slot // heads
-        head = slot % heads * cfg.PACK
-        work = Work(
+        tile, bh = l2_swizzled(index, sizes.num_tiles, sizes.num_bh, sizes.l2_swizzle, cfg.HAS_RIGHT)
+        heads = sizes.num_bh // sizes.batch
+        b = bh // heads
+        head = bh % heads * cfg.PACK
+        work = WorkTile(
             tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
         )
     return work
 
 
 @gluon.jit
-def draw(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
-    """Count one more, and ask how many were before. The answer is not waited for: see `answer`, `drawn`."""
+def fetch_add(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
+    """Add 1 to a counter, and ask what it was. The answer is not waited for: see `fetched`, `next_work`."""
     SEM: gl.constexpr = "acquire" if IS_ACQUIRE else "relaxed"
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.atomic_add(counter + 0 * lane, 0 * lane + 1, mask=(lane == 0) & is_wanted, sem=SEM)
 
 
 @gluon.jit
-def answer(ticket):
-    """What `draw` has found."""
+def fetched(ticket):
+    """What the counter of `fetch_add` was."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
-def drawn(ticket):
-    """The index of the work that a ticket of `draw` won: the next that nobody has taken."""
-    return gl.num_programs(0) + answer(ticket)
+def next_work(ticket):
+    """The index of the work tile that a ticket of `fetch_add` won: the next that no CTA has taken."""
+    return gl.num_programs(0) + fetched(ticket)
 
 
 @gluon.jit
-def leave(counter):
-    """Called once by each block at its end: the last one winds the counters back for the next launch."""
+def reset_if_last(counter):
+    """Called once by each CTA at its end: the last one sets the counters to 0 for the next launch."""
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -237,7 +239,7 @@ def make_work_ring(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def send(ring, use, work, is_exact=0):
-    """The load role hands a Work to the other roles; is_exact is for `forward.weigh`."""
+    """The load role sends a work tile to the other roles; is_exact is for `forward.softmax_step`."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     ring.acquire(use)
     field = gl.arange(0, 8, layout)
@@ -248,21 +250,21 @@ def send(ring, use, work, is_exact=0):
     message = gl.where(field == 5, work.start_k, message)
     message = gl.where(field == 6, work.seqlen_k, message)
     message = gl.where(field == 7, is_exact, message)
-    ring.part(use, 0).store(message)
+    ring.chunk(use, 0).store(message)
     ring.publish(use)
 
 
 @gluon.jit
-def finish(ring, turn, index, counter):
+def send_end(ring, use, index, counter):
     """The load role tells the other roles that all is done; index is any integer."""
     nothing = 0 * index
-    send(ring, turn, Work(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
-    leave(counter)
+    send(ring, use, WorkTile(nothing - 1, nothing, nothing, nothing, nothing, nothing, nothing))
+    reset_if_last(counter)
 
 
 @gluon.jit
 def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
-    """The Work of a use, from the load role."""
+    """The work tile of a use, from the load role."""
     work, _ = peek(ring, use, NUM_WARPS)
     ring.release(use)
     return work
@@ -270,12 +272,12 @@ def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def peek(ring, use, NUM_WARPS: gl.constexpr = 4):
-    """(Work, is_exact) of a use that is to be released later."""
+    """(work tile, is_exact) of a use that is to be released later."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
     ring.wait(use)
-    message = ring.part(use, 0).load(layout)
+    message = ring.chunk(use, 0).load(layout)
     field = gl.arange(0, 8, layout)
-    work = Work(
+    work = WorkTile(
         gl.sum(gl.where(field == 0, message, 0), 0),
         gl.sum(gl.where(field == 1, message, 0), 0),
         gl.sum(gl.where(field == 2, message, 0), 0),

@@ -1,18 +1,18 @@
-"""Who does what when few queries meet many keys: one line of key tiles, of which workers take equal parts.
+"""Split-KV by Stream-K: key tiles of all sequences in one schedule, of which each worker has an equal share.
 
-The rows of a score tile are queries of all heads that share a key head, so that each key is read once. A
-segment is one (sequence, key head, tile of rows); its key tiles stand on the line, segment after segment:
+A worker is a persistent CTA. The rows of a score tile are queries of a whole GQA group, so that each key is
+read once. A segment is one (sequence, key head, tile of rows). The schedule lists segment after segment:
 
     segment      0               1          2
     units    | s . . . . . . | s . . . | s . . . . . |      a tile each, but for the segment's start
-    worker   |   0   |   1   |   2   |   3   |  4  |        a piece: what one worker does of one segment
+    worker   |   0   |   1   |   2   |   3   |  4  |        a split: what one worker does of one segment
 
-Each worker has total // workers units, the first total % workers of them one more. A piece that is all of
-its segment needs no merging. Where lengths differ, the start of a segment counts START_UNITS: keys
+Each worker has total // workers units, the first total % workers of them one more. A split that is all of
+its segment needs no reduction. Where lengths differ, the start of a segment counts START_UNITS: keys
 are loaded ahead across it, but queries are not, so a worker of many short segments would be the last to end.
 Where all are equally long, each worker has as many starts, and only tiles count.
-The line follows from the lengths by arithmetic that every program does for itself: nothing is read by the
-host, and a CUDA graph replays with new lengths. Source: Osama et al., "Stream-K" (2023).
+Every program computes the schedule from the lengths: the host reads nothing, and a CUDA graph replays with
+new lengths. Source: Osama et al., "Stream-K" (2023).
 """
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
@@ -21,7 +21,7 @@ from tilewise.gpu.hopper.common.softmax import reciprocal
 
 
 @aggregate
-class Line:
+class Schedule:
     """Of every sequence its number of keys, units of one of its segments, and the end of its last segment."""
 
     lengths: gl.tensor  # [BLOCK_B]
@@ -31,7 +31,7 @@ class Line:
 
 
 @aggregate
-class Piece:
+class Split:
     """`count` key tiles from `tile` on, of one segment; none where its start alone is the worker's."""
 
     batch: gl.tensor
@@ -67,8 +67,8 @@ def first_tile(seqlen_k, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The line of all sequences, for a role of NUM_WARPS warps."""
+def make_schedule(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The schedule of all sequences, for a role of NUM_WARPS warps."""
     b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
     exists = b < sizes.batch
     seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
@@ -82,7 +82,7 @@ def make_line(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
         is_ragged = gl.max((exists & (tiles < most)).to(gl.int32), 0)
         start = is_ragged * cfg.START_UNITS
         units = gl.where(tiles > 0, tiles + start, 0)
-    return Line(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
+    return Schedule(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
 
 
 @gluon.jit
@@ -104,9 +104,9 @@ def worker_start(worker, total, workers):
 
 
 @gluon.jit
-def worker_units(line, sizes):
-    """The units [unit, end) of the line that this program works on."""
-    total = gl.max(line.ends, 0)
+def worker_units(schedule, sizes):
+    """The units [unit, end) of the schedule that this program works on."""
+    total = gl.max(schedule.ends, 0)
     unit = worker_start(gl.program_id(0), total, sizes.workers)
     return unit, worker_start(gl.program_id(0) + 1, total, sizes.workers)
 
@@ -130,9 +130,11 @@ def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def tile_of(segment, sizes, cfg: gl.constexpr):
-    """(block of heads that share a key head, tile of their rows) of a segment."""
+    """(key head or block of query heads, tile of rows) of a segment."""
     block = segment
-    tile = gl.minimum(segment, 0)  # of a plain 0 all rows' places would stay in registers, and some spill
+    tile = gl.minimum(
+        segment, 0
+    )  # with a plain 0 the compiler keeps the offsets of all rows in registers, and some spill
     if cfg.HAS_ROW_TILES:
         block = quotient(segment, sizes.row_tiles)
         tile = segment - block * sizes.row_tiles
@@ -140,22 +142,22 @@ def tile_of(segment, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The piece from `unit` of the line on, before `end`."""
-    is_before = line.ends <= unit
+def split_at(unit, end, schedule, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The split from `unit` of the schedule on, before `end`."""
+    is_before = schedule.ends <= unit
     b = gl.sum(is_before.to(gl.int32), 0)
-    place = unit - gl.max(gl.where(is_before, line.ends, 0), 0)
-    seqlen_k = number_of(line.lengths, b, cfg, NUM_WARPS)
-    all_units = number_of(line.units, b, cfg, NUM_WARPS)
-    segment = quotient(place, all_units)
-    first = place - segment * all_units
+    offset = unit - gl.max(gl.where(is_before, schedule.ends, 0), 0)
+    seqlen_k = number_of(schedule.lengths, b, cfg, NUM_WARPS)
+    all_units = number_of(schedule.units, b, cfg, NUM_WARPS)
+    segment = quotient(offset, all_units)
+    first = offset - segment * all_units
     units = gl.minimum(all_units - first, end - unit)
     tile, count = first, units
     if cfg.START_UNITS > 0:
-        tile = gl.maximum(first - line.start, 0)
-        count = gl.maximum(first + units - line.start, 0) - tile
+        tile = gl.maximum(first - schedule.start, 0)
+        count = gl.maximum(first + units - schedule.start, 0) - tile
     kv_head, row_tile = tile_of(segment, sizes, cfg)
-    return Piece(
+    return Split(
         b,
         segment,
         first_tile(seqlen_k, sizes, cfg) + tile,
@@ -170,6 +172,6 @@ def piece_at(unit, end, line, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr)
 
 
 @gluon.jit
-def piece_index(batch, segment, worker, sizes):
-    """Where a piece's results lie: distinct, since of two neighbours one number is larger, none smaller."""
+def split_index(batch, segment, worker, sizes):
+    """Where a split's results lie. Distinct: to the next split, segment or worker grows, none shrinks."""
     return gl.cast(batch, gl.int64) * sizes.segments + segment + worker

@@ -1,0 +1,179 @@
+"""What the launches of all Hopper kernels share: descriptors, the scheduler's counter, numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.device_errors import error_flags
+from tilewise.core.problem import AttentionProblem
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+
+LOG2_E = math.log2(math.e)
+
+# L2 swizzle: as many heads at a time as have keys and values that stay in the L2 cache (50 MB) together.
+L2_SWIZZLE_BYTES = 16 << 20
+
+UNBOUNDED = 1 << 29  # a window edge beyond every length
+GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
+
+_COUNTERS: dict[tuple[int, int, int], Tensor] = {}
+
+
+@functools.cache
+def num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
+    """Two zeros for a launch's scheduler, which leaves them zero again.
+
+    Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
+    that run side by side take pairs of other numbers.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # the Stream object takes 3 us
+    key = (device.index, stream, number)
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _COUNTERS[key]
+
+
+def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
+    """What the launches of a stream share."""
+    return (scheduler_counter(device),)
+
+
+def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
+    """The same for two kernels that run side by side."""
+    return scheduler_counter(device), scheduler_counter(device, 1)
+
+
+def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
+    """Flags for wrong lengths and pages of a cache."""
+    assert query is not None
+    return error_flags(query.device) if problem.is_cached else None
+
+
+def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
+    """A kernel's scale_log2e, two_over_softcap_log2e, softcap_log2e and scale."""
+    if problem.softcap > 0:
+        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0
+    return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
+
+
+def edge(bound: int | None) -> int:
+    """A window's edge as kernels take it."""
+    return UNBOUNDED if bound is None else min(bound, UNBOUNDED)
+
+
+def window_size(problem: AttentionProblem) -> int:
+    """Keys that a query sees besides its own; UNBOUNDED or more without a window."""
+    visibility = problem.visibility()
+    left, right = (UNBOUNDED if side is None else side for side in (visibility.left, visibility.right))
+    return left + right
+
+
+def l2_swizzle_size(num_keys: int, fitting: int) -> int:
+    """Key heads at a time: as many as fit, but as many each time; a few at the end would leave SMs idle."""
+    largest_divisor = max(n for n in range(1, min(fitting, num_keys) + 1) if num_keys % n == 0)
+    num_times = -(-num_keys // fitting)
+    return largest_divisor if 2 * largest_divisor > fitting else -(-num_keys // num_times)
+
+
+def order_sequences(
+    problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Sequences with most to do first, and the tiles of `rows` of the tiled side before each; None if dense.
+
+    Args:
+        tiled: offsets; None with a cache: as many queries each.
+        other: offsets; of a cache lengths.
+    """
+    if other is None:
+        return None, None
+    aligned = -(-problem.batch // 4) * 4  # to 16 bytes: else kernels are compiled anew for some batches
+    table = torch.empty(aligned + problem.batch + 1, dtype=torch.int32, device=other.device)
+    order, first_tile = table[: problem.batch], table[aligned:]
+    run(_order_launch, problem, (other, tiled), rows, fresh=(order, first_tile))
+    return order, first_tile
+
+
+def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
+    from tilewise.gpu.hopper.common.scheduler import order_sequences_kernel
+
+    other, tiled, *fresh = tensors
+    numbers = (problem.batch, problem.seqlen_q, rows, not problem.is_cached)
+    return Launch(order_sequences_kernel, 1, (tiled, other, *fresh, *numbers), num_warps=4)
+
+
+def tma_ready(t: Tensor) -> Tensor:
+    """t, or a copy if TMA can't address it: rows contiguous, 16-byte aligned, no broadcast dimensions."""
+    is_ready = t.data_ptr() % 16 == 0 and _is_addressable(t.shape, t.stride())
+    return t if is_ready else t.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_addressable(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    used = [stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
+    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in used)
+
+
+def keys_ready(t: Tensor, rows: int = 1) -> Tensor:
+    """t, or a copy if TMA can't address its entries, which must be a multiple of `rows` rows apart."""
+    t = tma_ready(t)
+    return t if t.shape[0] == 1 or t.stride(0) % (rows * row_stride(t)) == 0 else t.contiguous()
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row to the next; of entries of one row any that TMA can take."""
+    return t.stride(1) if t.shape[1] > 1 else t.shape[3]
+
+
+def rows_per_entry(t: Tensor | None) -> int:
+    """Rows from one sequence, or page, to the next."""
+    if t is None:
+        return 0
+    return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
+
+
+def can_load_pages(page_size: int) -> bool:
+    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
+    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
+
+
+def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) -> Any:
+    """TMA descriptor of (batch, rows, heads, dim) in boxes of (rows, heads, dim).
+
+    Packed (rows, heads, dim), and all rows of a cache's entries: two more dimensions bound each sequence, see
+    `common.key_loads.coords`.
+    """
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+
+    assert t is not None
+    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+    strides[-1] = 1
+    if is_bounded:
+        strides = strides[-3:]
+        shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[-2:]]
+        strides = [(1 << 34) - strides[0], strides[0], *strides]
+        block_shape = [1, 1, *box]
+    else:
+        shape = list(t.shape)
+        block_shape = [1, *box]
+    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+
+
+@functools.cache
+def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Layout of a TMA box in shared memory, swizzled."""
+    from tilewise.gpu.hopper.common.compat import gl
+
+    elements = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+    element = elements[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), element)
