@@ -161,6 +161,7 @@ def this_cpu() -> Machine:
         for n, size in sorted(caches.items())
     ]
     device = device_for(cpu, torch.float32)
+    assert device is not None  # only meta tensors have none
     levels.append(Level("memory", _memory_bytes(), 1, device.bytes_per_second, None, device.source))
     x, y = torch.rand(2, 1 << 16)
     vector = x.numel() / best_time(lambda: torch.add(x, y, out=y), cpu, repeats=50)
