@@ -40,6 +40,13 @@ DATASHEET = (
 HALF = (torch.bfloat16, torch.float16)
 # Of square matrices. Large ones are the fastest on a quiet machine; small ones find a pause on a busy one.
 SIZES = {"cpu": (256, 768, 1536), "cuda": (4096, 8192)}
+# What CPU kernels multiply, and how many such products make one: tile registers know bfloat16 alone.
+CPU_PRODUCTS = {
+    torch.float64: ((torch.float64, 1),),
+    torch.float32: ((torch.float32, 1), (torch.bfloat16, 6)),
+    torch.float16: ((torch.float32, 1), (torch.bfloat16, 3)),
+    torch.bfloat16: ((torch.float32, 1), (torch.bfloat16, 1)),
+}
 BLOCK = {"cpu": 16 << 20, "cuda": 256 << 20}  # float32 numbers, which no cache holds
 
 
@@ -60,10 +67,9 @@ def device_for(device: torch.device, dtype: torch.dtype, precision: str = "ieee"
             found = _tensor_cores(known, dtype, precision) if known.name in name else None
             if found is not None:
                 return found
-        return _measure(name, device, (dtype,), 0)
+        return _measure(name, device, ((dtype, 1),), 0)
     threads = torch.get_num_threads()
-    dtypes = (torch.float32, torch.bfloat16) if dtype in HALF else (dtype,)
-    return _measure(f"{device.type.upper()}, {threads} threads", device, dtypes, threads)
+    return _measure(f"{device.type.upper()}, {threads} threads", device, CPU_PRODUCTS[dtype], threads)
 
 
 def _tensor_cores(known: Device, dtype: torch.dtype, precision: str) -> Device | None:
@@ -81,19 +87,22 @@ def _tensor_cores(known: Device, dtype: torch.dtype, precision: str) -> Device |
 
 
 @functools.lru_cache(maxsize=16)
-def _measure(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], threads: int) -> Device:
+def _measure(
+    name: str, device: torch.device, products: tuple[tuple[torch.dtype, int], ...], threads: int
+) -> Device:
     """The fastest of several matrix products, and of a copy and a sum; `threads` is part of the key."""
     kind = "cuda" if device.type == "cuda" else "cpu"
+    draw = functools.partial(torch.rand, device=device, generator=torch.Generator(device).manual_seed(0))
     flops = 0.0
-    for dtype in dtypes:
+    for dtype, count in products:
         for size in SIZES[kind]:
-            a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
-            repeats = max(4, (1 << 31) // size**3)
-            rate = 2 * size**3 / best_time(functools.partial(torch.mm, a, b), device, repeats)
+            a, b = (draw(size, size).to(dtype) for _ in range(2))
+            repeats = max(4, (1 << 30) // size**3)
+            rate = 2 * size**3 / count / best_time(functools.partial(torch.mm, a, b), device, repeats)
             if rate < flops / 50:
                 break  # a dtype that this processor has no instructions for: larger ones take seconds
             flops = max(flops, rate)
-    source, target = (torch.rand(BLOCK[kind], device=device) for _ in range(2))
+    source, target = (draw(BLOCK[kind]) for _ in range(2))
     copy = 2 * source.nbytes / best_time(lambda: target.copy_(source), device)
     read = source.nbytes / best_time(source.sum, device)
     what = "measured: the fastest of some matrix products, copies and sums"
