@@ -136,8 +136,7 @@ def compare(
     new: Annotated[Path, typer.Argument(help="The later one.", metavar="B.json")],
 ) -> None:
     """Say what got slower beyond the spread. Exit status 1 if anything did."""
-    from tilewise.lab.bench.compare import compare as judge, summarize
-    from tilewise.lab.bench.results import load
+    from tilewise.lab.bench.results import compare as judge, load, summarize
 
     with _one_line_errors():
         before, after = load(old), load(new)

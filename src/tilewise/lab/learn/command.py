@@ -14,10 +14,9 @@ import typer
 from tilewise.core.checks import MAX_HEAD_DIM
 from tilewise.core.fp8 import BLOCK_ROWS
 from tilewise.lab.learn import eight_bits
-from tilewise.lab.learn.examples import EXAMPLES, Example, Tensors, random_example
+from tilewise.lab.learn.examples import EXAMPLES, Example, Settings, Tensors, random_example, walkthrough
 from tilewise.lab.learn.show import as_rich
 from tilewise.lab.learn.trace import BlockSizes, paper_block_sizes
-from tilewise.lab.learn.walkthrough import Settings, walkthrough
 
 LARGEST = 64  # rows; everything is printed
 LARGEST_OUTLIER = 1e6

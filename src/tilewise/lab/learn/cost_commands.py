@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.learn import io_model, kv_memory, plot as drawing, roofline
+from tilewise.lab.learn import io_model, kv_memory, roofline
 from tilewise.lab.learn.io_model import Cost, Shape
 from tilewise.lab.learn.machines import MACHINES, Machine, find_machine, human_bytes
 from tilewise.lab.learn.records import BlockSizes
@@ -104,7 +104,7 @@ def roofline_command(
         shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
         found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
         if plot is not None:
-            drawing.under_the_roof(found, machine, plot)
+            roofline.under_the_roof(found, machine, plot)
     _print_machine(machine)
     _print_table(
         _describe(shape),
@@ -182,12 +182,10 @@ def costs(shape: Shape, sram_bytes: int, blocks: BlockSizes, splits: int) -> lis
 
 
 def _compare(files: Sequence[Path], plot: Path | None) -> None:
-    from tilewise.lab.learn import measured
-
-    points = measured.load_points(files)
-    _print_table("predicted against measured", measured.HEADER, measured.table(points))
+    points = roofline.load_points(files)
+    _print_table("predicted against measured", roofline.COMPARED, roofline.compared(points))
     if plot is not None:
-        drawing.measured_over_predicted(points, plot)
+        roofline.measured_over_predicted(points, plot)
         typer.echo(f"drew {plot}")
 
 
