@@ -5,14 +5,18 @@ Where an explanation gives logits and no queries, the query is 1 and the keys ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import reference
+from tilewise.core.checks import shown
 from tilewise.lab.learn import trace as tracing
 from tilewise.lab.learn.records import BackwardTrace, BlockSizes, Trace
 from tilewise.lab.learn.show import Line, Section, backward_sections, forward_sections
@@ -68,6 +72,75 @@ def random_example(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -
     summary = f"{seqlen_q} queries, {seqlen_k} keys, head size {head_dim}, seed {seed}"
     inputs = rows(seqlen_q), rows(seqlen_k), rows(seqlen_k)
     return Example("random", summary, *inputs, block_q=2, block_k=2, scale=head_dim**-0.5)
+
+
+LARGEST = 64  # rows and columns: everything is printed
+
+
+def own_example(q: str, k: str, v: str) -> Example:
+    """Matrices of one's own, each as text ("1,0;0,1") or a file, in tiles of 2 x 2.
+
+    Raises:
+        ValueError: a matrix cannot be read, or they do not fit together; the message names the option.
+    """
+    query, key, value = (matrix(name, text) for name, text in (("--q", q), ("--k", k), ("--v", v)))
+    if len(key[0]) != len(query[0]):
+        raise ValueError(
+            f"--k has {len(key[0])} columns (head_dim), must have as many as --q: {len(query[0])}"
+        )
+    if len(value) != len(key):
+        raise ValueError(f"--v has {len(value)} rows (keys), must have as many as --k: {len(key)}")
+    summary = f"{len(query)} queries, {len(key)} keys, head size {len(query[0])}"
+    return Example("own", summary, query, key, value, block_q=2, block_k=2, scale=len(query[0]) ** -0.5)
+
+
+def matrix(name: str, text: str) -> Rows:
+    """Rows of numbers from text, rows apart by ";", or from a file .csv, .npy or .pt.
+
+    Raises:
+        ValueError: it cannot be read, is no matrix, is too large or has a number that is not finite.
+
+    Example:
+        >>> matrix("--q", "1,0; 0.5,1")
+        ((1.0, 0.0), (0.5, 1.0))
+    """
+    read = READERS.get(Path(text).suffix.lower(), _from_text)
+    try:
+        rows = tuple(tuple(map(float, row)) for row in read(text))
+    except OSError as error:
+        raise ValueError(f"{name} {text}: {error.strerror or error}") from None
+    except (ValueError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError):
+        wanted = "numbers as 1,0;0,1 or a file .csv, .npy or .pt that holds a matrix"
+        raise ValueError(f"{name} must be {wanted}; got {shown(text)}") from None
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"{name} must have rows of one length; got {[len(row) for row in rows]}")
+    if not (1 <= len(rows) <= LARGEST and 1 <= len(rows[0]) <= LARGEST):
+        limits = f"1 to {LARGEST} rows and columns, because every number is printed"
+        raise ValueError(f"{name} must have {limits}; got {len(rows)} x {len(rows[0])}")
+    if not all(math.isfinite(x) for row in rows for x in row):
+        raise ValueError(f"{name} must have finite numbers only")
+    return rows
+
+
+def _from_text(text: str) -> list[list[str]]:
+    return [row.split(",") for row in text.strip(" ;\n").split(";")]
+
+
+def _from_csv(path: str) -> list[list[str]]:
+    return [line.split(",") for line in Path(path).read_text().splitlines() if line.strip()]
+
+
+def _from_npy(path: str) -> Any:
+    import numpy as np
+
+    return np.load(path, allow_pickle=False).tolist()
+
+
+def _from_pt(path: str) -> Any:
+    return torch.load(path, weights_only=True).tolist()
+
+
+READERS: dict[str, Callable[[str], Any]] = {".csv": _from_csv, ".npy": _from_npy, ".pt": _from_pt}
 
 
 def naive_softmax(logits: Tensor, flush_subnormal: bool = False) -> Tensor:

@@ -91,6 +91,15 @@ def _layout(section: Section, digits: int) -> Iterator[list[tuple[str, str]]]:
             name = formula = ""
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    Example:
+        >>> counted(1, "head"), counted(8, "head")
+        ('1 head', '8 heads')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _heading(trace: Trace) -> Section:
     outer = "keys outer, queries inner" if trace.order == "fa1" else "queries outer, keys inner"
     kept = "after each step" if trace.normalize == "each_step" else "once, at the end"
