@@ -185,7 +185,8 @@ def pipeline(
     p = timeline.pipeline
     typer.echo(
         f"{counted(p.key_tiles, 'key tile')} of {p.block_n}, "
-        f"{counted(p.warpgroups, 'warpgroup')} of 64 queries, {counted(p.stages, 'pipeline stage')}, head size {p.head_dim}: {p.variant}: "
+        f"{counted(p.warpgroups, 'warpgroup')} of 64 queries, {counted(p.stages, 'pipeline stage')}, "
+        f"head size {p.head_dim}\n{p.variant}: "
         f"{timeline.cycles:.0f} cycles, tensor cores busy {timeline.tensor_core_use:.0%}"
     )
     if spans:
@@ -198,7 +199,7 @@ def pipeline(
         typer.echo(line)
     typer.echo("\nWith and without overlap (--no-overlap) and ping-pong (--ping-pong):")
     for other in variants(p):
-        mark = "  <- drawn above" if other.pipeline == p else ""
+        mark = "  <- above" if other.pipeline == p else ""
         use = f"tensor cores busy {other.tensor_core_use:.0%}"
         typer.echo(f"  {other.pipeline.variant:<24} {other.cycles:8.0f} cycles, {use}{mark}")
 
