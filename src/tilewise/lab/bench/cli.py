@@ -165,7 +165,7 @@ def _one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on the terminal, and a line for every case that is done."""
+    """A bar on the terminal, and a line for every case that is done; a refusal's reason once."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -174,10 +174,10 @@ def _progress(total: int) -> Iterator[Any]:
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
+        task, said = progress.add_task("", total=total), set[str]()
 
         def step(done: int, record: dict[str, Any]) -> None:
-            progress.console.print(describe_record(record))
+            progress.console.print(describe_record(record, said))
             progress.update(task, completed=done)
 
         yield step

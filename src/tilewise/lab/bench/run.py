@@ -308,9 +308,16 @@ def is_sound(found: results.Results) -> bool:
     )
 
 
-def describe_record(record: dict[str, Any]) -> str:
-    """One line for a person who waits."""
+def describe_record(record: dict[str, Any], said: set[str]) -> str:
+    """A line for a person who waits, and one for each refusal that was not `said` before."""
     from tilewise.lab.bench.report import cell
 
-    parts = [f"{name} {cell(record, entry)}" for name, entry in record["peers"].items()]
-    return f"{record['name']}: " + ", ".join(parts)
+    parts, notes = [], []
+    for name, entry in record["peers"].items():
+        is_refused = entry["status"] == "refused"
+        parts.append(f"{name} refused" if is_refused else f"{name} {cell(record, entry)}")
+        if is_refused:
+            notes.append(f"  {name} refused: {entry['reason']}")
+    new = [note for note in notes if note not in said]
+    said.update(new)
+    return "\n".join([f"{record['name']}: " + ", ".join(parts), *new])

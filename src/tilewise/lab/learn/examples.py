@@ -19,7 +19,7 @@ from tilewise import reference
 from tilewise.core.checks import shown
 from tilewise.lab.learn import trace as tracing
 from tilewise.lab.learn.records import BackwardTrace, BlockSizes, Trace
-from tilewise.lab.learn.show import Line, Section, backward_sections, forward_sections
+from tilewise.lab.learn.show import Line, Section, backward_sections, counted, forward_sections
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -69,9 +69,13 @@ def random_example(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -
         normal = torch.randn(length, head_dim, generator=generator, dtype=torch.float64)
         return tuple(tuple(row) for row in normal.tolist())
 
-    summary = f"{seqlen_q} queries, {seqlen_k} keys, head size {head_dim}, seed {seed}"
+    summary = f"{_sizes(seqlen_q, seqlen_k, head_dim)}, seed {seed}"
     inputs = rows(seqlen_q), rows(seqlen_k), rows(seqlen_k)
     return Example("random", summary, *inputs, block_q=2, block_k=2, scale=head_dim**-0.5)
+
+
+def _sizes(queries: int, keys: int, head_dim: int) -> str:
+    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}, head size {head_dim}"
 
 
 LARGEST = 64  # rows and columns: everything is printed
@@ -90,7 +94,7 @@ def own_example(q: str, k: str, v: str) -> Example:
         )
     if len(value) != len(key):
         raise ValueError(f"--v has {len(value)} rows (keys), must have as many as --k: {len(key)}")
-    summary = f"{len(query)} queries, {len(key)} keys, head size {len(query[0])}"
+    summary = _sizes(len(query), len(key), len(query[0]))
     return Example("own", summary, query, key, value, block_q=2, block_k=2, scale=len(query[0]) ** -0.5)
 
 

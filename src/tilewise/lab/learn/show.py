@@ -91,13 +91,14 @@ def _layout(section: Section, digits: int) -> Iterator[list[tuple[str, str]]]:
             name = formula = ""
 
 
-def counted(number: int, noun: str) -> str:
-    """
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what is counted.
+
     Example:
-        >>> counted(1, "head"), counted(8, "head")
-        ('1 head', '8 heads')
+        >>> counted(1, "head"), counted(8, "head"), counted(2, "query", "queries")
+        ('1 head', '8 heads', '2 queries')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _heading(trace: Trace) -> Section:
