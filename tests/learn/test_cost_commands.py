@@ -86,6 +86,11 @@ def test_every_column_has_a_title(command):
             assert len(re.split(r"\s{2,}", title.strip())) >= len(re.split(r"\s{2,}", below.strip()))
 
 
+def test_every_command_is_described_in_whole_words():
+    commands = run("--help").split("Commands:")[1]
+    assert "..." not in commands and "kv-memory" in commands
+
+
 def test_roofline():
     output = run("roofline", "--device", "a100", "--seqlen", "8192")
     assert "balance 156.0 FLOP/byte" in output
@@ -180,26 +185,26 @@ def test_pipeline_is_drawn(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["io", "--seqlen", "0"], "seqlen_q must be at least 1, got 0"),
+        (["io", "--seqlen", "0"], "Invalid value for '--seqlen'"),
         (
             ["io", "--dtype", "int8"],
             "dtype must be one of float64, float32, bfloat16, float16, fp8, got 'int8'",
         ),
-        (["io", "--block-q", "0"], "block_q must be at least 1, got 0"),
-        (["io", "--sram", "0"], "sram_bytes must be at least one element"),
+        (["io", "--block-q", "0"], "Invalid value for '--block-q'"),
+        (["io", "--sram", "0"], "Invalid value for '--sram'"),
         (["roofline", "--device", "TPU"], "device must be one of A100, H100, H200 or cpu, got 'TPU'"),
         (["roofline", "--plot", "missing/x.png"], "--plot missing/x.png: "),
         (["roofline", "--results", "missing.json"], "missing.json: No such file"),
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
         (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers with commas between, got '1,x'"),
-        (["pipeline", "--stages", "0"], "stages must be at least 1, got 0"),
+        (["pipeline", "--stages", "0"], "Invalid value for '--stages'"),
         (["io", "--seqlen", "99999999999999999999"], "Invalid value for '--seqlen'"),
         (["roofline", "--heads", "9999999999"], "Invalid value for '--heads'"),
         (["pipeline", "--head-dim", "-1"], "Invalid value for '--head-dim'"),
         (["pipeline", "--key-tiles", "999999999"], "Invalid value for '--key-tiles'"),
         (["fp8", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
         (["trace", "--seqlen", "3", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
-        (["kv-memory", "--context", "0"], "context must be at least 1, got 0"),
+        (["kv-memory", "--context", "0"], "Invalid value for '--context'"),
     ],
 )
 def test_bad_arguments_are_one_clear_line(arguments, message):

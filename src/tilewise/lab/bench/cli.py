@@ -63,7 +63,8 @@ def bench(
     """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
     if context.invoked_subcommand is not None:
         return
-    if suite is None:
+    sources = (context.get_parameter_source(name) for name in context.params)
+    if all(source is not None and source.name == "DEFAULT" for source in sources):
         typer.echo(context.get_help())
         raise typer.Exit(0)
     run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph)

@@ -113,7 +113,10 @@ def fp8(
     query: Annotated[int, typer.Option(help="The query whose numbers are printed.")] = 0,
     digits: Annotated[int, typer.Option(min=0, max=15, help="Digits after the point.")] = 4,
 ) -> None:
-    """Print 8-bit attention's numbers, as they are and rotated, and how far each is off."""
+    """Print every number of 8-bit attention.
+
+    Inputs are quantized as they are, then rotated; beside each, how far it is off.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -136,7 +139,10 @@ def learn(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("tilewise-learn.html"),
     is_opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write one HTML page, for any browser and without network, that shows tiles and memory at work."""
+    """Write a page that shows tiles at work.
+
+    One HTML file, for any browser and without network: tiles, memory, backward, caches, 8-bit numbers.
+    """
     from tilewise.lab.learn.page import build
 
     try:
@@ -150,28 +156,33 @@ def learn(
 
 def pipeline(
     head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Head size.")] = 128,
-    block_n: Annotated[int | None, typer.Option(help="Keys in a tile; default: the kernel's.")] = None,
+    block_n: Annotated[int | None, typer.Option(min=1, help="Keys in a tile; default: the kernel's.")] = None,
     warpgroups: Annotated[
         int | None,
-        typer.Option(max=64, help="Consumer warpgroups, of 64 queries each; default: the kernel's."),
+        typer.Option(min=1, max=64, help="Consumer warpgroups, of 64 queries each; default: the kernel's."),
     ] = None,
     stages: Annotated[
         int | None,
-        typer.Option(help="Pipeline stages: slots for K tiles, and for V tiles; default: the kernel's."),
+        typer.Option(
+            min=1, help="Pipeline stages: slots for K tiles, and for V tiles; default: the kernel's."
+        ),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Start the next Q K^T before P V has ended.")] = True,
     ping_pong: Annotated[
         bool,
         typer.Option("--ping-pong", help="Barriers that make warpgroups take turns with their products."),
     ] = False,
-    key_tiles: Annotated[int, typer.Option(max=1 << 12, help="Key tiles that each query tile visits.")] = 8,
+    key_tiles: Annotated[
+        int, typer.Option(min=1, max=1 << 12, help="Key tiles that each query tile visits.")
+    ] = 8,
     spans: Annotated[
         bool, typer.Option("--spans", help="List every copy, product, softmax and wait instead.")
     ] = False,
 ) -> None:
-    """Draw the Hopper forward kernel's schedule as a timeline, simulated from datasheet rates.
+    """Draw the schedule of the Hopper kernel.
 
-    The rates are an H200's. The drawing shows what overlaps and what waits; no kernel was run.
+    The forward's timeline is simulated from an H200's datasheet rates: no kernel is run. The drawing shows
+    what overlaps and what waits.
     """
     from tilewise.lab.learn.pipeline import Pipeline, drawing, variants
 

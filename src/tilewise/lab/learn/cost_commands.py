@@ -21,25 +21,35 @@ LONGEST, MOST = 1 << 24, 1 << 20  # tokens, whose tiles are counted one by one; 
 MANY = (512, 2048, 8192, 32768, 131072)
 
 Seqlen = Annotated[
-    int, typer.Option("--seqlen", max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise.")
+    int,
+    typer.Option("--seqlen", min=1, max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise."),
 ]
 SeqlenK = Annotated[
-    int | None, typer.Option("--seqlen-k", max=LONGEST, help="Keys; default: as many as queries.")
+    int | None, typer.Option("--seqlen-k", min=1, max=LONGEST, help="Keys; default: as many as queries.")
 ]
-HeadDim = Annotated[int, typer.Option("--head-dim", max=MOST, help="Head size.")]
-Heads = Annotated[int, typer.Option("--heads", max=MOST, help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", max=MOST, help="Key heads; default: as many.")]
-Batch = Annotated[int, typer.Option("--batch", max=MOST, help="Sequences.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", min=1, max=MOST, help="Head size.")]
+Heads = Annotated[int, typer.Option("--heads", min=1, max=MOST, help="Query heads.")]
+KvHeads = Annotated[
+    int | None, typer.Option("--kv-heads", min=1, max=MOST, help="Key heads; default: as many.")
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
 Sram = Annotated[
-    int, typer.Option("--sram", max=MOST, help="Fast memory M of FlashAttention-1, in KiB; an H100 has 227.")
+    int,
+    typer.Option(
+        "--sram", min=1, max=MOST, help="Fast memory M of FlashAttention-1, in KiB; an H100 has 227."
+    ),
 ]
 BlockQ = Annotated[
-    int, typer.Option("--block-q", max=MOST, help="Queries in a tile of the other algorithms.")
+    int, typer.Option("--block-q", min=1, max=MOST, help="Queries in a tile of the other algorithms.")
 ]
-BlockK = Annotated[int, typer.Option("--block-k", max=MOST, help="Keys in a tile of the other algorithms.")]
-Splits = Annotated[int, typer.Option("--splits", max=MOST, help="Splits of the keys in decoding (split-KV).")]
+BlockK = Annotated[
+    int, typer.Option("--block-k", min=1, max=MOST, help="Keys in a tile of the other algorithms.")
+]
+Splits = Annotated[
+    int, typer.Option("--splits", min=1, max=MOST, help="Splits of the keys in decoding (split-KV).")
+]
 DeviceName = Annotated[
     str, typer.Option("--device", help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")
 ]
@@ -60,7 +70,10 @@ def io(
     splits: Splits = 1,
     detail: Annotated[bool, typer.Option("--detail", help="Every tensor's bytes.")] = False,
 ) -> None:
-    """Count what each algorithm reads, writes and computes; decoding is one new query for each sequence."""
+    """Count bytes and FLOPs of each algorithm.
+
+    Reads, writes and products are counted in the loops; decoding is one new query for each sequence.
+    """
     with _one_line_errors():
         shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
         blocks = _blocks(block_q, block_k)
@@ -101,7 +114,10 @@ def roofline_command(
         Path | None, typer.Option("--plot", help="Draw into this file: the roofline, or the comparison.")
     ] = None,
 ) -> None:
-    """Say which resource binds each algorithm, and the time that follows; or compare with measurements."""
+    """Say what binds each algorithm, and its time.
+
+    With --results, compare the bounds with measurements of `tilewise bench`.
+    """
     with _one_line_errors():
         if results is not None:
             _compare(results, plot)
@@ -114,7 +130,14 @@ def roofline_command(
     _print_machine(machine)
     _print_table(
         _describe(shape),
-        ["algorithm", "FLOP/byte", "of the ridge", "bound by", "at least", "each resource alone"],
+        [
+            "algorithm",
+            "FLOP/byte",
+            "of the ridge",
+            "bound by",
+            "about" if machine.device.is_measured else "at least",
+            "each resource alone",
+        ],
         [_prediction_row(cost, machine) for cost in found],
         "FLOP/byte: products for each byte of main memory." + ("" if plot is None else f"\n  drew {plot}"),
     )
@@ -124,7 +147,9 @@ def kv_memory_command(
     model: Annotated[
         str | None, typer.Option("--model", help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", max=1 << 40, help="Tokens in the cache.")] = 4096,
+    context: Annotated[
+        int, typer.Option("--context", min=1, max=1 << 40, help="Tokens in the cache.")
+    ] = 4096,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     lengths: Annotated[
@@ -132,15 +157,16 @@ def kv_memory_command(
         typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
     ] = None,
     page_size: Annotated[
-        int, typer.Option("--page-size", max=MOST, help="Tokens a page, with --lengths.")
+        int, typer.Option("--page-size", min=1, max=MOST, help="Tokens a page, with --lengths.")
     ] = 16,
     longest: Annotated[
         int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
     ] = None,
 ) -> None:
-    """Size of a KV cache by model and context; with --lengths, the pages that sequences take.
+    """Size of a KV cache by model and context.
 
-    Beside it, the score matrices that standard attention would store.
+    Beside it, the score matrices that standard attention would store. With --lengths, the pages that
+    sequences take.
     """
     with _one_line_errors():
         if lengths is not None:
