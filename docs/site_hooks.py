@@ -37,15 +37,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 def draw(folder: Path) -> list[Path]:
     """Predicted against measured, and the roofline of an H200."""
-    from tilewise.lab.learn import measured, plot
+    from tilewise.lab.learn import roofline
     from tilewise.lab.learn.cost_commands import costs
     from tilewise.lab.learn.io_model import BLOCKS, Shape
     from tilewise.lab.learn.machines import MACHINES
 
     compared, roof = folder / "predicted-against-measured.svg", folder / "roofline.svg"
-    plot.measured_over_predicted(measured.load_points(_gpu_results()), compared)
+    roofline.measured_over_predicted(roofline.load_points(_gpu_results()), compared)
     shape = Shape(4096, 4096, 128, num_heads=16, batch=4)
-    plot.under_the_roof(costs(shape, 96 * 1024, BLOCKS, splits=1), MACHINES["H200"], roof)
+    roofline.under_the_roof(costs(shape, 96 * 1024, BLOCKS, splits=1), MACHINES["H200"], roof)
     return [compared, roof]
 
 

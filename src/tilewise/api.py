@@ -240,7 +240,7 @@ def attention_with_cache(
         query, key, value, rotary_cos, rotary_sin = all_resolved((query, key, value, rotary_cos, rotary_sin))
         alibi_slopes, sinks = resolved(alibi_slopes), resolved(sinks)
     given: dict[str, Any] = {"query": query, "key": key, "value": value}
-    views = _to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
+    views = to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
     query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
     has_rotary = rotary_cos is not None or rotary_sin is not None
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def canonical_inputs(
     """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
     and a dropout seed if one is needed."""
     if layout != "bshd":
-        query, key, value = _to_bshd(layout, query=query, key=key, value=value)
+        query, key, value = to_bshd(layout, query=query, key=key, value=value)
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
         seed = _draw_seed(query, dropout_p, generator)
@@ -311,7 +311,7 @@ def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | Non
     return torch.randint(2**63 - 1, (), device=query.device, generator=generator)
 
 
-def _to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
+def to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Views (batch, seqlen, heads, dim) of tensors in a layout; of packed ones there is only one."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tilewise.api import Window, canonical_inputs, window_bounds
-from tilewise.core.problem import AttentionProblem, Inputs, Options, describe, spans
+from tilewise.api import (
+    attention,
+    attention_varlen,
+    attention_with_cache,
+    canonical_inputs,
+    read_length,
+    to_bshd,
+    window_bounds,
+)
+from tilewise.cache.contiguous import KVCache
+from tilewise.cache.paged import PagedKVCache
+from tilewise.cache.step import Rotary, cached_step
+from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, spans
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
 from tilewise.dispatch import choice as dispatch
+
+READ_WHOLE = ("query", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k")
 
 
 @dataclass(frozen=True)
@@ -23,10 +41,12 @@ class Explanation:
         backward_backend: the one that serves the backward.
         reasons: for every backend, why it does not serve the call; None if it would.
         flops: of the forward: 2 for each multiply-add of the visible (query, key) pairs.
-        bytes: the least the forward must move: each input read once, each output written once.
-        device: the ceilings used.
-        seconds: the larger of flops and bytes over their ceilings: no kernel runs faster.
-        bound: "compute" or "memory", whichever that is.
+        bytes: the least the forward must move: each input and visible key read once, each output written
+            once. Writing new tokens to a cache is not counted.
+        device: the ceilings used; None for meta tensors, which no device computes with.
+        seconds: the larger of flops and bytes over their ceilings. No kernel is faster than a datasheet's
+            ceilings allow, with inputs in main memory; measured ceilings give about the best time.
+        bound: "compute" or "memory", whichever that is. Both None without ceilings.
     """
 
     backend: str
@@ -34,8 +54,9 @@ class Explanation:
     reasons: dict[str, str | None]
     flops: int
     bytes: int
-    device: Device
+    device: Device | None
     problem: AttentionProblem
+    sequences: tuple[Span, ...]
 
     @property
     def intensity(self) -> float:
@@ -43,18 +64,22 @@ class Explanation:
         return self.flops / max(1, self.bytes)
 
     @property
-    def bound(self) -> str:
+    def bound(self) -> str | None:
+        if self.device is None:
+            return None
         return "compute" if self.intensity >= self.device.balance else "memory"
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float | None:
+        if self.device is None:
+            return None
         return max(self.flops / self.device.flops_per_second, self.bytes / self.device.bytes_per_second)
 
     def __str__(self) -> str:
-        p, d = self.problem, self.device
-        gflops, gbytes = d.flops_per_second / 1e9, d.bytes_per_second / 1e9
+        p = self.problem
+        queries, keys = (_shortest_to_longest(self.sequences, side) for side in "qk")
         rows = [
-            f"attention {p.batch} x {p.seqlen_q} queries x {p.seqlen_k} keys, "
+            f"attention {p.batch} x {queries} queries x {keys} keys, "
             f"{p.num_heads}/{p.num_kv_heads} heads of {p.head_dim}/{p.head_dim_v}, {p.dtype}".replace(
                 "torch.", ""
             ),
@@ -63,77 +88,189 @@ class Explanation:
         rows += [f"           not {name}: {why}" for name, why in self.reasons.items() if why is not None]
         rows += [
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
-            f"{self.intensity:.4g} FLOP/byte",
+            f"{self.intensity:.4g} FLOP/byte"
+        ]
+        return "\n".join(rows + self._bound_rows())
+
+    def _bound_rows(self) -> list[str]:
+        d = self.device
+        if d is None or self.seconds is None:
+            return ["ceilings   none: no device computes with meta tensors"]
+        gflops, gbytes = d.flops_per_second / 1e9, d.bytes_per_second / 1e9
+        time = f"{self.seconds * 1e3:.4g} ms"
+        return [
             f"ceilings   {d.name}: {gflops:.4g} GFLOP/s, {gbytes:.4g} GB/s, "
             f"balance {d.balance:.3g} FLOP/byte ({d.source})",
-            f"bound      {self.bound}: at least {self.seconds * 1e3:.4g} ms",
+            f"bound      {self.bound}: "
+            + (f"about {time} at the measured ceilings" if d.is_measured else f"at least {time}"),
         ]
-        return "\n".join(rows)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Explanation:
-    """Say which backend `attention` would use and why, and what bounds its time. Computes no attention.
+def _shortest_to_longest(sequences: tuple[Span, ...], side: str) -> str:
+    lengths = [s.q1 - s.q0 if side == "q" else s.k1 - s.k0 for s in sequences] or [0]
+    return " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+
+
+def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
+    """Say which backend a call would use and why, and what bounds its time. Computes no attention.
 
     Args:
-        query, key, value, options: as `tilewise.attention`; with `cu_seqlens_q` and `cu_seqlens_k`, as
-            `tilewise.attention_varlen`.
+        query, args, options: those of `tilewise.attention`, as `explain(query, key, value, causal=True)`.
+            With `cu_seqlens_q` and `cu_seqlens_k`, those of `tilewise.attention_varlen`. With a cache, those
+            of `tilewise.attention_with_cache`, as `explain(query, cache)`: the cache is left as it was.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as the call itself would.
+        ValueError, TypeError, NotImplementedError: as the call itself would. Also NotImplementedError for
+            lengths on the meta device, as the work depends on their values.
 
     Example:
-        >>> import torch
         >>> x = torch.zeros(1, 128, 2, 64)
         >>> explanation = explain(x, x, x, window=(16, 0))
         >>> explanation.flops, explanation.bytes
         (1044480, 263168)
     """
-    inputs, call, backend = _canonical(query, key, value, **options)
+    given = _arguments(_call(args, options), query, args, options)
+    check_tensors(query=query)
+    check_flag("return_lse", given["return_lse"])
+    inputs = _cached_inputs(given) if "cache" in given else _inputs(given)
+    call = _options(given)
+    backend = given["backend"]
     problem = describe(inputs, call)
+    _check_lengths(inputs)
     check_values(problem, inputs, call)
+    sequences = spans(problem, inputs)
     return Explanation(
         backend=dispatch.choose(problem, backend),
         backward_backend=dispatch.choose(problem, backend, is_backward=True),
         reasons=dispatch.refusals(problem),
-        flops=_flops(problem, inputs),
-        bytes=_bytes(problem, inputs),
-        device=device_for(query.device, query.dtype),
+        flops=_flops(problem, sequences),
+        bytes=_bytes(problem, inputs, sequences),
+        device=device_for(inputs.query.device, problem.dtype, problem.precision),
         problem=problem,
+        sequences=tuple(sequences),
     )
 
 
-def _canonical(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    precision: str = "ieee",
-    return_lse: bool = False,
-    backend: str | None = None,
-    **tensors: Any,
-) -> tuple[Inputs, Options, str | None]:
-    inputs = canonical_inputs(query, key, value, dropout_p=dropout_p, **tensors)
-    inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    bounds = window_bounds(window)
-    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
-    return inputs, options, backend
+def _call(args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
+    """The public function that takes these arguments."""
+    if "cache" in options or isinstance(args[0] if args else None, KVCache | PagedKVCache):
+        return attention_with_cache
+    is_packed = len(args) > 2 or any(options.get(f"cu_seqlens_{side}") is not None for side in "qk")
+    return attention_varlen if is_packed else attention
 
 
-def _flops(problem: AttentionProblem, inputs: Inputs) -> int:
-    pairs = sum(problem.visibility(s.q1 - s.q0, s.k1 - s.k0).visible_pairs() for s in spans(problem, inputs))
+def _arguments(
+    call: Callable[..., Any], query: Tensor, args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """All arguments of `call` by name.
+
+    Raises:
+        TypeError: it does not take them, or lacks one.
+    """
+    signature = inspect.signature(call)
+    known = list(signature.parameters)
+    for name, value in options.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
+            raise TypeError(f"{name}={shown(value)} is no argument of {call.__name__}: {hint}")
+    try:
+        bound = signature.bind(query, *args, **options)
+    except TypeError as error:
+        raise TypeError(f"explain takes the arguments of {call.__name__}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _inputs(given: dict[str, Any]) -> Inputs:
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
+    tensors = {name: given[name] for name in names if name in given}
+    check_tensors(**tensors)
+    query, key, value, *offsets = tensors.values()
+    layout = given.get("layout", "bshd")
+    inputs = canonical_inputs(
+        query, key, value, *_score_tensors(given), layout=layout, generator=given["generator"]
+    )
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # any: none is drawn
+    return inputs._replace(**dict(zip(names[3:], offsets)), dropout_seed=seed)
+
+
+def _cached_inputs(given: dict[str, Any]) -> Inputs:
+    """With the lengths that the cache would have, which it does not get."""
+    cache, cos, sin = given["cache"], given["rotary_cos"], given["rotary_sin"]
+    tensors = {name: given[name] for name in ("query", "key", "value") if given[name] is not None}
+    query, *new = to_bshd(given["layout"], **tensors)
+    key, value = (*new, None, None)[:2]
+    step = cached_step(cache, given["batch"], query, key, value)
+    try:
+        if cos is not None or sin is not None:
+            step.check_rotary(Rotary(cos, sin, given["rotary_interleaved"]))
+        inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, *_score_tensors(given)))
+    finally:
+        step.undo()
+    if isinstance(cache, KVCache) and key is not None:
+        inputs = inputs._replace(seqlens_k=cache.lengths + key.shape[1])
+    return inputs
+
+
+def _score_tensors(given: dict[str, Any]) -> list[Tensor | None]:
+    tensors = {name: given[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
+    check_tensors(**{name: t for name, t in tensors.items() if t is not None})
+    return list(tensors.values())
+
+
+def _options(given: dict[str, Any]) -> Options:
+    return Options(
+        given["causal"],
+        *window_bounds(given["window"]),
+        given["softcap"],
+        given.get("dropout_p", 0.0),
+        given["scale"],
+        given.get("deterministic", False),
+        read_length("max_seqlen_q", given.get("max_seqlen_q")),
+        read_length("max_seqlen_k", given.get("max_seqlen_k")),
+        given["precision"],
+    )
+
+
+def _check_lengths(inputs: Inputs) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"):
+        t = getattr(inputs, name)
+        if t is not None and t.is_meta:
+            raise NotImplementedError(
+                f"{name}.device=meta holds no lengths, by which explain counts: put all on the CPU"
+            )
+
+
+def _flops(problem: AttentionProblem, sequences: list[Span]) -> int:
+    pairs = sum(problem.visibility(s.q1 - s.q0, s.k1 - s.k0).visible_pairs() for s in sequences)
     return 2 * (problem.head_dim + problem.head_dim_v) * problem.num_heads * pairs
 
 
-def _bytes(problem: AttentionProblem, inputs: Inputs) -> int:
+def _bytes(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> int:
     queries = inputs.query.numel() // problem.head_dim
     out = queries * problem.head_dim_v * problem.dtype.itemsize
     lse = queries * problem.compute_dtype.itemsize
-    return sum(t.numel() * t.element_size() for t in inputs if t is not None) + out + lse
+    dims = problem.head_dim + (0 if problem.is_value_in_key else problem.head_dim_v)
+    keys = _visible_keys(problem, inputs, sequences)
+    visible = keys * problem.num_kv_heads * dims * inputs.key.element_size()
+    others = (getattr(inputs, name) for name in READ_WHOLE)
+    return sum(t.numel() * t.element_size() for t in others if t is not None) + visible + out + lse
+
+
+def _visible_keys(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> int:
+    """Keys that some query sees; a page that sequences share counts once."""
+    ranges = [_visible_range(problem, s.q1 - s.q0, s.k1 - s.k0) for s in sequences]
+    size = problem.page_size
+    if inputs.page_table is None or size is None:
+        return sum(end - start for start, end in ranges)
+    rows: dict[int, int] = {}
+    for pages, (start, end) in zip(inputs.page_table.tolist(), ranges):
+        for n in range(start // size, -(-end // size)):
+            seen = min(end, (n + 1) * size) - max(start, n * size)
+            rows[pages[n]] = max(rows.get(pages[n], 0), seen)
+    return sum(rows.values())
+
+
+def _visible_range(problem: AttentionProblem, queries: int, keys: int) -> tuple[int, int]:
+    return problem.visibility(queries, keys).key_range(0, queries) if queries else (0, 0)

@@ -65,6 +65,7 @@ BAD = {
     "suite": (["run", "--suite", "fast"], "suite 'fast' is unknown, must be one of cpu, headline, gqa"),
     "suite without run": (["--suite", "fast"], "suite 'fast' is unknown"),
     "no suite": (["run"], "--suite is missing, must be one of"),
+    "no suite without run": (["--budget", "nan"], "--suite is missing, must be one of"),
     "peer": (
         ["run", "--suite", "cpu", "--peers", "tilewise,fa2"],
         "peer 'fa2' is unknown, must be all, tilewise",

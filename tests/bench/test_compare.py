@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tilewise.lab.bench.cases import dense
-from tilewise.lab.bench.compare import compare, summarize
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.results import compare, summarize
 
 CASE = dense("forward", "float32", 64, 1, 1, 1000)
 

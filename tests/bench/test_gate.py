@@ -8,7 +8,7 @@ import torch
 from tilewise import reference
 from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
-from tilewise.lab.bench.inputs import Data
+from tilewise.lab.bench.peer import Data
 
 CASES = [
     dense("forward", "float32", 32, 4, 2, 300, causal=True, num_kv_heads=2),

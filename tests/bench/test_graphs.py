@@ -13,8 +13,8 @@ from tilewise.cli import _app
 from tilewise.lab.bench import run as runner
 from tilewise.lab.bench.cases import SUITES, Suite, decode
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.graphs import MIN_CALLS, GraphStopwatch
 from tilewise.lab.bench.run import Settings
+from tilewise.lab.bench.timing import MIN_CALLS, GraphStopwatch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tilewise.lab.bench import memory
 from tilewise.lab.bench.cases import decode, dense
 from tilewise.lab.bench.errors import Refusal
-from tilewise.lab.bench.inputs import Data
+from tilewise.lab.bench.peer import Data
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20

@@ -13,9 +13,8 @@ from tilewise import reference
 from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
 from tilewise.lab.bench.errors import BenchError, Refusal
-from tilewise.lab.bench.external import FlashAttention2, FlashAttention3, FlashAttention4
-from tilewise.lab.bench.inputs import Data
-from tilewise.lab.bench.peers import all_peers, find_peers
+from tilewise.lab.bench.peer import Data
+from tilewise.lab.bench.peers import FlashAttention2, FlashAttention3, FlashAttention4, all_peers, find_peers
 
 PEERS = ["tilewise", "tilewise:tiled", "sdpa-flash", "sdpa-math", "standard"]
 CASES = [

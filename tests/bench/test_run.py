@@ -241,3 +241,20 @@ def test_a_peer_that_is_slow_to_set_up_runs_on_some_cases(monkeypatch, tmp_path)
         first, second = (record["peers"]["standard"] for record in found["cases"])
         assert first["status"] == expected and second["status"] == "ok"
         assert peers or "--peers standard" in first["reason"]
+
+
+def test_a_refusal_is_explained_once():
+    def record(name, reason):
+        ok = {"status": "ok", "samples": [[1e-3]]}
+        case = dense("forward", "float32", 16, 1, 1, 64)
+        peers = {"tilewise": ok, "flex": {"status": "refused", "reason": reason}}
+        return {"name": name, "case": case.to_json(), "flops": case.flops(), "peers": peers}
+
+    said: set[str] = set()
+    first, second, third = (
+        runner.describe_record(record(name, reason), said)
+        for name, reason in (("a", "compiles for seconds"), ("b", "compiles for seconds"), ("c", "no memory"))
+    )
+    assert first.splitlines()[1:] == ["  flex refused: compiles for seconds"]
+    assert second.startswith("b: tilewise ") and second.endswith("%, flex refused") and "\n" not in second
+    assert third.splitlines()[1:] == ["  flex refused: no memory"]

@@ -32,7 +32,7 @@ def test_a_cache_of_this_package_is_as_large():
 
     from tilewise import KVCache
 
-    model = Model("tiny", layers=3, heads=8, kv_heads=2, head_dim=16)
+    model = Model("tiny", layers=3, heads=8, kv_heads=2, head_dim=16, context=64)
     cache = KVCache(2, 100, 2, 16, dtype=torch.bfloat16)
     held = cache.key.nbytes + cache.value.nbytes
     assert model.layers * held == model.cache_bytes(context=100, batch=2)

@@ -9,7 +9,7 @@ import pytest
 
 from tilewise.lab.bench import cases, results
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.learn import io_model, machines, measured, plot, roofline
+from tilewise.lab.learn import io_model, machines, roofline
 from tilewise.lab.learn.io_model import Shape
 from tilewise.lab.learn.machines import MACHINES
 
@@ -127,7 +127,7 @@ def test_least_is_below_every_loop(seed):
 
 def test_measured_h200_is_never_faster_than_its_bound():
     files = sorted(RESULTS.glob("h200*.json")) + sorted(RESULTS.glob("recorded/h200*.json"))
-    points = measured.load_points(files)
+    points = roofline.load_points(files)
     assert points and {p.device for p in points} == {"H200"}
     too_fast = [p for p in points if p.share > 1]
     assert not too_fast
@@ -137,24 +137,24 @@ def test_measured_h200_is_never_faster_than_its_bound():
 def test_measured_cpu_uses_the_ceilings_of_its_run():
     (path,) = RESULTS.glob("cpu-[0-9]*.json")
     found = results.load(path)
-    points = measured.points(found)
+    points = roofline.points(found)
     assert points[0].prediction.times[roofline.MATMUL] == pytest.approx(
         found["cases"][0]["flops"] / results.ceiling(found, "flops")
     )
-    assert measured.table(points)[0][0] == found["cases"][0]["name"]
+    assert roofline.compared(points)[0][0] == found["cases"][0]["name"]
 
 
 def test_plot(tmp_path):
-    points = measured.load_points(sorted(RESULTS.glob("h200*.json")))
+    points = roofline.load_points(sorted(RESULTS.glob("h200*.json")))
     path = tmp_path / "plot.svg"
-    plot.measured_over_predicted(points, path)
+    roofline.measured_over_predicted(points, path)
     assert path.read_text().startswith("<?xml") and path.stat().st_size > 10_000
     with pytest.raises(BenchError, match="no measured case"):
-        plot.measured_over_predicted([], path)
+        roofline.measured_over_predicted([], path)
     with pytest.raises(BenchError, match="--plot"):
-        plot.measured_over_predicted(points, tmp_path / "missing" / "plot.svg")
+        roofline.measured_over_predicted(points, tmp_path / "missing" / "plot.svg")
     costs = [io_model.standard(Shape(1024, 1024, 64)), io_model.fa2(Shape(1024, 1024, 64))]
-    plot.under_the_roof(costs, MACHINES["H100"], path)
+    roofline.under_the_roof(costs, MACHINES["H100"], path)
     drawn = path.read_text()
     assert "H100: balance 295" in drawn and "standard: HBM" in drawn and "fa2: " in drawn
 
@@ -162,4 +162,4 @@ def test_plot(tmp_path):
 def test_results_without_limits():
     found = {"device": {"name": "unknown"}, "ceilings": {}, "cases": []}
     with pytest.raises(BenchError, match="its limits are unknown"):
-        measured.points(found)
+        roofline.points(found)

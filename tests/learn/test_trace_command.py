@@ -1,10 +1,14 @@
 import re
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.learn.examples import EXAMPLES
+
+OWN = {"--q": "1,0;0,1", "--k": "1,0;0,1;-1,2", "--v": "1;2;3"}
 
 
 def run(*arguments: str) -> str:
@@ -138,6 +142,34 @@ def test_rows_are_not_broken_in_a_narrow_terminal():
     assert len(numbers(score_row)) == 12
 
 
+def test_without_options_a_small_example_is_printed():
+    output = run()
+    assert output.startswith("scores-2-5-3: ") and output.count("\n") < 70
+    assert "Other inputs: --example NAME, --seqlen N, or your own with --q, --k and --v" in output
+
+
+def test_own_matrices():
+    options = [word for pair in OWN.items() for word in pair]
+    output = run(*options)
+    assert numbers(section(output, "inputs")) == [1, 0, 0, 1, 1, 0, 0, 1, -1, 2, 1, 2, 3]
+    q, k, v = (torch.tensor(rows) for rows in ([[1.0, 0], [0, 1]], [[1.0, 0], [0, 1], [-1, 2]], [1.0, 2, 3]))
+    out = ((q @ k.T / 2**0.5).softmax(-1) @ v).tolist()
+    assert re.search(rf"O +softmax\(S\) V +{out[0]:.4f}\n +{out[1]:.4f}\n", output)
+    assert "forward step 2" not in run(*options, "--block-k", "3")
+
+
+def test_own_matrices_from_files(tmp_path):
+    q, k = torch.tensor([[1.0, 0], [0, 1]]), torch.tensor([[1.0, 0], [0, 1], [-1, 2]])
+    torch.save(q, tmp_path / "q.pt")
+    np.save(tmp_path / "k.npy", k.numpy())
+    (tmp_path / "v.csv").write_text("1\n2\n3\n")
+    files = [str(tmp_path / name) for name in ("q.pt", "k.npy", "v.csv")]
+    text = run(*(word for pair in OWN.items() for word in pair))
+    assert run("--q", files[0], "--k", files[1], "--v", files[2]) == text
+    torch.save({"q": q}, tmp_path / "q.pt")
+    assert "--q must be numbers as" in fails("--q", files[0], "--k", files[1], "--v", files[2])
+
+
 def test_help_names_the_examples():
     result = CliRunner().invoke(_app(), ["trace", "--help"], env={"COLUMNS": "200"})
     for name in EXAMPLES:
@@ -147,8 +179,18 @@ def test_help_names_the_examples():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either --example NAME (tiling-4x4,"),
-        (["--example", "tiling-4x4", "--seqlen", "4"], "give either --example NAME"),
+        (["--example", "tiling-4x4", "--seqlen", "4"], "--example and --seqlen each give the inputs"),
+        (["--seqlen", "4", "--k", "1"], "--seqlen and --q each give the inputs"),
+        (["--q", "1", "--v", "1"], "--q, --k and --v go together; got only --q and --v"),
+        (["--head-dim", "4"], "--head-dim goes with --seqlen N"),
+        (OWN | {"--q": "1,x"}, "--q must be numbers as 1,0;0,1 or a file .csv, .npy or .pt"),
+        (OWN | {"--q": "1;2,3"}, "--q must have rows of one length; got [1, 2]"),
+        (OWN | {"--q": "nan,1"}, "--q must have finite numbers only"),
+        (OWN | {"--q": ""}, "--q must be numbers as"),
+        (OWN | {"--q": ";".join("1" * 65)}, "--q must have 1 to 64 rows and columns"),
+        (OWN | {"--q": "missing.npy"}, "--q missing.npy: No such file"),
+        (OWN | {"--k": "1;0;1"}, "--k has 1 columns (head_dim), must have as many as --q: 2"),
+        (OWN | {"--v": "1"}, "--v has 1 rows (keys), must have as many as --k: 3"),
         (["--example", "tiling"], "--example must be one of tiling-4x4,"),
         (["--example", "tiling-4x4", "--seed", "1"], "--seed goes with --seqlen"),
         (["--seqlen", "0"], "--seqlen must be 1 to 64, because every number is printed; got 0"),
@@ -165,4 +207,6 @@ def test_help_names_the_examples():
     ],
 )
 def test_bad_arguments_are_one_clear_line(arguments, message):
+    if isinstance(arguments, dict):
+        arguments = [word for pair in arguments.items() for word in pair]
     assert message in fails(*arguments)

@@ -131,7 +131,10 @@ def tune(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     tma: Annotated[bool, typer.Option("--tma", help="Tiles that the GPU's copy engine loads.")] = False,
 ) -> None:
-    """Time tiles of the Triton kernels on this GPU; print the fastest as rows of tuning_table.py."""
+    """Time tiles of the Triton kernels on a GPU.
+
+    Prints the fastest as rows of tuning_table.py.
+    """
     if unknown := set(kernel or ()) - set(NAMES):
         raise typer.BadParameter(f"--kernel {unknown.pop()} must be one of {', '.join(NAMES)}")
     if scores not in SCORES:

@@ -63,7 +63,8 @@ def bench(
     """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
     if context.invoked_subcommand is not None:
         return
-    if suite is None:
+    sources = (context.get_parameter_source(name) for name in context.params)
+    if all(source is not None and source.name == "DEFAULT" for source in sources):
         typer.echo(context.get_help())
         raise typer.Exit(0)
     run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph)
@@ -136,8 +137,7 @@ def compare(
     new: Annotated[Path, typer.Argument(help="The later one.", metavar="B.json")],
 ) -> None:
     """Say what got slower beyond the spread. Exit status 1 if anything did."""
-    from tilewise.lab.bench.compare import compare as judge, summarize
-    from tilewise.lab.bench.results import load
+    from tilewise.lab.bench.results import compare as judge, load, summarize
 
     with _one_line_errors():
         before, after = load(old), load(new)
@@ -166,7 +166,7 @@ def _one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on the terminal, and a line for every case that is done."""
+    """A bar on the terminal, and a line for every case that is done; a refusal's reason once."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -175,10 +175,10 @@ def _progress(total: int) -> Iterator[Any]:
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
+        task, said = progress.add_task("", total=total), set[str]()
 
         def step(done: int, record: dict[str, Any]) -> None:
-            progress.console.print(describe_record(record))
+            progress.console.print(describe_record(record, said))
             progress.update(task, completed=done)
 
         yield step

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.inputs import Data
+from tilewise.lab.bench.peer import Data
 
 # ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has
 # 4e-3 (bfloat16), 6e-4 (float16) and 4e-7 (float32), its gradients a little more.

@@ -22,7 +22,7 @@ import torch
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
-from tilewise.lab.bench.inputs import Data
+from tilewise.lab.bench.peer import Data
 from tilewise.lab.bench.peers import find_peers
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

@@ -7,16 +7,19 @@ to be timed. One that does not serve a case raises `Refusal`, and its reason is 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import random
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.inputs import Data
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,98 @@ def dense_tensors(data: Data, layout: str) -> tuple[list[Tensor], Tensor | None]
     """query, key, value and dout as (batch, heads, seqlen, dim)."""
     tensors = [data.placed(name, layout) for name in ("query", "key", "value")]
     return tensors, None if data.dout is None else data.placed("dout", layout)
+
+
+class Pages(NamedTuple):
+    """A cache cut into pages that lie in random order."""
+
+    key: Tensor  # (num_pages, page_size, num_kv_heads, head_dim)
+    value: Tensor
+    table: Tensor  # (batch, pages a sequence) int32
+    lengths: Tensor  # (batch,) int32
+
+
+class Data:
+    """The tensors of one case in the layout (batch, seqlen, heads, dim), or packed (total, heads, dim)."""
+
+    def __init__(self, case: Case, device: str, seed: int) -> None:
+        self.case, self.device = case, device
+        self.seed = zlib.crc32(f"{seed} {case.name}".encode())
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def normal(length: int, heads: int, dim: int) -> Tensor:
+            rows = (sum(case.lengths),) if case.kind == "varlen" else (case.batch, length)
+            return torch.randn(
+                *rows, heads, dim, dtype=case.torch_dtype, device=device, generator=generator
+            )  # never zeros: they are faster than real data
+
+        self.query = normal(case.seqlen_q, case.num_heads, case.head_dim)
+        self.key = normal(case.seqlen_k, case.num_kv_heads, case.head_dim)
+        self.value = normal(case.seqlen_k, case.num_kv_heads, case.head_dim_v)
+        self.dout = (
+            None if case.direction == "forward" else normal(case.seqlen_q, case.num_heads, case.head_dim_v)
+        )
+        self._placed: dict[tuple[str, str], Tensor] = {}
+
+    def placed(self, name: str, layout: str) -> Tensor:
+        """A tensor as a (batch, heads, seqlen, dim) view of memory in `layout`, "bshd" or "bhsd".
+
+        Packed tensors have one layout and come as they are. Copies are shared between peers.
+        """
+        t = getattr(self, name)
+        if self.case.kind == "varlen":
+            return t
+        if layout == "bshd":
+            return t.transpose(1, 2)
+        if (name, layout) not in self._placed:
+            self._placed[name, layout] = t.transpose(1, 2).contiguous()
+        return self._placed[name, layout]
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Where each packed document starts, and the end: (documents + 1,) int32."""
+        return torch.tensor(
+            [0, *itertools.accumulate(self.case.lengths)], dtype=torch.int32, device=self.device
+        )
+
+    @functools.cached_property
+    def pages(self) -> Pages:
+        """Keys and values again, in pages of `case.page_size`; every page but the last is full."""
+        case = self.case
+        assert case.page_size is not None
+        per_sequence = -(-case.seqlen_k // case.page_size)
+        order = list(range(case.batch * per_sequence))
+        random.Random(self.seed).shuffle(order)
+        table = torch.tensor(order, device=self.device).view(case.batch, per_sequence)
+        key, value = (self._cut(t, table) for t in (self.key, self.value))
+        lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=self.device)
+        return Pages(key, value, table.int(), lengths)
+
+    def _cut(self, t: Tensor, table: Tensor) -> Tensor:
+        """A pool of pages, filled by one copy: there may be thousands."""
+        size = self.case.page_size or 1
+        rows = table.shape[1] * size
+        padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, rows - t.shape[1]))
+        pages = padded.unflatten(1, (-1, size)).flatten(0, 1)
+        pool = torch.empty_like(pages)
+        pool[table.flatten()] = pages
+        return pool
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """Dense bool (seqlen_q, seqlen_k), True = attend; None if every key is visible.
+
+        For peers without a window; made in blocks of rows, since the positions would fill the memory.
+        """
+        case = self.case
+        left, right = case.window if case.window is not None else (None, 0 if case.causal else None)
+        if left is None and (right is None or case.seqlen_q == 1):
+            return None
+        mask = torch.empty(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=self.device)
+        keys = torch.arange(case.seqlen_k, device=self.device)
+        for start in range(0, case.seqlen_q, 1024):
+            end = min(start + 1024, case.seqlen_q)
+            aligned = torch.arange(start, end, device=self.device)[:, None] + case.seqlen_k - case.seqlen_q
+            rows = keys <= aligned + right if right is not None else keys <= case.seqlen_k
+            mask[start:end] = rows if left is None else rows & (keys >= aligned - left)
+        return mask

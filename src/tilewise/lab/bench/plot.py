@@ -9,8 +9,8 @@ from typing import Any
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import SHORT_DIRECTIONS, SHORT_DTYPES, Case
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.report import Record, is_measured, peer_names, scale_and_unit, speed, work
-from tilewise.lab.bench.results import Results
+from tilewise.lab.bench.report import Record, peer_names, scale_and_unit, speed, work
+from tilewise.lab.bench.results import Results, is_measured
 
 COLOURS = {
     "tilewise": "#d1495b",

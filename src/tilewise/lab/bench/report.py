@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import SHORT_DTYPES
-from tilewise.lab.bench.results import Entry, Results
+from tilewise.lab.bench.results import Entry, Results, is_measured
 
 Record = dict[str, Any]
 
 
 def is_ours(peer: str) -> bool:
     return peer.split(":")[0] == "tilewise"
-
-
-def is_measured(entry: Entry | None) -> TypeGuard[Entry]:
-    return entry is not None and entry["status"] == "ok"
 
 
 def work(record: Record) -> tuple[str, int]:

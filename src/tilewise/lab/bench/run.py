@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 
-from tilewise.lab.bench import gate, memory, results
+from tilewise.lab.bench import gate, memory, results, torch_peers
 from tilewise.lab.bench.cases import Case, find_suite
-from tilewise.lab.bench.errors import BenchError, Refusal
-from tilewise.lab.bench.graphs import GraphStopwatch, captured
-from tilewise.lab.bench.inputs import Data
-from tilewise.lab.bench.limit import setup_limit
-from tilewise.lab.bench.peer import Peer, Prepared
+from tilewise.lab.bench.errors import BenchError, Refusal, setup_limit
+from tilewise.lab.bench.peer import Data, Peer, Prepared
 from tilewise.lab.bench.peers import find_peers
-from tilewise.lab.bench.timing import Stopwatch, stopwatch
+from tilewise.lab.bench.timing import GraphStopwatch, Stopwatch, captured, stopwatch
 
 MIN_ROUNDS = 5
 
@@ -101,7 +98,7 @@ Report = Callable[[int, dict[str, Any]], None]  # (cases done, the record of the
 def run(plan: Plan, report: Report | None = None) -> results.Results:
     """Run every case; after each, write the file (if any) and call `report`."""
     with warnings.catch_warnings():  # PyTorch's on refused calls: their reasons are in the results
-        warnings.filterwarnings("ignore", module=r"tilewise\.bench\.torch_peers")
+        warnings.filterwarnings("ignore", module=re.escape(torch_peers.__name__))
         gc.collect()
         gc.freeze()  # what is loaded by now need not be walked again before every case
         try:
@@ -311,9 +308,16 @@ def is_sound(found: results.Results) -> bool:
     )
 
 
-def describe_record(record: dict[str, Any]) -> str:
-    """One line for a person who waits."""
+def describe_record(record: dict[str, Any], said: set[str]) -> str:
+    """A line for a person who waits, and one for each refusal that was not `said` before."""
     from tilewise.lab.bench.report import cell
 
-    parts = [f"{name} {cell(record, entry)}" for name, entry in record["peers"].items()]
-    return f"{record['name']}: " + ", ".join(parts)
+    parts, notes = [], []
+    for name, entry in record["peers"].items():
+        is_refused = entry["status"] == "refused"
+        parts.append(f"{name} refused" if is_refused else f"{name} {cell(record, entry)}")
+        if is_refused:
+            notes.append(f"  {name} refused: {entry['reason']}")
+    new = [note for note in notes if note not in said]
+    said.update(new)
+    return "\n".join([f"{record['name']}: " + ", ".join(parts), *new])

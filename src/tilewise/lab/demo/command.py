@@ -16,7 +16,10 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: seconds, not minutes.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda if present.")] = None,
 ) -> None:
-    """Train, generate and measure on this machine; exit with status 1 if anything checked does not hold."""
+    """Train, generate and measure on this machine.
+
+    Writes a report. Exit status 1 if anything checked does not hold.
+    """
     from rich.console import Console
 
     from tilewise.lab.demo.run import run

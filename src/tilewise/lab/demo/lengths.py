@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from tilewise.lab.demo.train import Advance
 SAFE_SHARE = 0.25  # of the free memory, for standard attention
 SCORE_MATRICES = {False: 3.25, True: 4.25}  # that it holds at once, forward and with backward, rounded up
 TIMED_ONCE = 1.0  # seconds from which on the call that measures memory and error is also the timing
+WARM_UP, WARM_UP_CALLS = 0.02, 5  # seconds and calls before the timing; of long calls fewer will do
+SAMPLE = 2e-3  # seconds of a sample: shorter calls are timed several in a row
 PASSES = {False: "forward", True: "forward + backward"}
 
 
@@ -177,18 +180,34 @@ def _first_call(data: Data, name: str, method: Method) -> Cell:
 
 def _time(data: Data, column: dict[str, Cell], scale: Scale) -> None:
     """Take turns, so that a drift of the clock hits all alike."""
+    is_timed = {name: cell.skipped is not None or bool(cell.seconds) for name, cell in column.items()}
+    counts = {name: _settle(data, METHODS[name]) for name in column if not is_timed[name]}
     for _ in range(scale.samples):
-        for name, cell in column.items():
-            if cell.skipped is None and sum(cell.seconds) < scale.seconds:
-                cell.seconds.append(_clock(data, METHODS[name], data.dout)[0])
+        for name, count in counts.items():
+            cell = column[name]
+            if count * sum(cell.seconds) < scale.seconds:
+                cell.seconds.append(_clock(data, METHODS[name], data.dout, count)[0])
 
 
-def _clock(data: Data, method: Method, dout: Tensor) -> tuple[float, tuple[Tensor, ...]]:
+def _settle(data: Data, method: Method) -> int:
+    """Call until plans, scratch and caches have settled; how many calls make a sample of `SAMPLE` seconds.
+
+    Those that measured memory ran in a thread of their own, whose scratch this thread does not have.
+    """
+    times: list[float] = []
+    while sum(times) < WARM_UP or (len(times) < WARM_UP_CALLS and sum(times) < 10 * WARM_UP):
+        times.append(_clock(data, method, data.dout)[0])
+    return max(1, math.ceil(SAMPLE / min(times)))
+
+
+def _clock(data: Data, method: Method, dout: Tensor, count: int = 1) -> tuple[float, tuple[Tensor, ...]]:
+    """The mean time of `count` calls in a row, and the results of the last."""
     _wait(data.device)
     start = time.perf_counter()
-    results = data.call(method, dout)
+    for _ in range(count):
+        results = data.call(method, dout)
     _wait(data.device)
-    return time.perf_counter() - start, results
+    return (time.perf_counter() - start) / count, results
 
 
 def _wait(device: torch.device) -> None:

@@ -86,8 +86,8 @@ QUICK = Scale(
     table_head_dim=64,
     table_dtype=torch.float32,
     checked_rows=16,
-    seconds=0.02,
-    samples=3,
+    seconds=0.1,
+    samples=5,
 )
 
 

@@ -1,9 +1,10 @@
 """`tilewise trace`: print an example, or random inputs, tile by tile. `tilewise fp8`: print 8-bit attention.
-`tilewise learn`: write the page. `tilewise pipeline`: lay out the Hopper kernel's schedule.
+`tilewise learn`: write the page. `tilewise pipeline`: draw the Hopper kernel's schedule.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,18 +15,36 @@ import typer
 from tilewise.core.checks import MAX_HEAD_DIM
 from tilewise.core.fp8 import BLOCK_ROWS
 from tilewise.lab.learn import eight_bits
-from tilewise.lab.learn.examples import EXAMPLES, Example, Tensors, random_example
-from tilewise.lab.learn.show import as_rich
+from tilewise.lab.learn.examples import (
+    EXAMPLES,
+    LARGEST,
+    Example,
+    Settings,
+    Tensors,
+    own_example,
+    random_example,
+    walkthrough,
+)
+from tilewise.lab.learn.show import as_rich, counted
 from tilewise.lab.learn.trace import BlockSizes, paper_block_sizes
-from tilewise.lab.learn.walkthrough import Settings, walkthrough
 
-LARGEST = 64  # rows; everything is printed
+DEFAULT = "scores-2-5-3"  # the example that a bare `trace` prints
 LARGEST_OUTLIER = 1e6
 LARGEST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def trace(
-    example: Annotated[str | None, typer.Option(help=f"A worked example: {', '.join(EXAMPLES)}.")] = None,
+    example: Annotated[
+        str | None, typer.Option(help=f"A worked example: {', '.join(EXAMPLES)}. Default: {DEFAULT}.")
+    ] = None,
+    q: Annotated[
+        str | None,
+        typer.Option(
+            "--q", help='Your own queries, as "1,0;0,1" or a file .csv, .npy or .pt; with --k, --v.'
+        ),
+    ] = None,
+    k: Annotated[str | None, typer.Option("--k", help="Your own keys, a row each.")] = None,
+    v: Annotated[str | None, typer.Option("--v", help="Your own values, a row for each key.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Random inputs with this many queries instead.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(help="Keys of random inputs; default: as many.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head size of random inputs; default: 2.")] = None,
@@ -54,7 +73,8 @@ def trace(
     from rich.console import Console
     from rich.text import Text
 
-    chosen = _chosen(example, seqlen, {"--seqlen-k": seqlen_k, "--head-dim": head_dim, "--seed": seed})
+    only_random = {"--seqlen-k": seqlen_k, "--head-dim": head_dim, "--seed": seed}
+    chosen = _chosen(example, {"--q": q, "--k": k, "--v": v}, seqlen, only_random)
     blocks = BlockSizes(
         chosen.block_q if block_q is None else block_q, chosen.block_k if block_k is None else block_k
     )
@@ -79,6 +99,8 @@ def trace(
     console.print(Text(f"{chosen.name}: {chosen.summary}\n"), soft_wrap=True)
     for line in as_rich(sections, chosen.digits if digits is None else digits):
         console.print(line, soft_wrap=True)  # a row of a matrix stays on one line
+    if example is None and seqlen is None and q is None:
+        typer.echo("Other inputs: --example NAME, --seqlen N, or your own with --q, --k and --v; see --help.")
 
 
 def fp8(
@@ -91,7 +113,10 @@ def fp8(
     query: Annotated[int, typer.Option(help="The query whose numbers are printed.")] = 0,
     digits: Annotated[int, typer.Option(min=0, max=15, help="Digits after the point.")] = 4,
 ) -> None:
-    """Print 8-bit attention's numbers, as they are and rotated, and how far each is off."""
+    """Print every number of 8-bit attention.
+
+    Inputs are quantized as they are, then rotated; beside each, how far it is off.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -114,7 +139,10 @@ def learn(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("tilewise-learn.html"),
     is_opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write one HTML page, for any browser and without network, that shows tiles and memory at work."""
+    """Write a page that shows tiles at work.
+
+    One HTML file, for any browser and without network: tiles, memory, backward, caches, 8-bit numbers.
+    """
     from tilewise.lab.learn.page import build
 
     try:
@@ -128,20 +156,35 @@ def learn(
 
 def pipeline(
     head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Head size.")] = 128,
-    block_n: Annotated[int | None, typer.Option(help="Keys in a tile; default: the kernel's.")] = None,
+    block_n: Annotated[int | None, typer.Option(min=1, help="Keys in a tile; default: the kernel's.")] = None,
     warpgroups: Annotated[
-        int | None, typer.Option(max=64, help="Of 64 queries; default: the kernel's.")
+        int | None,
+        typer.Option(min=1, max=64, help="Consumer warpgroups, of 64 queries each; default: the kernel's."),
     ] = None,
-    stages: Annotated[int | None, typer.Option(help="Depth of the rings; default: the kernel's.")] = None,
-    overlap: Annotated[bool, typer.Option(help="Start the next scores before P V.")] = True,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pipeline stages: slots for K tiles, and for V tiles; default: the kernel's."
+        ),
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="Start the next Q K^T before P V has ended.")] = True,
     ping_pong: Annotated[
-        bool, typer.Option("--ping-pong", help="Barriers that make products alternate.")
+        bool,
+        typer.Option("--ping-pong", help="Barriers that make warpgroups take turns with their products."),
     ] = False,
-    key_tiles: Annotated[int, typer.Option(max=1 << 16, help="Key tiles that each query tile visits.")] = 8,
-    spans: Annotated[bool, typer.Option("--spans", help="Every piece of work and of waiting.")] = False,
+    key_tiles: Annotated[
+        int, typer.Option(min=1, max=1 << 12, help="Key tiles that each query tile visits.")
+    ] = 8,
+    spans: Annotated[
+        bool, typer.Option("--spans", help="List every copy, product, softmax and wait instead.")
+    ] = False,
 ) -> None:
-    """Lay out the Hopper forward kernel's schedule as a timeline of cycles, from datasheet rates."""
-    from tilewise.lab.learn.pipeline import Pipeline
+    """Draw the schedule of the Hopper kernel.
+
+    The forward's timeline is simulated from an H200's datasheet rates: no kernel is run. The drawing shows
+    what overlaps and what waits.
+    """
+    from tilewise.lab.learn.pipeline import Pipeline, drawing, variants
 
     try:
         kernel = Pipeline.of_kernel(head_dim, key_tiles)
@@ -152,28 +195,58 @@ def pipeline(
         raise typer.BadParameter(str(error)) from None
     p = timeline.pipeline
     typer.echo(
-        f"{p.key_tiles} key tiles of {p.block_n}, {p.warpgroups} warpgroups, rings of {p.stages}, "
-        f"{'' if p.overlap else 'no '}overlap, {'' if p.ping_pong else 'no '}ping-pong: "
+        f"{counted(p.key_tiles, 'key tile')} of {p.block_n}, "
+        f"{counted(p.warpgroups, 'warpgroup')} of 64 queries, {counted(p.stages, 'pipeline stage')}, "
+        f"head size {p.head_dim}\n{p.variant}: "
         f"{timeline.cycles:.0f} cycles, tensor cores busy {timeline.tensor_core_use:.0%}"
     )
-    for span in timeline.spans if spans else ():
-        typer.echo(f"  {span.start:8.0f} {span.end:8.0f}  {span.lane:<12} {span.kind:<8} tile {span.tile}")
+    if spans:
+        for span in timeline.spans:
+            typer.echo(
+                f"  {span.start:8.0f} {span.end:8.0f}  {span.lane:<12} {span.kind:<8} tile {span.tile}"
+            )
+        return
+    for line in drawing(timeline, shutil.get_terminal_size((100, 24)).columns):
+        typer.echo(line)
+    typer.echo("\nWith and without overlap (--no-overlap) and ping-pong (--ping-pong):")
+    for other in variants(p):
+        mark = "  <- above" if other.pipeline == p else ""
+        use = f"tensor cores busy {other.tensor_core_use:.0%}"
+        typer.echo(f"  {other.pipeline.variant:<24} {other.cycles:8.0f} cycles, {use}{mark}")
 
 
-def _chosen(example: str | None, seqlen: int | None, only_random: dict[str, int | None]) -> Example:
-    """The example asked for, or one of random inputs."""
-    names = ", ".join(EXAMPLES)
-    if seqlen is None and example is not None:
-        if example not in EXAMPLES:
-            raise typer.BadParameter(f"--example must be one of {names}; got {example!r}")
-        for option, value in only_random.items():
-            if value is not None:
-                raise typer.BadParameter(f"{option} goes with --seqlen; {example} has its own inputs")
-        return EXAMPLES[example]
-    if seqlen is None or example is not None:
-        raise typer.BadParameter(f"give either --example NAME ({names}) or --seqlen N")
+def _chosen(
+    example: str | None, own: dict[str, str | None], seqlen: int | None, only_random: dict[str, int | None]
+) -> Example:
+    """The example asked for, or one of random inputs or of one's own matrices."""
+    given = [option for option, value in own.items() if value is not None]
+    kinds = {"--example": example is not None, "--seqlen": seqlen is not None, "--q": bool(given)}
+    if sum(kinds.values()) > 1:
+        raise typer.BadParameter(
+            f"{' and '.join(name for name, is_given in kinds.items() if is_given)} each give the inputs: "
+            "leave out all but one"
+        )
+    if seqlen is not None:
+        return _random(seqlen, only_random)
+    for option, value in only_random.items():
+        if value is not None:
+            raise typer.BadParameter(f"{option} goes with --seqlen N, for random inputs")
+    if given:
+        if len(given) < len(own):
+            raise typer.BadParameter(f"--q, --k and --v go together; got only {' and '.join(given)}")
+        try:
+            return own_example(*(str(text) for text in own.values()))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    name = DEFAULT if example is None else example
+    if name not in EXAMPLES:
+        raise typer.BadParameter(f"--example must be one of {', '.join(EXAMPLES)}; got {name!r}")
+    return EXAMPLES[name]
+
+
+def _random(seqlen: int, given: dict[str, int | None]) -> Example:
     default = {"--seqlen": seqlen, "--seqlen-k": seqlen, "--head-dim": 2, "--seed": 0}
-    chosen = default | {option: value for option, value in only_random.items() if value is not None}
+    chosen = default | {option: value for option, value in given.items() if value is not None}
     for option in ("--seqlen", "--seqlen-k", "--head-dim"):
         if not 1 <= chosen[option] <= LARGEST:
             limits = f"1 to {LARGEST}, because every number is printed"

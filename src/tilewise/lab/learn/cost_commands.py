@@ -10,33 +10,46 @@ from typing import Annotated, Any
 import typer
 
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.learn import io_model, kv_memory, plot as drawing, roofline
+from tilewise.lab.learn import io_model, kv_memory, roofline
 from tilewise.lab.learn.io_model import Cost, Shape
 from tilewise.lab.learn.machines import MACHINES, Machine, find_machine, human_bytes
 from tilewise.lab.learn.records import BlockSizes
+from tilewise.lab.learn.show import counted
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 LONGEST, MOST = 1 << 24, 1 << 20  # tokens, whose tiles are counted one by one; anything else
 MANY = (512, 2048, 8192, 32768, 131072)
 
 Seqlen = Annotated[
-    int, typer.Option("--seqlen", max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise.")
+    int,
+    typer.Option("--seqlen", min=1, max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise."),
 ]
 SeqlenK = Annotated[
-    int | None, typer.Option("--seqlen-k", max=LONGEST, help="Keys; default: as many as queries.")
+    int | None, typer.Option("--seqlen-k", min=1, max=LONGEST, help="Keys; default: as many as queries.")
 ]
-HeadDim = Annotated[int, typer.Option("--head-dim", max=MOST, help="Head size.")]
-Heads = Annotated[int, typer.Option("--heads", max=MOST, help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", max=MOST, help="Key heads; default: as many.")]
-Batch = Annotated[int, typer.Option("--batch", max=MOST, help="Sequences.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", min=1, max=MOST, help="Head size.")]
+Heads = Annotated[int, typer.Option("--heads", min=1, max=MOST, help="Query heads.")]
+KvHeads = Annotated[
+    int | None, typer.Option("--kv-heads", min=1, max=MOST, help="Key heads; default: as many.")
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
-Sram = Annotated[int, typer.Option("--sram", max=MOST, help="Fast memory M of Algorithm 1, in KiB.")]
-BlockQ = Annotated[
-    int, typer.Option("--block-q", max=MOST, help="Queries in a tile of the other algorithms.")
+Sram = Annotated[
+    int,
+    typer.Option(
+        "--sram", min=1, max=MOST, help="Fast memory M of FlashAttention-1, in KiB; an H100 has 227."
+    ),
 ]
-BlockK = Annotated[int, typer.Option("--block-k", max=MOST, help="Keys in a tile of the other algorithms.")]
-Splits = Annotated[int, typer.Option("--splits", max=MOST, help="Parts that decoding cuts the keys in.")]
+BlockQ = Annotated[
+    int, typer.Option("--block-q", min=1, max=MOST, help="Queries in a tile of the other algorithms.")
+]
+BlockK = Annotated[
+    int, typer.Option("--block-k", min=1, max=MOST, help="Keys in a tile of the other algorithms.")
+]
+Splits = Annotated[
+    int, typer.Option("--splits", min=1, max=MOST, help="Splits of the keys in decoding (split-KV).")
+]
 DeviceName = Annotated[
     str, typer.Option("--device", help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")
 ]
@@ -51,22 +64,28 @@ def io(
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     causal: Causal = False,
-    sram: Sram = 96,
+    sram: Sram = 227,
     block_q: BlockQ = 128,
     block_k: BlockK = 128,
     splits: Splits = 1,
     detail: Annotated[bool, typer.Option("--detail", help="Every tensor's bytes.")] = False,
 ) -> None:
-    """Count what each algorithm reads, writes and computes; decoding is one new query for each sequence."""
+    """Count bytes and FLOPs of each algorithm.
+
+    Reads, writes and products are counted in the loops; decoding is one new query for each sequence.
+    """
     with _one_line_errors():
         shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
-        found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
+        blocks = _blocks(block_q, block_k)
+        found = costs(shape, sram * 1024, blocks, splits)
+        passes = _passes(found, shape, sram * 1024, blocks)
     _print_table(
         f"{_describe(shape)}; M = {sram} KiB, tiles {block_q} x {block_k}",
         ["algorithm", "moved", "fast memory read", "FLOP", "exp, log, 1/x", "FLOP/byte", "extra", "theorem"],
         [_cost_row(cost, shape) for cost in found],
-        "moved: bytes to and from slow memory; FLOP: matrix products; extra: slow memory beyond inputs and "
-        "outputs; theorem: the asymptotic form and how many times more the loops move.",
+        "moved: bytes to and from slow memory; FLOP: of matrix products; extra: slow memory beyond inputs "
+        "and outputs;\n  theorem: the paper's asymptotic form, and how many times that the loops move.\n"
+        + passes,
     )
     if detail:
         for cost in found:
@@ -82,7 +101,7 @@ def roofline_command(
     batch: Batch = 4,
     dtype: Dtype = "bfloat16",
     causal: Causal = False,
-    sram: Sram = 96,
+    sram: Sram = 227,
     block_q: BlockQ = 128,
     block_k: BlockK = 128,
     splits: Splits = 1,
@@ -95,7 +114,10 @@ def roofline_command(
         Path | None, typer.Option("--plot", help="Draw into this file: the roofline, or the comparison.")
     ] = None,
 ) -> None:
-    """Say which resource binds each algorithm, and the time that follows; or compare with measurements."""
+    """Say what binds each algorithm, and its time.
+
+    With --results, compare the bounds with measurements of `tilewise bench`.
+    """
     with _one_line_errors():
         if results is not None:
             _compare(results, plot)
@@ -104,11 +126,18 @@ def roofline_command(
         shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
         found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
         if plot is not None:
-            drawing.under_the_roof(found, machine, plot)
+            roofline.under_the_roof(found, machine, plot)
     _print_machine(machine)
     _print_table(
         _describe(shape),
-        ["algorithm", "FLOP/byte", "of the ridge", "bound by", "at least", "each resource alone"],
+        [
+            "algorithm",
+            "FLOP/byte",
+            "of the ridge",
+            "bound by",
+            "about" if machine.device.is_measured else "at least",
+            "each resource alone",
+        ],
         [_prediction_row(cost, machine) for cost in found],
         "FLOP/byte: products for each byte of main memory." + ("" if plot is None else f"\n  drew {plot}"),
     )
@@ -118,7 +147,9 @@ def kv_memory_command(
     model: Annotated[
         str | None, typer.Option("--model", help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", max=1 << 40, help="Tokens in the cache.")] = 4096,
+    context: Annotated[
+        int, typer.Option("--context", min=1, max=1 << 40, help="Tokens in the cache.")
+    ] = 4096,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     lengths: Annotated[
@@ -126,36 +157,31 @@ def kv_memory_command(
         typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
     ] = None,
     page_size: Annotated[
-        int, typer.Option("--page-size", max=MOST, help="Tokens a page, with --lengths.")
+        int, typer.Option("--page-size", min=1, max=MOST, help="Tokens a page, with --lengths.")
     ] = 16,
     longest: Annotated[
         int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
     ] = None,
 ) -> None:
-    """Size of a key/value cache by model and context; beside it, the score matrices of standard attention."""
+    """Size of a KV cache by model and context.
+
+    Beside it, the score matrices that standard attention would store. With --lengths, the pages that
+    sequences take.
+    """
     with _one_line_errors():
         if lengths is not None:
             _print_pages(lengths, page_size, longest)
             return
         size = _itemsize(dtype)
-        chosen = kv_memory.MODELS.values() if model is None else [kv_memory.find_model(model)]
-        rows = []
-        for known in chosen:
-            full = known.with_every_head()
-            count = known.cache_bytes(context, batch, size)
-            every = full.cache_bytes(context, batch, size)
-            rows.append(
-                [
-                    known.name,
-                    human_bytes(known.bytes_per_token(size)),
-                    human_bytes(count),
-                    f"{count / 2**30:.4g} GiB",
-                    human_bytes(every),
-                    f"{every / count:.3g}x",
-                ]
-            )
-    header = ["model", "a token", "cache", "", "every head its own", "smaller"]
-    _print_table(f"cache of {batch} x {context} tokens, {dtype}", header, rows)
+        chosen = list(kv_memory.MODELS.values()) if model is None else [kv_memory.find_model(model)]
+        rows = [_cache_row(known, context, batch, size) for known in chosen]
+    beyond = [f"{m.name} {m.context}" for m in chosen if context > m.context]
+    note = "with MHA: if every query head had keys and values of its own."
+    if beyond:
+        note += f"\n  *: longer than the model's context: {', '.join(beyond)} tokens."
+    header = ["model", "a token", "cache", "in GiB", "with MHA", "smaller"]
+    sequences = counted(batch, "sequence")
+    _print_table(f"KV cache of {sequences} of {counted(context, 'token')}, {dtype}", header, rows, note)
     matrix = [
         [
             str(n),
@@ -165,7 +191,21 @@ def kv_memory_command(
         ]
         for n in MANY
     ]
-    _print_table("N x N scores of one head, if they were stored", ["N", "numbers", "bytes", ""], matrix)
+    header = ["N", "numbers", "bytes", "in MiB"]
+    _print_table(f"N x N scores of one head, if they were stored, {dtype}", header, matrix)
+
+
+def _cache_row(model: kv_memory.Model, context: int, batch: int, size: int) -> list[str]:
+    count = model.cache_bytes(context, batch, size)
+    every = model.with_every_head().cache_bytes(context, batch, size)
+    return [
+        model.name + (" *" if context > model.context else ""),
+        human_bytes(model.bytes_per_token(size)),
+        human_bytes(count),
+        f"{count / 2**30:.4g} GiB",
+        human_bytes(every),
+        f"{every / count:.3g}x",
+    ]
 
 
 def costs(shape: Shape, sram_bytes: int, blocks: BlockSizes, splits: int) -> list[Cost]:
@@ -181,13 +221,32 @@ def costs(shape: Shape, sram_bytes: int, blocks: BlockSizes, splits: int) -> lis
     ]
 
 
-def _compare(files: Sequence[Path], plot: Path | None) -> None:
-    from tilewise.lab.learn import measured
+def _passes(found: Sequence[Cost], shape: Shape, sram_bytes: int, blocks: BlockSizes) -> str:
+    """How often each order of loops reads what: why they move what they move."""
+    standard, fa1, fa2 = found[:3]
+    small = io_model.sram_blocks(shape, sram_bytes)
+    keys, queries = -(-shape.seqlen_k // small.block_k), -(-shape.seqlen_q // blocks.block_q)
+    skipping = ", but for tiles that the mask hides" if shape.causal else ""
+    lines = [
+        f"fa1 (keys outer) reads K and V once, reads Q and O and writes O {counted(keys, 'time')}: "
+        f"once for each tile of {counted(small.block_k, 'key')}{skipping}.",
+        f"fa2 (queries outer) reads Q and writes O once, reads K and V {counted(queries, 'time')}: "
+        f"once for each tile of {counted(blocks.block_q, 'query', 'queries')}{skipping}. "
+        f"Its tiles take {(fa2.sram_bytes or 0) / 1024:.4g} KiB of fast memory.",
+    ]
+    if fa1.slow_bytes > standard.slow_bytes:
+        lines.append(
+            "fa1 moves more than standard here: so small a fast memory gives it short key tiles. "
+            "A larger --sram or a smaller --head-dim has longer ones."
+        )
+    return "\n".join(f"  {line}" for line in lines)
 
-    points = measured.load_points(files)
-    _print_table("predicted against measured", measured.HEADER, measured.table(points))
+
+def _compare(files: Sequence[Path], plot: Path | None) -> None:
+    points = roofline.load_points(files)
+    _print_table("predicted against measured", roofline.COMPARED, roofline.compared(points))
     if plot is not None:
-        drawing.measured_over_predicted(points, plot)
+        roofline.measured_over_predicted(points, plot)
         typer.echo(f"drew {plot}")
 
 
@@ -195,7 +254,7 @@ def _print_pages(text: str, page_size: int, longest: int | None) -> None:
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"lengths must be whole numbers apart by commas, got {text!r}") from None
+        raise ValueError(f"lengths must be whole numbers with commas between, got {text!r}") from None
     paging = kv_memory.Paging(lengths, page_size, max(lengths) if longest is None else longest)
     rows = [
         [str(n), str(length), str(pages), str(pages * page_size - length)]
@@ -238,11 +297,13 @@ def _blocks(block_q: int, block_k: int) -> BlockSizes:
 
 
 def _describe(shape: Shape) -> str:
-    heads = f"{shape.num_heads}" + (f"/{shape.kv_heads}" if shape.kv_heads != shape.num_heads else "")
+    heads = counted(shape.num_heads, "query head")
+    if shape.kv_heads != shape.num_heads:
+        heads += f" and {counted(shape.kv_heads, 'key head')}"
     mask = ", causal" if shape.causal else ""
     return (
-        f"{shape.batch} x {shape.seqlen_q} queries x {shape.seqlen_k} keys, "
-        f"{heads} heads of {shape.head_dim}, {shape.itemsize} bytes a number{mask}"
+        f"{counted(shape.batch, 'sequence')}, {shape.seqlen_q} x {counted(shape.seqlen_k, 'key')}, "
+        f"{heads} of {shape.head_dim}, {counted(shape.itemsize, 'byte')} a number{mask}"
     )
 
 
@@ -295,7 +356,10 @@ def _print_machine(machine: Machine) -> None:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:

@@ -1,15 +1,25 @@
-"""Small worked examples that circulate in explanations of FlashAttention, as data.
+"""Small worked examples that circulate in explanations of FlashAttention, and how they are walked through.
 
 Where an explanation gives logits and no queries, the query is 1 and the keys are the logits, with scale 1.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilewise import reference
+from tilewise.core.checks import shown
+from tilewise.lab.learn import trace as tracing
+from tilewise.lab.learn.records import BackwardTrace, BlockSizes, Trace
+from tilewise.lab.learn.show import Line, Section, backward_sections, counted, forward_sections
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -59,9 +69,82 @@ def random_example(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -
         normal = torch.randn(length, head_dim, generator=generator, dtype=torch.float64)
         return tuple(tuple(row) for row in normal.tolist())
 
-    summary = f"{seqlen_q} queries, {seqlen_k} keys, head size {head_dim}, seed {seed}"
+    summary = f"{_sizes(seqlen_q, seqlen_k, head_dim)}, seed {seed}"
     inputs = rows(seqlen_q), rows(seqlen_k), rows(seqlen_k)
     return Example("random", summary, *inputs, block_q=2, block_k=2, scale=head_dim**-0.5)
+
+
+def _sizes(queries: int, keys: int, head_dim: int) -> str:
+    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}, head size {head_dim}"
+
+
+LARGEST = 64  # rows and columns: everything is printed
+
+
+def own_example(q: str, k: str, v: str) -> Example:
+    """Matrices of one's own, each as text ("1,0;0,1") or a file, in tiles of 2 x 2.
+
+    Raises:
+        ValueError: a matrix cannot be read, or they do not fit together; the message names the option.
+    """
+    query, key, value = (matrix(name, text) for name, text in (("--q", q), ("--k", k), ("--v", v)))
+    if len(key[0]) != len(query[0]):
+        raise ValueError(
+            f"--k has {len(key[0])} columns (head_dim), must have as many as --q: {len(query[0])}"
+        )
+    if len(value) != len(key):
+        raise ValueError(f"--v has {len(value)} rows (keys), must have as many as --k: {len(key)}")
+    summary = _sizes(len(query), len(key), len(query[0]))
+    return Example("own", summary, query, key, value, block_q=2, block_k=2, scale=len(query[0]) ** -0.5)
+
+
+def matrix(name: str, text: str) -> Rows:
+    """Rows of numbers from text, rows apart by ";", or from a file .csv, .npy or .pt.
+
+    Raises:
+        ValueError: it cannot be read, is no matrix, is too large or has a number that is not finite.
+
+    Example:
+        >>> matrix("--q", "1,0; 0.5,1")
+        ((1.0, 0.0), (0.5, 1.0))
+    """
+    read = READERS.get(Path(text).suffix.lower(), _from_text)
+    try:
+        rows = tuple(tuple(map(float, row)) for row in read(text))
+    except OSError as error:
+        raise ValueError(f"{name} {text}: {error.strerror or error}") from None
+    except (ValueError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError):
+        wanted = "numbers as 1,0;0,1 or a file .csv, .npy or .pt that holds a matrix"
+        raise ValueError(f"{name} must be {wanted}; got {shown(text)}") from None
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"{name} must have rows of one length; got {[len(row) for row in rows]}")
+    if not (1 <= len(rows) <= LARGEST and 1 <= len(rows[0]) <= LARGEST):
+        limits = f"1 to {LARGEST} rows and columns, because every number is printed"
+        raise ValueError(f"{name} must have {limits}; got {len(rows)} x {len(rows[0])}")
+    if not all(math.isfinite(x) for row in rows for x in row):
+        raise ValueError(f"{name} must have finite numbers only")
+    return rows
+
+
+def _from_text(text: str) -> list[list[str]]:
+    return [row.split(",") for row in text.strip(" ;\n").split(";")]
+
+
+def _from_csv(path: str) -> list[list[str]]:
+    return [line.split(",") for line in Path(path).read_text().splitlines() if line.strip()]
+
+
+def _from_npy(path: str) -> Any:
+    import numpy as np
+
+    return np.load(path, allow_pickle=False).tolist()
+
+
+def _from_pt(path: str) -> Any:
+    return torch.load(path, weights_only=True).tolist()
+
+
+READERS: dict[str, Callable[[str], Any]] = {".csv": _from_csv, ".npy": _from_npy, ".pt": _from_pt}
 
 
 def naive_softmax(logits: Tensor, flush_subnormal: bool = False) -> Tensor:
@@ -153,3 +236,124 @@ _ALL = (
 )
 
 EXAMPLES = {example.name: example for example in _ALL}
+
+
+class Settings(NamedTuple):
+    """How to walk through: see `trace.forward` for the first four."""
+
+    order: str = "fa2"
+    normalize: str = "end"
+    scale: float | None = None
+    causal: bool = False
+    learning_rate: float | None = None  # show a weight update after the backward pass
+    without_max: bool = False  # first show the softmax that does not subtract the maximum
+
+
+def walkthrough(tensors: Tensors, blocks: BlockSizes, settings: Settings) -> Iterator[Section]:
+    """Sections in reading order; the backward pass is there when `tensors.dout` is."""
+    query, key, value, dout = tensors
+    named = zip("QKV", (query, key, value))
+    inputs = [Line(name, "", t) for name, t in named]
+    yield Section("inputs", inputs if dout is None else [*inputs, Line("dO", "", dout)])
+    trace = tracing.forward(
+        query,
+        key,
+        value,
+        *blocks,
+        order=settings.order,
+        normalize=settings.normalize,
+        scale=settings.scale,
+        causal=settings.causal,
+    )
+    if settings.without_max:
+        yield from _without_max(trace.scores())
+    yield from forward_sections(trace)
+    backward = None
+    if dout is not None:
+        scale, causal = settings.scale, settings.causal
+        backward = tracing.backward(query, key, value, dout, *blocks, scale=scale, causal=causal)
+    if backward is not None:
+        yield from backward_sections(backward)
+    yield _agreement(tensors, trace, backward)
+    if backward is not None and settings.learning_rate is not None:
+        yield _update(tensors, backward, settings.learning_rate)
+
+
+def largest_difference(a: Trace, b: Trace) -> float:
+    """Over all tiles of two traces: how far m, l, acc and out are apart at the most, step by step."""
+    difference = (a.out - b.out).abs().max().item()
+    for step in a.steps:
+        other = b.step(step.tile.i, step.tile.j)
+        for name in ("m", "l", "acc", "out"):
+            x, y = getattr(step, name), getattr(other, name)
+            difference = max(difference, torch.where(x == y, 0.0, (x - y).abs()).max().item())  # -inf == -inf
+    return difference
+
+
+def _agreement(tensors: Tensors, trace: Trace, backward: BackwardTrace | None) -> Section:
+    query, key, value, dout = tensors
+    scale, causal, blocks = trace.scale, trace.causal, trace.blocks
+    other_order = {"fa1": "fa2", "fa2": "fa1"}[trace.order]
+    other_normalize = {"end": "each_step", "each_step": "end"}[trace.normalize]
+    lines = []
+    for name, order, normalize in (
+        (f"normalize {other_normalize}", trace.order, other_normalize),
+        (f"order {other_order}", other_order, trace.normalize),
+    ):
+        again = tracing.forward(
+            query, key, value, *blocks, order=order, normalize=normalize, scale=scale, causal=causal
+        )
+        difference = largest_difference(trace, again)
+        lines.append(Line(name, "m, l, acc and out of every step", f"{difference:.1e}"))
+    one_head = [t[None, :, None] for t in (query, key, value)]
+    out, _ = reference.attention(*one_head, scale=scale, causal=causal)
+    lines.append(_compared("O", [out], [trace.out]))
+    if backward is not None and dout is not None:
+        expected = reference.attention_backward(dout[None, :, None], *one_head, scale=scale, causal=causal)
+        gradients = [backward.dq, backward.dk, backward.dv]
+        lines.append(_compared("dQ, dK, dV", [expected.query, expected.key, expected.value], gradients))
+    return Section("the same numbers another way: largest difference", lines)
+
+
+def _compared(names: str, expected: list[Tensor], ours: list[Tensor]) -> Line:
+    worst = max((a[0, :, 0] - b).abs().max().item() for a, b in zip(expected, ours))
+    return Line("standard attention", f"{names}, with the whole of S and P stored", f"{worst:.1e}")
+
+
+def _without_max(logits: Tensor) -> list[Section]:
+    x = logits.float()
+    e = torch.exp(x)
+    without = [
+        Line("s", "in float32", x),
+        Line("exp(s)", "largest float32 is 3.4028e+38", e),
+        Line("sum", "", e.sum(-1)),
+        Line("exp(s) / sum", "", naive_softmax(x)),
+        Line(
+            "the same",
+            "subnormal numbers (below 1.1755e-38) flushed to 0",
+            naive_softmax(x, flush_subnormal=True),
+        ),
+    ]
+    shifted = x - x.amax(-1, keepdim=True)
+    e = torch.exp(shifted)
+    with_max = [
+        Line("s - max", "in float32", shifted),
+        Line("exp(s - max)", "the largest is 1, so the sum is at least 1", e),
+        Line("sum", "", e.sum(-1)),
+        Line("softmax", "", e / e.sum(-1, keepdim=True)),
+    ]
+    return [
+        Section("softmax without subtracting the maximum", without),
+        Section("softmax with the maximum subtracted", with_max),
+    ]
+
+
+def _update(tensors: Tensors, backward: BackwardTrace, learning_rate: float) -> Section:
+    """The layer input is the identity, so that the weights are Q, K and V themselves."""
+    gradients = zip("QKV", tensors[:3], (backward.dq, backward.dk, backward.dv))
+    lines = []
+    for name, weight, gradient in gradients:
+        layer_input = torch.eye(len(weight), dtype=weight.dtype)
+        updated = weight_update(weight, layer_input, gradient, learning_rate)
+        lines.append(Line(f"W_{name}", f"{name} - {learning_rate:g} X^T d{name}", updated))
+    return Section("weight update, with X = I: W_Q = Q, W_K = K, W_V = V", lines)

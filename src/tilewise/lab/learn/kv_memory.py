@@ -11,6 +11,7 @@ class Model:
 
     A layer caches K and V of `kv_heads` heads of `head_dim`; with `latent` it caches one vector of so many
     numbers for all heads instead (multi-head latent attention). `windowed` of the layers see `window` tokens.
+    `context` is the longest sequence that the model was made for.
 
     Example:
         >>> MODELS["llama-2-70b"].cache_bytes(context=4096)
@@ -24,6 +25,7 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
+    context: int
     latent: int | None = None
     windowed: int = 0
     window: int = 0
@@ -47,7 +49,14 @@ class Model:
 
     def with_every_head(self) -> Model:
         """The same model if every query head had keys and values of its own (multi-head attention)."""
-        return Model(f"{self.name}, every head its own", self.layers, self.heads, self.heads, self.head_dim)
+        return Model(
+            f"{self.name}, every head its own",
+            self.layers,
+            self.heads,
+            self.heads,
+            self.head_dim,
+            self.context,
+        )
 
     @property
     def sharing(self) -> float:
@@ -58,21 +67,21 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("gpt-2", 12, 12, 12, 64),
-        Model("gpt-3-175b", 96, 96, 96, 128),
-        Model("llama-2-7b", 32, 32, 32, 128),
-        Model("llama-2-13b", 40, 40, 40, 128),
-        Model("llama-2-70b", 80, 64, 8, 128),
-        Model("llama-3.1-8b", 32, 32, 8, 128),
-        Model("llama-3.1-70b", 80, 64, 8, 128),
-        Model("llama-3.1-405b", 126, 128, 8, 128),
-        Model("mistral-7b-v0.1", 32, 32, 8, 128, windowed=32, window=4096),
-        Model("mixtral-8x7b", 32, 32, 8, 128),
-        Model("qwen2.5-7b", 28, 28, 4, 128),
-        Model("gemma-2-27b", 46, 32, 16, 128, windowed=23, window=4096),
-        Model("falcon-7b", 32, 71, 1, 64),
+        Model("gpt-2", 12, 12, 12, 64, 1024),
+        Model("gpt-3-175b", 96, 96, 96, 128, 2048),
+        Model("llama-2-7b", 32, 32, 32, 128, 4096),
+        Model("llama-2-13b", 40, 40, 40, 128, 4096),
+        Model("llama-2-70b", 80, 64, 8, 128, 4096),
+        Model("llama-3.1-8b", 32, 32, 8, 128, 131072),
+        Model("llama-3.1-70b", 80, 64, 8, 128, 131072),
+        Model("llama-3.1-405b", 126, 128, 8, 128, 131072),
+        Model("mistral-7b-v0.1", 32, 32, 8, 128, 32768, windowed=32, window=4096),
+        Model("mixtral-8x7b", 32, 32, 8, 128, 32768),
+        Model("qwen2.5-7b", 28, 28, 4, 128, 131072),
+        Model("gemma-2-27b", 46, 32, 16, 128, 8192, windowed=23, window=4096),
+        Model("falcon-7b", 32, 71, 1, 64, 2048),
         Model(
-            "deepseek-v3", 61, 128, 128, 160, latent=512 + 64
+            "deepseek-v3", 61, 128, 128, 160, 131072, latent=512 + 64
         ),  # a head has 128 + 64 for K and 128 for V: 2 x 160
     )
 }

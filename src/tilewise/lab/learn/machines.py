@@ -68,6 +68,7 @@ class Machine:
         return self.levels[-1]
 
 
+ONE_THREAD = (1 << 15) - 64  # numbers that PyTorch leaves to one thread: waiting for others takes longer
 SMALLEST_TIMED = 256 * KIB  # a copy within less is over before PyTorch's own overhead
 SPECIAL_PER_CLOCK = 16  # a multiprocessor's, from 8.0 to 9.0: CUDA programming guide, arithmetic throughput
 SHARED_BYTES_PER_CLOCK = 128  # a multiprocessor's: 32 banks of 4 bytes
@@ -152,7 +153,7 @@ def this_cpu() -> Machine:
             f"L{n}",
             size,
             1 if n == 3 else threads,
-            _copy_rate(size),
+            _copy_rate(size) if n == 3 else threads * _core_copy_rate(size),
             None,
             "rate measured: copy of half of it",
         )
@@ -161,10 +162,11 @@ def this_cpu() -> Machine:
         for n, size in sorted(caches.items())
     ]
     device = device_for(cpu, torch.float32)
+    assert device is not None  # only meta tensors have none
     levels.append(Level("memory", _memory_bytes(), 1, device.bytes_per_second, None, device.source))
-    x, y = torch.rand(2, 1 << 16)
-    vector = x.numel() / best_time(lambda: torch.add(x, y, out=y), cpu, repeats=50)
-    special = x.numel() / best_time(lambda: torch.exp(x, out=y), cpu, repeats=50)
+    x, y = torch.rand(2, ONE_THREAD)
+    vector = threads * x.numel() / best_time(lambda: torch.add(x, y, out=y), cpu, repeats=200)
+    special = threads * x.numel() / best_time(lambda: torch.exp(x, out=y), cpu, repeats=200)
     fast = "L2" if 2 in caches else levels[0].name
     return Machine(device.name, device, vector, special, threads, None, tuple(levels), fast)
 
@@ -175,6 +177,18 @@ def _copy_rate(size: int) -> float:
     target = torch.empty_like(source)
     seconds = best_time(lambda: target.copy_(source), torch.device("cpu"), repeats=50)
     return 2 * source.nbytes / seconds
+
+
+def _core_copy_rate(size: int) -> float:
+    """Bytes a second, read and written, of one core's copy that fills half of its cache, part by part."""
+    sources = torch.rand(max(1, size // 4 // F32 // ONE_THREAD), ONE_THREAD)
+    pairs = list(zip(sources, torch.empty_like(sources)))
+
+    def copy() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    return 2 * sources.nbytes / best_time(copy, torch.device("cpu"), repeats=200)
 
 
 def _cache_sizes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict[int, int]:

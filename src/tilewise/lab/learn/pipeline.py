@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,10 @@ class Pipeline:
         x = torch.empty(1, 1 << 14, 16, head_dim, dtype=torch.bfloat16, device="meta")
         config = forward_config(describe(Inputs(x, x, x), Options()))
         return cls(head_dim, config.BLOCK_N, config.WARPGROUPS, config.STAGES, key_tiles=key_tiles)
+
+    @property
+    def variant(self) -> str:
+        return f"{'' if self.overlap else 'no '}overlap, {'' if self.ping_pong else 'no '}ping-pong"
 
     @property
     def product_cycles(self) -> float:
@@ -122,6 +127,59 @@ class Timeline:
     def tensor_core_use(self) -> float:
         """Share of the time in which the tensor cores work."""
         return sum(s.end - s.start for s in self.spans if s.kind in ("Q K", "P V")) / self.cycles
+
+
+def variants(pipeline: Pipeline) -> list[Timeline]:
+    """With and without overlap, with and without ping-pong."""
+    pairs = itertools.product((False, True), (False, True))
+    return [replace(pipeline, overlap=overlap, ping_pong=ping_pong).run() for overlap, ping_pong in pairs]
+
+
+MARKS = {"copy K": "k", "copy V": "v", "Q K": "Q", "P V": "P", "softmax": "s", "rescale": "r"}
+LEGEND = "k, v: copy of a K or V tile; Q: Q K^T; P: P V; s: softmax; r: rescale; each with its tile; .: wait"
+COLUMNS_OF_PRODUCT = 4
+MAX_BANDS = 4
+
+
+def drawing(timeline: Timeline, width: int) -> list[str]:
+    """The timeline as text, cut into bands of `width` columns: a line for each unit that a role uses."""
+    lanes: dict[str, list[Span]] = {"copies of K": [], "copies of V": []}
+    for w in range(timeline.pipeline.warpgroups):
+        lanes |= {f"warpgroup {w} products": [], f"warpgroup {w} softmax": []}
+    for span in timeline.spans:
+        lanes[_lane(span)].append(span)
+    label = max(map(len, lanes)) + 4
+    columns = max(20, width - label)
+    scale = max(1.0, timeline.pipeline.product_cycles / COLUMNS_OF_PRODUCT)  # cycles in a column
+    total = math.ceil(timeline.cycles / scale)
+    rows = {name: _row(spans, scale, total) for name, spans in lanes.items()}
+    shown = min(total, MAX_BANDS * columns)
+    lines = [f"  {LEGEND}", f"  a column is {scale:.0f} cycles"]
+    for start in range(0, shown, columns):
+        lines += ["", f"  {'cycles':<{label - 4}}  {start * scale:.0f}"]
+        lines += [
+            f"  {name:<{label - 4}}  {row[start : start + columns]}".rstrip() for name, row in rows.items()
+        ]
+    if shown < total:
+        lines.append(f"  ... and so on to {timeline.cycles:.0f}: --spans lists everything")
+    return lines
+
+
+def _lane(span: Span) -> str:
+    if span.lane == "producer":
+        return "copies of V" if span.kind == "copy V" else "copies of K"
+    return f"{span.lane} {'products' if span.kind in ('Q K', 'P V') else 'softmax'}"
+
+
+def _row(spans: Sequence[Span], scale: float, total: int) -> str:
+    """One line: each span as its mark, its tile and a rule; waits where nothing else is."""
+    row = [" "] * total
+    for span in sorted(spans, key=lambda s: s.kind != "wait"):
+        start, end = round(span.start / scale), min(total, round(span.end / scale))
+        mark = "." if span.kind == "wait" else f"{MARKS[span.kind]}{span.tile}"
+        rule = "." if span.kind == "wait" else "-"
+        row[start:end] = mark[: end - start].ljust(end - start, rule)
+    return "".join(row)
 
 
 class _Event:

@@ -1,14 +1,22 @@
-"""Which resource binds a call on a machine, and the time that follows."""
+"""Which resource binds a call on a machine, and the time that follows: predicted, beside measured, drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tilewise.device import Device
+from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.plot import colours
+from tilewise.lab.bench.report import seconds
+from tilewise.lab.bench.results import Results
 from tilewise.lab.learn.io_model import Cost
-from tilewise.lab.learn.machines import Machine
+from tilewise.lab.learn.machines import MACHINES, Machine
 
 MATMUL, VECTOR, SPECIAL = "matrix products", "vector arithmetic", "special functions"
 
@@ -123,3 +131,144 @@ def least_bytes(case: Case) -> int:
     if case.direction == "forward":
         return forward
     return forward + (queries * (d + dv) + keys * (d + dv)) * size
+
+
+@dataclass(frozen=True)
+class Point:
+    """One peer on one case."""
+
+    case: str
+    peer: str
+    device: str
+    prediction: Prediction
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the bound that was reached: 1 is as fast as the machine allows."""
+        return self.prediction.seconds / self.seconds
+
+
+def load_points(paths: Iterable[Path]) -> list[Point]:
+    """The points of result files of `tilewise bench`; memory cases have no time and are left out.
+
+    Raises:
+        BenchError: a file is no result file, or says nothing about its machine's limits.
+    """
+    found = []
+    for path in paths:
+        found += points(results.load(path))
+    return found
+
+
+def points(found: Results) -> list[Point]:
+    machine, device = _limits(found)
+    made = []
+    for record in found["cases"]:
+        case = results.case_of(record)
+        if case.kind == "memory":
+            continue
+        prediction = least(case, machine, device)
+        for peer in record["peers"]:
+            taken = seconds(record, peer)
+            if taken is not None:
+                made.append(Point(record["name"], peer, device.name, prediction, taken))
+    return made
+
+
+def _limits(found: Results) -> tuple[Machine | None, Device]:
+    """A known GPU by its name; else what the run's own matmul and read reached."""
+    name = found["device"]["name"]
+    for known, machine in MACHINES.items():
+        if known in name:
+            return machine, machine.device
+    flops, read = results.ceiling(found, "flops"), results.ceiling(found, "bytes")
+    if flops is None or read is None:
+        raise BenchError(f"{name}: its limits are unknown: not in the table, and no ceilings in the file")
+    return None, Device(name, flops, read, "ceilings of the same run")
+
+
+def compared(made: Sequence[Point]) -> list[list[str]]:
+    """Rows of text: case, peer, bound by, predicted, measured, share of the bound."""
+    return [
+        [p.case, p.peer, p.prediction.bound, _time(p.prediction.seconds), _time(p.seconds), f"{p.share:.0%}"]
+        for p in made
+    ]
+
+
+COMPARED = ["case", "peer", "bound by", "at least", "measured", "of the bound"]
+
+
+def _time(value: float) -> str:
+    return f"{value * 1e3:.3g} ms"
+
+
+MARKERS = {"matrix products": "o", "special functions": "^", "HBM": "s", "memory": "s"}
+GREY = "#777777"
+
+
+def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
+    """One mark a peer and case, both axes logarithmic; a file of the kind that the suffix says.
+
+    Raises:
+        BenchError: there are no points, or the file cannot be written.
+    """
+    if not points:
+        raise BenchError("no measured case to plot")
+    title = f"Predicted against measured\n{', '.join(dict.fromkeys(p.device for p in points))}"
+    with _axes(path, title, "predicted at least (ms)", "measured (ms)") as axes:
+        for peer, colour in colours(list(dict.fromkeys(p.peer for p in points))).items():
+            for bound, marker in MARKERS.items():
+                group = [p for p in points if p.peer == peer and p.prediction.bound == bound]
+                xs, ys = [p.prediction.seconds * 1e3 for p in group], [p.seconds * 1e3 for p in group]
+                axes.scatter(xs, ys, color=colour, marker=marker, s=26, alpha=0.75, linewidths=0)
+            axes.scatter([], [], color=colour, marker="o", label=peer)
+        for bound in dict.fromkeys(p.prediction.bound for p in points):
+            axes.scatter([], [], color=GREY, marker=MARKERS[bound], label=f"bound by {bound}")
+        times = [p.prediction.seconds * 1e3 for p in points]
+        span = [min(times) * 0.7, max(times) * 1.4]
+        for share, style in ((1.0, "-"), (0.5, "--"), (0.1, ":")):
+            label = "the bound" if share == 1 else f"{share:.0%} of it"
+            axes.plot(span, [x / share for x in span], style, color=GREY, linewidth=1, label=label)
+
+
+def under_the_roof(costs: Sequence[Cost], machine: Machine, path: Path) -> None:
+    """FLOP/s over FLOPs a byte: the roof, and each algorithm at the speed that its binding resource allows.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    device = machine.device
+    intensities = [memory_intensity(cost, machine) for cost in costs]
+    span = [min(*intensities, device.balance) / 3, max(*intensities, device.balance) * 3]
+    title = f"{machine.name}: balance {device.balance:.0f} FLOP/byte"
+    with _axes(path, title, "FLOPs of products for each byte of main memory", "FLOP/s") as axes:
+        corners = [span[0], device.balance, span[1]]
+        axes.plot(corners, [attainable(x, device) for x in corners], color=GREY, label="the roof")
+        for cost, intensity in zip(costs, intensities):
+            prediction = predict(cost, machine)
+            speed = cost.matmul_flops / prediction.seconds
+            axes.scatter([intensity], [speed], s=60, label=f"{cost.algorithm}: {prediction.bound}")
+
+
+@contextmanager
+def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
+    """Logarithmic axes, saved to `path` when they are drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 6.5))
+    axes.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    try:
+        yield axes
+        axes.legend(fontsize=8, frameon=False)
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--plot {path}: {error}") from error
+    finally:
+        plt.close(figure)

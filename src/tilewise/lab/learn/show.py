@@ -91,6 +91,16 @@ def _layout(section: Section, digits: int) -> Iterator[list[tuple[str, str]]]:
             name = formula = ""
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what is counted.
+
+    Example:
+        >>> counted(1, "head"), counted(8, "head"), counted(2, "query", "queries")
+        ('1 head', '8 heads', '2 queries')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def _heading(trace: Trace) -> Section:
     outer = "keys outer, queries inner" if trace.order == "fa1" else "queries outer, keys inner"
     kept = "after each step" if trace.normalize == "each_step" else "once, at the end"
