@@ -148,7 +148,8 @@ def backward(
 
     Example:
         >>> query, key, value = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([[1.0], [3.0]])
-        >>> backward(query, key, value, torch.ones(1, 1), block_q=1, block_k=1).assemble("ds").round(decimals=9).tolist()
+        >>> trace = backward(query, key, value, torch.ones(1, 1), block_q=1, block_k=1)
+        >>> trace.assemble("ds").round(decimals=9).tolist()
         [[-0.5, 0.5]]
     """
     trace = forward(query, key, value, block_q, block_k, scale=scale, causal=causal)
