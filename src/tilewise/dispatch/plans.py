@@ -64,7 +64,7 @@ def find(signature: Signature, make: Callable[[Signature], Entry]) -> Entry:
 
 
 def clear() -> None:
-    """Forget all plans: after a change of what backends can serve, or of the instruction set asked for."""
+    """Forget all plans, as after a change of what backends can serve."""
     with _lock:
         _entries.clear()
 

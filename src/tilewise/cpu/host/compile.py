@@ -28,6 +28,8 @@ from typing import Any
 NARROW_VECTOR_BYTES = 32
 MAGIC = b"tilewise-kernel-1\n"
 
+WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
+
 
 @dataclass(frozen=True)
 class Target:
@@ -58,7 +60,7 @@ def unavailable() -> str | None:
     """Why no kernel can be compiled here, or None."""
     if importlib.util.find_spec("llvmlite") is None:
         return "the package llvmlite is not installed"
-    found = target(os.environ.get("TILEWISE_CPU_ISA", ""))
+    found = target(WANTED_ISA)
     return found if isinstance(found, str) else None
 
 
@@ -108,7 +110,7 @@ def may_use_amx() -> bool:
 
 
 def current_target() -> Target:
-    found = target(os.environ.get("TILEWISE_CPU_ISA", ""))
+    found = target(WANTED_ISA)
     if isinstance(found, str):
         raise NotImplementedError(f"no LLVM kernel here: {found}; backend 'tiled' serves")
     return found
