@@ -208,7 +208,7 @@ def attention_with_cache(
         batch: which sequences of a `PagedKVCache` these are. None: all that live; a list of sequences; or
             what `cache.reserve` returned, which has counted the new tokens already.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), as of `tilewise.rotary.rotary_tables`: query and
-            key are turned by their positions in the sequence first.
+            key are rotated by their positions in the sequence first.
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
         mask, bias: broadcastable to (batch, num_heads, new_tokens, capacity), which is max_seqlen of a
             `KVCache`, of pages `batch.page_table.shape[1] * page_size`.

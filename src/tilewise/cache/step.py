@@ -96,7 +96,7 @@ class Step(ABC, Generic[C]):
 
     @abstractmethod
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
-        """Turn query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
+        """Rotate query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -123,17 +123,17 @@ class Step(ABC, Generic[C]):
             )
 
     def store(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotary: Rotary | None) -> Tensor:
-        """Turn query and key by their positions and store key and value; query as it is to be used."""
+        """Rotate query and key by their positions and store key and value; query as it is to be used."""
         if key is not None and self._is_fusible(query, key, rotary):
             return self.fused_write(query, key, value, rotary)
         if rotary is not None:
-            query = self._turned(query, rotary)
-            key = None if key is None else self._turned(key, rotary)
+            query = self._rotated(query, rotary)
+            key = None if key is None else self._rotated(key, rotary)
         if key is not None:
             self.write(key, value)
         return query
 
-    def _turned(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def _rotated(self, x: Tensor, rotary: Rotary) -> Tensor:
         at = self.positions(x).clamp(0, len(rotary.cos) - 1)  # padding has none
         return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding: each pair of coordinates is turned by an angle that grows with position.
+"""Rotary position embedding: each pair of coordinates is rotated by an angle that grows with position.
 
-Pair `p` of a token at position `t` turns by `t * base^(-2p / rotary_dim)`, so a query-key product depends
+Pair `p` of a token at position `t` is rotated by `t * base^(-2p / rotary_dim)`, so a query-key product depends
 on the distance of the two tokens alone. Source: Su et al., RoFormer (2021), section 3.2.
 """
 
@@ -21,8 +21,8 @@ def rotary_tables(
 
     Args:
         positions: (..., seqlen) integers; each sequence may have its own.
-        rotary_dim: how many coordinates of a head are turned; even, at least 2.
-        base: larger bases turn more slowly.
+        rotary_dim: how many coordinates of a head are rotated; even, at least 2.
+        base: larger bases rotate more slowly.
         dtype: of the tables.
 
     Returns:
@@ -98,11 +98,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         raise ValueError(f"cos.shape={tuple(cos.shape)} must broadcast to x's (..., seqlen)={tuple(rows)}")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :]  # one for all heads
-    turned, rest = x[..., :rotary_dim].to(dtype), x[..., rotary_dim:]
+    rotated, rest = x[..., :rotary_dim].to(dtype), x[..., rotary_dim:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)

@@ -296,7 +296,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, capacity, kv heads, head_dim); with block_table, pages
             (pages, page_size, kv heads, head_dim). Updated in place if k and v are given.
         k, v: (batch, seqlen_new, kv heads, head_dim): new tokens, written from position cache_seqlens on.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k and q before use. k takes positions
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k and q before use. k takes positions
             cache_seqlens, cache_seqlens + 1, ...; so does q if causal or windowed, otherwise all of q takes
             cache_seqlens. Only with k and v.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.

@@ -257,9 +257,9 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, kv heads, head_dim), or packed with cu_seqlens_k_new: new tokens, written from
             position cache_seqlens on.
         v: likewise with head_dim_v.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k and q before use. k takes positions
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k and q before use. k takes positions
             start, start + 1, ...; so does q if causal, windowed or in chunks, otherwise all of q takes start.
-            Only with k and v. float8_e4m3fn tokens are turned in float32: k is then rounded to 8 bits to be
+            Only with k and v. float8_e4m3fn tokens are rotated in float32: k is then rounded to 8 bits to be
             stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
         cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....

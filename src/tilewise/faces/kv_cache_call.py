@@ -139,7 +139,7 @@ def _append(
     table: Tensor | None,
     rotary: Rotary | None,
 ) -> Tensor:
-    """Turn q and k by their positions, and write k and v; return q turned, of 8 bits in float32."""
+    """Rotate q and k by their positions, and write k and v; return q rotated, of 8 bits in float32."""
     assert call.k is not None and call.v is not None
     q, k, device = call.q, call.k, call.q.device
     sequence, offset = new.offsets(device)
@@ -175,7 +175,7 @@ def _is_local(call: KVCacheCall, options: Options) -> bool:
 def _is_fusible(
     call: KVCacheCall, options: Options, queries: Layout, new: Layout, rotary: Rotary | None, held: Tensor
 ) -> bool:
-    """Whether one Triton kernel can turn and write everything."""
+    """Whether one Triton kernel can rotate and write everything."""
     assert call.k is not None and call.v is not None
     if torch.compiler.is_compiling() or not (call.q.is_cuda and has_triton() and new.total > 0):
         return False
