@@ -1,6 +1,6 @@
 """Rotary position embedding: each pair of coordinates is rotated by an angle that grows with position.
 
-Pair `p` of a token at position `t` is rotated by `t * base^(-2p / rotary_dim)`, so a query-key product depends
+Pair `p` of a token at position `t` is rotated by `t * base^(-2p / rotary_dim)`: a query-key product depends
 on the distance of the two tokens alone. Source: Su et al., RoFormer (2021), section 3.2.
 """
 
@@ -53,7 +53,7 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first `2 * cos.shape[-1]` coordinates of every head; the others pass through.
+    """Rotate the first `2 * cos.shape[-1]` coordinates of every head; the others pass through.
 
     Computed in float32 (float64 for float64) and rounded once. Differentiable.
 
