@@ -57,7 +57,11 @@ def test_pieces(kind, capacity, page, chunk, is_padded, is_long, seqlen_q):
     assert is_second is None or torch.equal(is_second, expected_second)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 300])
+MANY = 300 if torch.cuda.is_available() else pytest.param(300, marks=pytest.mark.slow)  # minutes, interpreted
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("batch", [1, 7, MANY])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 def test_packed(batch, chunk):
     """Sequences without queries or keys, queries before the first key, and pieces left over.
