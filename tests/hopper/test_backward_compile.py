@@ -72,9 +72,9 @@ def test_blocks_share_the_tiles_of_the_last_round_where_that_saves_time(dim: int
             assert options != Options(deterministic=True) and division.shared <= sms
             assert division.splits <= 2 * sms
             if counts == "causal":
-                assert division.draws == tiles + border * (unit - 1) and border == division.shared
+                assert division.work_tiles == tiles + border * (unit - 1) and border == division.shared
                 continue
             units = division.shared * group * -(-seqlen // backward_config(problem).BLOCK_M) / unit
             assert border % sms == 0 and border + division.shared == tiles
-            assert units <= division.draws - border < units + 1
+            assert units <= division.work_tiles - border < units + 1
     assert min(shared["full"]) < sms < max(shared["full"]) and shared["causal"]
