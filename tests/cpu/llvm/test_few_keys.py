@@ -96,6 +96,8 @@ def test_short_windows_stay_in_vectors():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_no_query_of_a_tile_sees_stays_out_of_its_gradients(bad):
     """Key 37 lies behind the last that queries 0 to 31 see, in the same group of rows."""
+    if kernels.current_target().vector_bytes != 64:
+        pytest.skip("tiles are of 32 queries only where vectors have 64 bytes")
     q, k, v = (torch.randn(1, n, 2, 32) for n in (64, 65, 65))
     v[0, 37, 0, 3] = bad
     for t in (q, k, v):
