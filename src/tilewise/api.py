@@ -99,7 +99,7 @@ def attention(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
-    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, precision=precision)
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -289,16 +289,8 @@ def canonical_inputs(
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
         seed = _draw_seed(query, dropout_p, generator)
-    return Inputs(
-        query,
-        key,
-        value,
-        mask=_four_dimensions(mask),
-        bias=_four_dimensions(bias),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_seed=seed,
-    )
+    mask, bias = _four_dimensions(mask), _four_dimensions(bias)
+    return Inputs(query, key, value, None, None, None, None, None, mask, bias, alibi_slopes, sinks, seed)
 
 
 def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:

@@ -69,22 +69,24 @@ class NoMemory(Exception):
 
 def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...]:
     """What a plan may know of tensors. Raises LazyTensor, NoMemory."""
+    seen: list[tuple[Any, ...] | None] = []
     try:
-        return tuple([None if t is None else _look_at(t, grad_enabled) for t in tensors])
+        for t in tensors:  # in one function, as every call comes here
+            if t is None:
+                seen.append(None)
+                continue
+            if type(t) not in PLAIN_TYPES:
+                raise NoMemory
+            address = t.data_ptr()
+            if t.is_neg() or (address == 0 and t._is_zerotensor()):
+                raise LazyTensor
+            if address == 0 and t.is_meta:
+                raise NoMemory
+            needs_grad = grad_enabled and t.requires_grad
+            seen.append((t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad))
     except (RuntimeError, AttributeError) as error:
         raise NoMemory from error
-
-
-def _look_at(t: Tensor, grad_enabled: bool) -> tuple[Any, ...]:
-    if type(t) not in PLAIN_TYPES:
-        raise NoMemory
-    address = t.data_ptr()
-    if t.is_neg() or (address == 0 and t._is_zerotensor()):
-        raise LazyTensor
-    if address == 0 and t.is_meta:
-        raise NoMemory
-    needs_grad = grad_enabled and t.requires_grad
-    return t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad
+    return tuple(seen)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
+from tilewise.autograd import functions
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.lazy import is_lazy, resolved
 from tilewise.core.problem import Inputs, Options, describe
@@ -67,8 +68,10 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     if is_fp8:
         inputs = _eight_bit(call, inputs)
     whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
-    if not torch.compiler.is_compiling():
-        check_values(describe(whole, options), whole, options)  # the rest, also before the first write
+    entry, is_whole = None, call.qv is None and call.attention_chunk == 0
+    if not torch.compiler.is_compiling():  # the rest, also before the first write
+        entry = functions.check(inputs, options, None) if is_whole else None
+        check_values(describe(whole, options) if entry is None else entry.plan.problem, whole, options)
 
     if new is not None:
         if is_fused:
@@ -77,11 +80,14 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
             query = _append(call, options, queries, new, held, table, rotary)
         if rotary is not None:
             query = call.descale.query(query, call.cu_seqlens_q) if is_fp8 else query
-            inputs = inputs._replace(query=query)
+            inputs, entry = inputs._replace(query=query), None
     if call.qv is not None:
         query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
         inputs = inputs._replace(query=query, key=key)
-    out, lse = chunks.attention(inputs, options, call.attention_chunk)
+    if is_whole:
+        out, lse = functions.attention(inputs, options, None, are_values_known=True, entry=entry)
+    else:
+        out, lse = chunks.attention(inputs, options, call.attention_chunk)
     check_if_debugging()
     return call.descale.output(out, call.cu_seqlens_q) if is_fp8 else out, lse
 

@@ -177,7 +177,7 @@ class BackwardPlan(CallPlan):
             division, layout = self.division, self.layout
         if not division.items:
             return True
-        q, k, v = map(rows_dense, inputs[:3])
+        q, k, v = self.rows_of(inputs)
         scratch = pool.scratch.reserve(layout.size)
         zeros, absent = scratch + layout.zeros, scratch + layout.absent
         out, lse, residual = results

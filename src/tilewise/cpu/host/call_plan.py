@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, named
+from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, named, rows_dense
 from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
@@ -39,6 +39,7 @@ class CallPlan:
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         self.problem = problem
         self.given = inputs = dense_inputs(signature)
+        self.are_rows_dense = all(t.strides[-1] == 1 for t in named(signature.inputs[:3]))
         self.is_ragged = problem.is_packed or problem.is_cached
         options = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.page_table)
         self.has_options = self.is_ragged or problem.dropout_p > 0 or any(t is not None for t in options)
@@ -86,6 +87,10 @@ class CallPlan:
     def worth(self, threads: int) -> int:
         """How many of so many threads the work is worth."""
         return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
+
+    def rows_of(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """query, key and value with a contiguous last dimension."""
+        return inputs[:3] if self.are_rows_dense else tuple(map(rows_dense, inputs[:3]))
 
     def bind(self, block: Block, inputs: Inputs) -> list[Any]:
         """Write what a call's optional tensors say into the block; the result must outlive the kernel."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, contiguous_strides, rows_dense
+from tilewise.core.signature import Signature, contiguous_strides
 from tilewise.cpu.host.arguments import CHANGING
 from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
@@ -60,7 +60,7 @@ class OutputPlan(CallPlan):
     def run(
         self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
     ) -> Results | Retry:
-        q, k, v = map(rows_dense, inputs[:3])
+        q, k, v = self.rows_of(inputs)
         request, out = self.signature.request, self.new_out()
         lse = self.new_lse() if request.lse else None
         residual = self.new_lse() if request.residual else None
