@@ -1,10 +1,10 @@
 """Every ordered pair of calls that differ in one property of one tensor, each held against a fresh process.
 
-    python tests/signature_pairs.py BACKEND
+    python tests/signature_pairs.py BACKEND [TENSOR]
 
 Prints a line for each call whose bits depend on what was called before it, then how many were compared. A
 property is a dtype, a broadcast shape, strides, a storage offset, whether gradients are asked for, or
-PyTorch's lazy negation.
+PyTorch's lazy negation. On a GPU, where a process takes seconds to start, all plans are forgotten instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise.dispatch import plans
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM = 2, 21, 50, 4, 2, 16
 FULL = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
@@ -33,10 +34,14 @@ SHAPES = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 UNDIFFERENTIABLE = ("mask", "alibi_slopes")
 REFUSED = {"aten": ("alibi_slopes", "sinks")}  # and gradients of a bias
+REFUSED["hopper"] = ("mask", "bias", "alibi_slopes")
+ON_GPU = ("hopper", "triton")
 
 
-def fresh(shape: tuple[int, ...], name: str) -> Tensor:
+def fresh(shape: tuple[int, ...], name: str, backend: str) -> Tensor:
     t = torch.randn(shape, generator=torch.Generator().manual_seed(len(name) + sum(shape)))
+    if backend in ON_GPU:
+        t = t.cuda().bfloat16() if name in ("query", "key", "value") else t.cuda()
     return t > -1 if name == "mask" else t
 
 
@@ -44,12 +49,12 @@ def groups(name: str, backend: str) -> Iterator[list[tuple[str, Tensor]]]:
     """One tensor in forms that differ in one property: of each shape all the others, and all shapes."""
     for shape in SHAPES[name]:
         yield list(variants(name, shape, backend))
-    yield [(f"{shape}", fresh(shape, name)) for shape in SHAPES[name]]
+    yield [(f"{shape}", fresh(shape, name, backend)) for shape in SHAPES[name]]
 
 
 def variants(name: str, shape: tuple[int, ...], backend: str) -> Iterator[tuple[str, Tensor]]:
     """One tensor of one shape in every form that a call may have it in."""
-    t = fresh(shape, name)
+    t = fresh(shape, name, backend)
     yield f"{shape}", t
     yield f"{shape} turned", t.transpose(0, -1).contiguous().transpose(0, -1)
     yield f"{shape} wide", torch.cat((t, t), -1)[..., : shape[-1]]
@@ -79,19 +84,22 @@ def all_pairs(n: int) -> Iterator[int]:
 
 def call(name: str, tensor: Tensor, backend: str) -> list[Tensor]:
     """Outputs and all gradients."""
-    tensors = {n: fresh(SHAPES[n][0], n) for n in ("query", "key", "value")} | {name: tensor}
+    tensors = {n: fresh(SHAPES[n][0], n, backend) for n in ("query", "key", "value")} | {name: tensor}
     differentiable = [t for t in tensors.values() if t.requires_grad]
     if name not in ("query", "key", "value"):
         tensors["value"].requires_grad_()
         differentiable.append(tensors["value"])
     causal = backend != "aten"
-    out = tilewise.attention(**tensors, backend=backend or None, causal=causal)
+    out = tilewise.attention(**tensors, backend=backend or None, causal=causal, deterministic=True)
     grads = torch.autograd.grad(out.square().sum(), differentiable) if out.requires_grad else ()
-    return [t.detach() for t in (out, *grads)]
+    return [t.detach().cpu() for t in (out, *grads)]
 
 
-def call_in_child(name: str, tensor: Tensor, backend: str) -> list[Tensor]:
-    """The same in a process that has made no call."""
+def call_alone(name: str, tensor: Tensor, backend: str) -> list[Tensor]:
+    """The same in a process that has made no call, or as if it had made none."""
+    if backend in ON_GPU:
+        plans.clear()
+        return [t.double() for t in call(name, tensor, backend)]
     reader, writer = os.pipe()
     if os.fork() == 0:
         with os.fdopen(writer, "wb") as file:
@@ -104,12 +112,12 @@ def call_in_child(name: str, tensor: Tensor, backend: str) -> list[Tensor]:
     return [torch.from_numpy(array) for array in found]
 
 
-def main(backend: str) -> None:
+def main(backend: str, *only: str) -> None:
     torch.set_num_threads(1)
-    names = [name for name in SHAPES if name not in REFUSED.get(backend, ())]
+    names = [name for name in only or SHAPES if name not in REFUSED.get(backend, ())]
     cases = [(name, forms) for name in names for forms in groups(name, backend)]
     expected = [
-        [call_in_child(name, t, backend) for _, t in forms] for name, forms in cases
+        [call_alone(name, t, backend) for _, t in forms] for name, forms in cases
     ]  # all of them before this process makes its first call
     compared = 0
     for (name, forms), wanted in zip(cases, expected, strict=True):
@@ -125,4 +133,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

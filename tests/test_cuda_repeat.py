@@ -315,3 +315,18 @@ def test_repeated_calls_of_few_queries(layout):
         given = [t.permute(order) for t in (q, k, v)]
         check(tilewise.attention(*given, causal=True, layout=layout).permute(order), q, k, v, causal=True)
         check_attention(q, k, v, causal=True)
+
+
+TENSORS = {"hopper": ("query", "key", "value", "sinks")}
+TENSORS["triton"] = (*TENSORS["hopper"], "mask", "bias", "alibi_slopes")
+
+
+@pytest.mark.parametrize(
+    ("backend", "tensor"), [(backend, tensor) for backend in TENSORS for tensor in TENSORS[backend]]
+)
+def test_what_was_called_before_does_not_matter(run_script, backend, tensor):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    *wrong, count = run_script("signature_pairs.py", backend, tensor)
+    assert not wrong, "\n".join(wrong)
+    assert int(count.split()[0]) > 10

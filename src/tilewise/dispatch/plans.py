@@ -17,6 +17,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, 
 from tilewise.core.signature import Request, Signature, look
 from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
+from tilewise.gpu.launch import launch_plan
 
 MAX_PLANS = 2048
 NO_REQUEST = Request()
@@ -67,6 +68,7 @@ def clear() -> None:
     """Forget all plans, as after a change of what backends can serve."""
     with _lock:
         _entries.clear()
+        launch_plan.clear()
 
 
 def forward_plan(inputs: Inputs, options: Options, backend: str | None, request: Request) -> Entry:

@@ -116,7 +116,7 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     bound = None if compiled is None else bind(compiled, (launch.programs, launch.programs_y, 1))
     if bound is not None:
         if len(_plans) >= MAX_PLANS:
-            _plans.clear()
+            del _plans[next(iter(_plans))]
         rebuild = functools.partial(_rebuild, build, problem, choices)
         _plans[key] = LaunchPlan(launch, bound, aliases, rebuild)
 
@@ -218,6 +218,11 @@ class LaunchPlan:
 
 
 _plans: dict[Any, LaunchPlan] = {}
+
+
+def clear() -> None:
+    """Forget all plans."""
+    _plans.clear()
 
 
 class EncodedDescriptors(dict[int, Any]):
