@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -330,3 +331,19 @@ def test_what_was_called_before_does_not_matter(run_script, backend, tensor):
     *wrong, count = run_script("signature_pairs.py", backend, tensor)
     assert not wrong, "\n".join(wrong)
     assert int(count.split()[0]) > 10
+
+
+def test_a_thread_that_has_made_no_other_cuda_call(backend):
+    """The plan is another thread's; the addresses are new."""
+    given = [qkv() for _ in range(4)]
+    results = [tilewise.attention(*given[0], causal=True, backend=backend)]
+
+    def run(tensors):
+        results.append(tilewise.attention(*tensors, causal=True, backend=backend))
+
+    for tensors in given[1:]:
+        thread = threading.Thread(target=run, args=(tensors,))
+        thread.start()
+        thread.join()
+    for out, tensors in zip(results, given, strict=True):
+        check(out, *tensors, causal=True)

@@ -5,9 +5,11 @@ that of the same formula computed by PyTorch in the input's own precision.
 
 Both errors are chances. In float32 gradients the largest belongs to one row in which one key outweighs the
 others: two computations whose errors are distributed alike differed there by more than 2 in 1 of 12 draws.
-Means differed by up to 1% from draw to draw, as the errors of a row go together. So where a result is over a
-budget, `check_attention` has PyTorch compute the formula a few times more, with the coordinates of heads in
-another order. That rounds every sum anew, and the largest of all these errors counts.
+Means differ too, as the errors of a row go together: by 1% where all rows err alike, by 20% on steep scores,
+where a few rows make the mean. So the mean's budget has three standard errors, over rows, above the rule.
+And where a result is over a budget, `check_attention` has PyTorch compute the formula a few times more, with
+the coordinates of heads in another order. That rounds every sum anew, and the largest of all these errors
+counts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tilewise import reference
 from tilewise.api import attention, attention_varlen
 
 MAX_FACTOR, MEAN_FACTOR = 2.0, 1.1
+STANDARD_ERRORS = 3  # of the mean, above its budget
 FEW = 1 << 16  # elements: what a baseline errs on fewer is chance
 ORDERS = 4  # of coordinates in which a baseline is computed once more, if an error is over its budget
 
@@ -69,14 +72,16 @@ def compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> ErrorR
     if not same_kind:
         return ErrorReport(name, float("inf"), 0.0, float("inf"), 0.0)
     finite = exact.isfinite()
-    exact = exact[finite].double()
+    error, base = ((t.double() - exact).abs().masked_fill(~finite, 0.0) for t in (found, baseline))
+    base = base.nan_to_num(0.0)
+    chance = _standard_error(error - MEAN_FACTOR * base) * exact.numel()
+    error, base, exact = error[finite], base[finite], exact[finite].double()
     if exact.numel() == 0:
         return ErrorReport(name, 0.0, 0.0, 0.0, 0.0)
-    error = (found[finite].double() - exact).abs()
-    base = (baseline[finite].double() - exact).abs().nan_to_num(0.0)
     rounding = _rounding(found.dtype)
     max_budget = max(MAX_FACTOR * base.max().item(), rounding * exact.abs().max().item())
-    mean_budget = max(MEAN_FACTOR * base.mean().item(), rounding / 16 * exact.abs().mean().item())
+    mean_budget = MEAN_FACTOR * base.mean().item() + STANDARD_ERRORS * chance / exact.numel()
+    mean_budget = max(mean_budget, rounding / 16 * exact.abs().mean().item())
     if found.dtype == torch.float64 or exact.numel() < FEW:
         mean_budget = max_budget
     return ErrorReport(name, error.max().item(), max_budget, error.mean().item(), mean_budget)
@@ -178,6 +183,12 @@ def _allow_chance(
         replace(r, max_budget=max(r.max_budget, b), mean_budget=max(r.mean_budget, b)) if b else r
         for r, b in ((r, budgets.get(r.name, 0.0)) for r in reports)
     ]
+
+
+def _standard_error(errors: Tensor) -> float:
+    """Of their mean, if rows are independent and the elements of a row are not."""
+    rows = errors.flatten(0, -2).mean(-1) if errors.ndim > 1 and errors.numel() else errors.flatten()
+    return rows.std().item() / len(rows) ** 0.5 if len(rows) > 1 else 0.0
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import torch
 from tests.torture import draw
 from tests.torture.problems import Call, by_mode, said
 
@@ -18,6 +19,7 @@ def resident() -> int:
     return pages * 4096
 
 
+@torch.backends.mkldnn.flags(enabled=False)  # oneDNN keeps machine code for each shape that PyTorch has met
 def growth(seed: int, calls: int = CALLS, first: int = FIRST) -> int:
     """Bytes by which the process grows in `calls` calls after the first ones."""
     done = number = start = 0

@@ -20,6 +20,7 @@ import platform
 import sys
 import tempfile
 import threading
+import weakref
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled function `void f(char* arguments)` and what its builder says about it."""
+    """A compiled function `void f(char* arguments)` and what its builder says about it.
+
+    Its code goes with the last plan that has it.
+    """
 
     address: int
     call: Any
@@ -124,18 +128,16 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-_lock = threading.Lock()
-_loaded: dict[tuple, Kernel] = {}
-_engines: list[Any] = []  # own the machine code
+_lock = threading.Lock()  # for all that is asked of LLVM
+_loaded: weakref.WeakValueDictionary[tuple, Kernel] = weakref.WeakValueDictionary()  # plans own them
+_unused: list[Any] = []  # engines of kernels that no plan has any more
 
-
-def _reset_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread may have held it when this process was forked
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_lock)
+if hasattr(os, "register_at_fork"):  # a child must not find LLVM at work for another thread
+    os.register_at_fork(
+        before=lambda: _lock.acquire(),
+        after_in_parent=lambda: _lock.release(),
+        after_in_child=lambda: _lock.release(),
+    )
 
 
 def load(name: str, config: Any) -> Kernel:
@@ -144,11 +146,13 @@ def load(name: str, config: Any) -> Kernel:
     if getattr(config, "is_narrow", False):
         machine = replace(machine, vector_bytes=min(machine.vector_bytes, NARROW_VECTOR_BYTES))
     key = (name, config, machine)
-    if key not in _loaded:
+    kernel = _loaded.get(key)
+    if kernel is None:
         with _lock:
-            if key not in _loaded:
-                _loaded[key] = _load(name, config, machine)
-    return _loaded[key]
+            _unused.clear()
+            kernel = _loaded.get(key) or _load(name, config, machine)
+            _loaded[key] = kernel
+    return kernel
 
 
 def _load(name: str, config: Any, machine: Target) -> Kernel:
@@ -164,8 +168,11 @@ def _load(name: str, config: Any, machine: Target) -> Kernel:
         stored = facts, generate(ir_text, machine)
         _write(path, text, *stored)
     facts, code = stored
-    address = _link(name, code, machine)
-    return Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), facts)
+    engine = _link(code, machine)
+    address = engine.get_function_address(name)
+    kernel = Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), facts)
+    weakref.finalize(kernel, _unused.append, engine).atexit = False
+    return kernel
 
 
 def generate(ir_text: str, machine: Target, triple: str | None = None) -> bytes:
@@ -192,14 +199,14 @@ def _target_machine(machine: Target, triple: str | None = None) -> Any:
     return found.create_target_machine(cpu=machine.cpu, features=machine.features, opt=2, jit=triple is None)
 
 
-def _link(name: str, code: bytes, machine: Target) -> int:
+def _link(code: bytes, machine: Target) -> Any:
+    """An engine that owns the code of one kernel: it frees all, where a shared one would keep a part."""
     import llvmlite.binding as llvm
 
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(machine))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    _engines.append(engine)
-    return engine.get_function_address(name)
+    return engine
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,8 +140,23 @@ def _signatures(tensors: Tensors) -> tuple[Any, ...]:
     )
 
 
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def _make_context_current() -> None:
+    """Encoding a TMA descriptor needs a CUDA context, which a thread lacks until it calls CUDA's runtime."""
+    if not _thread.has_context and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _thread.has_context = True
+
+
 def start(launch: Launch) -> Any:
     """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted."""
+    _make_context_current()
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
 
 
@@ -240,6 +256,7 @@ class EncodedDescriptors(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         if len(self) >= MAX_ADDRESSES:
             self.clear()
+        _make_context_current()
         descriptor = copy.copy(self._descriptor)
         descriptor.base = Address(address)
         encoded = self[address] = self._encode(descriptor)[0]
