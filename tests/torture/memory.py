@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -15,13 +16,20 @@ LIGHT = ("plain", "no_grad", "inference", "autocast")
 
 
 def resident() -> int:
+    """Bytes in memory, without what is free but kept by malloc."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
-@torch.backends.mkldnn.flags(enabled=False)  # oneDNN keeps machine code for each shape that PyTorch has met
 def growth(seed: int, calls: int = CALLS, first: int = FIRST) -> int:
-    """Bytes by which the process grows in `calls` calls after the first ones."""
+    """Bytes by which the process grows in `calls` calls after the first ones.
+
+    Without oneDNN, which keeps machine code for each shape that PyTorch has met.
+    """
+    torch.backends.mkldnn.enabled = False  # type: ignore[misc]
     done = number = start = 0
     while done < calls:
         for p in draw.sequence(seed, 0, number):
@@ -35,8 +43,6 @@ def growth(seed: int, calls: int = CALLS, first: int = FIRST) -> int:
                     raise
             done += 1
             if done == first:
-                gc.collect()
                 start = resident()
         number += 1
-    gc.collect()
     return resident() - start
