@@ -69,5 +69,5 @@ def split_poison(page_table, errors, split, sizes, NUM_WARPS: gl.constexpr, cfg:
     """`page_poison` of a split of the decoding kernels."""
     end_tile = split.tile + split.count
     return page_poison(
-        page_table, errors, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 8, NUM_WARPS, cfg
+        page_table, errors, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 16, NUM_WARPS, cfg
     )
