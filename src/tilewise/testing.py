@@ -152,7 +152,8 @@ def check_attention(
     steps = [t.abs().max().item() if t.numel() else 0.0 for t in (query, key)]
     scale = options.get("scale", query.shape[-1] ** -0.5)
     values = (dout.abs().max() * value.abs().max()).item() if dout.numel() and value.numel() else 0.0
-    reports = _allow_chance(reports, found, values * max(1.0, *(scale * step for step in steps)))
+    magnitude = values * max(1.0, *(scale * step for step in steps))
+    reports = _allow_chance(reports, found, magnitude, scale * steps[0] * steps[1])
     if not holds_mean:
         reports = [replace(report, mean_budget=report.max_budget) for report in reports]
     assert all(report.is_within for report in reports), "\n".join(map(str, reports))
@@ -168,17 +169,20 @@ def _larger(report: ErrorReport, other: ErrorReport) -> ErrorReport:
 
 
 def _allow_chance(
-    reports: list[ErrorReport], found: dict[str, Tensor], magnitude: float
+    reports: list[ErrorReport], found: dict[str, Tensor], magnitude: float, score: float
 ) -> list[ErrorReport]:
     """Gradients of few elements share the largest budget among the gradients, at least two roundings of
     `magnitude`, the size of the products that cancel in dS = P * (dP - delta): alone, a baseline of three
-    numbers is exact by luck as often as not. So do those of float64, which have no baseline."""
+    numbers is exact by luck as often as not. So do those of float64, which have no baseline. lse may be off
+    by a rounding of `score`, the size of the products that cancel in it."""
     gradients = [r for r in reports if r.name.startswith("d")]
     largest = max([2 * _rounding(found["out"].dtype) * magnitude, *(r.max_budget for r in gradients)])
     shared = {r.name for r in gradients if found[r.name].numel() < FEW or found["out"].dtype == torch.float64}
     budgets = dict.fromkeys(shared, largest)
     if found["out"].numel() < FEW:
         budgets["out"] = _rounding(found["out"].dtype) * magnitude
+    if "lse" in found and found["lse"].numel() < FEW:
+        budgets["lse"] = _rounding(found["lse"].dtype) * score
     return [
         replace(r, max_budget=max(r.max_budget, b), mean_budget=max(r.mean_budget, b)) if b else r
         for r, b in ((r, budgets.get(r.name, 0.0)) for r in reports)

@@ -183,9 +183,8 @@ class Call:
         scale = self.p.head_dim**-0.5 if self.p.scale is None else self.p.scale
         steps = [t.abs().max().item() if t.numel() else 0.0 for t in (self.tensors[n] for n in LEAVES[:2])]
         everything = {"out": self.expected["out"][1]} | found
-        reports = testing._allow_chance(
-            reports, everything, largest * max(1.0, *(abs(scale) * s for s in steps))
-        )
+        magnitude = largest * max(1.0, *(abs(scale) * s for s in steps))
+        reports = testing._allow_chance(reports, everything, magnitude, abs(scale) * math.prod(steps))
         bad = [report for report in reports if not report.is_within]
         if bad and self.p.packed is None and all(report.name.startswith("d") for report in bad):
             bad = self._worse_than_tiles(bad, found)
