@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share backends.py
 settings.register_profile(
     "tilewise",
     deadline=None,
-    max_examples=40,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tilewise")

@@ -321,8 +321,17 @@ def test_elsewhere(name):
 def test_explain_refuses_what_the_call_would():
     with pytest.raises(ValueError, match="softcap=-1"):
         tilewise.explain(KV, KV, KV, softcap=-1)
-    with pytest.raises(TypeError, match="sofcap=1 is no argument of attention: did you mean softcap"):
-        tilewise.explain(KV, KV, KV, sofcap=1)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_with_cache", "explain"])
+def test_a_misspelt_option_is_told_which_was_meant(name):
+    function = getattr(tilewise, name)
+    arguments = {"attention_varlen": [KV] * 5, "attention_with_cache": [KV, None]}.get(name, [KV] * 3)
+    of = "attention" if name == "explain" else name
+    with pytest.raises(TypeError, match=f"sofcap=1 is no argument of {of}: did you mean softcap"):
+        function(*arguments, sofcap=1)
+    with pytest.raises(TypeError, match=f"^zzz=1 is no argument of {of}: it has query, "):
+        function(*arguments, zzz=1)
 
 
 def test_offsets_on_a_gpu_are_read_again_only_if_something_changed(monkeypatch):

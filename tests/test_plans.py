@@ -46,6 +46,7 @@ def known():
     return q, k, v
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("backend", [None, "llvm", "aten"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
@@ -71,6 +72,7 @@ def test_second_call_equals_a_first(backend, layout, return_lse, seqlen):
         assert c.stride() == d.stride() and c.dtype == d.dtype and c.data_ptr() != d.data_ptr()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -185,6 +187,7 @@ def gradients(tensors, layout, dout, options, of_lse=False):
     return torch.autograd.grad(out, leaves, dout)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("backend", [None, "llvm", "aten", "tiled"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -244,6 +247,7 @@ def known_gradients():
     return leaves, dout, expected
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
-from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
+from tilewise.core.checks import check_flag, check_known, check_number, check_tensors, shown, window_bound
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
@@ -47,6 +47,7 @@ def attention(
     precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, `softmax(scale * Q K^T + ...) V`, in O(N) memory.
 
@@ -92,6 +93,7 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
+    check_known(attention, unknown)
     bounds = NO_WINDOW if window is None else window_bounds(window)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
@@ -129,6 +131,7 @@ def attention_varlen(
     precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over packed sequences: no padding is stored or computed.
 
@@ -158,6 +161,7 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, starts, starts).flatten()
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
+    check_known(attention_varlen, unknown)
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
@@ -193,6 +197,7 @@ def attention_with_cache(
     layout: str = "bshd",
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, then attend to all that it holds.
 
@@ -231,6 +236,7 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
+    check_known(attention_with_cache, unknown)
     check_tensors(query=query)
     check_flag("return_lse", return_lse)
     check_flag("rotary_interleaved", rotary_interleaved)

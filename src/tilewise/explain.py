@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tilewise.api import (
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
-from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, spans
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
@@ -155,8 +154,9 @@ def _call(args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
     """The public function that takes these arguments."""
     if "cache" in options or isinstance(args[0] if args else None, KVCache | PagedKVCache):
         return attention_with_cache
-    is_packed = len(args) > 2 or any(options.get(f"cu_seqlens_{side}") is not None for side in "qk")
-    return attention_varlen if is_packed else attention
+    if len(args) > 2 or any(options.get(f"cu_seqlens_{side}") is not None for side in "qk"):
+        return attention_varlen
+    return attention
 
 
 def _arguments(
@@ -167,15 +167,9 @@ def _arguments(
     Raises:
         TypeError: it does not take them, or lacks one.
     """
-    signature = inspect.signature(call)
-    known = list(signature.parameters)
-    for name, value in options.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
-            raise TypeError(f"{name}={shown(value)} is no argument of {call.__name__}: {hint}")
+    check_known(call, options)
     try:
-        bound = signature.bind(query, *args, **options)
+        bound = inspect.signature(call).bind(query, *args, **options)
     except TypeError as error:
         raise TypeError(f"explain takes the arguments of {call.__name__}: {error}") from None
     bound.apply_defaults()

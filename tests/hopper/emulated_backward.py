@@ -257,7 +257,7 @@ def main() -> None:
     host.num_sms = lambda index: PROGRAMS  # type: ignore[assignment]
     host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
-    for case in sys.argv[1:] or CASES:
+    for case in emulator.chosen(CASES):
         for holds_next_s in (True, False) if "slim" in case else (True,):
             backward_slim.HOLDS_NEXT_S = holds_next_s
             error = check(case)

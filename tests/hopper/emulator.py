@@ -14,11 +14,12 @@ Layouts, swizzles, registers and fences are not modelled: those the compiler and
 from __future__ import annotations
 
 import math
+import random
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,15 @@ ALONE = {"attn_decode_merge_kernel", "attn_bwd_prepare_kernel"}  # programs that
 _local = threading.local()
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
+
+
+def chosen(cases: Iterable[str]) -> list[str]:
+    """The cases named on the command line, or so many at random with `--draw COUNT SEED`, or all."""
+    match sys.argv[1:]:
+        case ["--draw", count, seed]:
+            return random.Random(seed).sample(sorted(cases), int(count))
+        case names:
+            return names or list(cases)
 
 
 class Tile(torch.Tensor):

@@ -6,16 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
-CASES = {  # at least so many
+ALL = {  # at least so many
     "emulated_forward.py": 20,
     "emulated_prefill.py": 20,
     "emulated_fp8.py": 16,
     "emulated_backward.py": 14,
     "emulated_decode.py": 27,
 }
+DRAWN = 8
 
 
-@pytest.mark.parametrize("script", CASES)
-def test_kernel_source_is_right(script: str, run_script: Callable[..., list[str]]):
-    """In a process of its own, where a module stands in for Gluon."""
-    assert len(run_script(script)) >= CASES[script]
+@pytest.mark.parametrize("script", ALL)
+def test_kernel_source_is_right(
+    script: str, run_script: Callable[..., list[str]], request: pytest.FixtureRequest
+):
+    """In a process of its own, where a module stands in for Gluon; `make test` draws some of the cases."""
+    assert len(run_script(script, "--draw", str(DRAWN), request.config.option.sample)) >= DRAWN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ALL)
+def test_every_case(script: str, run_script: Callable[..., list[str]]):
+    assert len(run_script(script)) >= ALL[script]

@@ -64,6 +64,7 @@ def same(ours, theirs, tensors=()):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
 @pytest.mark.parametrize("options, expected", OPTIONS)
@@ -120,6 +121,7 @@ def packed_exact(q, k, v, cu_q, cu_k, chunk, used_q=None, used_k=None, **options
     return torch.cat(outs), torch.cat(lses, 1)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("options, expected", OPTIONS)
@@ -223,6 +225,7 @@ def cached_exact(q, k_cache, v_cache, rows, lengths, leftpad, chunk, **options):
     return [list(column) for column in zip(*results)]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     "kind, capacity, page",
@@ -252,6 +255,7 @@ def test_kvcache(options, expected, kind, capacity, page, seqlen_q, is_padded, c
     same((out, lse), (torch.stack(outs), torch.stack(lses)))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     "kind, capacity, page", [("contiguous", 40, 0), ("batch_idx", 64, 0), ("paged", 40, 5), ("paged", 64, 16)]
 )

@@ -99,6 +99,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("options, expected", MASKS)
 @pytest.mark.parametrize("new", [None, 0, 1, 4])
 @pytest.mark.parametrize("kind", ["contiguous", "batch_idx", "paged"])
@@ -248,6 +249,7 @@ def pieces(t, counts):
     return list(t.split(counts))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("options, expected", MASKS)
 @pytest.mark.parametrize("query_counts", [[2, 2, 2], [3, 0, 5]])
 @pytest.mark.parametrize("new_counts", [[2, 2, 2], [1, 4, 0], None])

@@ -6,7 +6,10 @@ its values (shape, dtype, device, needs_grad), `options` a `problem.Options`.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -134,6 +137,19 @@ def check_tensors(**tensors: Any) -> None:
             )
         if t.layout != torch.strided:
             raise TypeError(f"{name}.layout={t.layout} must be torch.strided: pass to_dense()")
+
+
+def check_known(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Raises TypeError for the first that `function` does not take, with the name most like it."""
+    if not arguments:
+        return
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    for name, value in arguments.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
+            raise TypeError(f"{name}={shown(value)} is no argument of {function.__name__}: {hint}")
 
 
 def check_number(name: str, value: Any) -> None:
