@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.core.mask import Visibility
+from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.errors import BenchError
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -43,6 +44,7 @@ class Case:
     window: tuple[int, int] | None = None  # keys visible to the left and to the right of a query's own
     page_size: int | None = None
     lengths: tuple[int, ...] = ()
+    data: str = "randn"  # of `bench.data`, for dense calls
 
     @property
     def name(self) -> str:
@@ -62,7 +64,8 @@ class Case:
             return f"decode-{shape}-{batch}-q{self.seqlen_q}-k{self.seqlen_k}{page}"
         if self.kind == "memory":
             return f"memory-{direction}-{shape}-{batch}-s{self.seqlen_q}"
-        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}"
+        data = "" if self.data == "randn" else f"-{self.data}"
+        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{data}"
 
     @property
     def head_label(self) -> str:
@@ -246,6 +249,17 @@ def packed(
     )  # fmt: skip
 
 
+def _data(quick: bool, device: str) -> Iterator[Case]:
+    """The same shapes with numbers of every kind."""
+    for head_dim, heads in ((128, 16),) if quick else ((64, 32), (128, 16), (256, 8)):
+        for n in (4096,) if quick else (4096, 16384):
+            for dtype in ("bfloat16", "float16"):
+                for causal in (False, True):
+                    case = dense("forward", dtype, head_dim, heads, TOKENS // n, n, causal=causal)
+                    for data in DATA:
+                        yield dataclasses.replace(case, data=data)
+
+
 def _decode(quick: bool, device: str) -> Iterator[Case]:
     if quick:
         for batch, keys, queries, page in (
@@ -310,6 +324,7 @@ SUITES = {
     "gqa": Suite(_gqa, "cuda"),
     "window": Suite(_window, "cuda"),
     "varlen": Suite(_varlen, "cuda"),
+    "data": Suite(_data, "cuda", ("tilewise", "sdpa-cudnn")),
     "decode": Suite(_decode, "cuda"),
     "memory": Suite(
         _memory,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.data import DATA
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Data:
         self.query = normal(case.seqlen_q, case.num_heads, case.head_dim)
         self.key = normal(case.seqlen_k, case.num_kv_heads, case.head_dim)
         self.value = normal(case.seqlen_k, case.num_kv_heads, case.head_dim_v)
+        DATA[case.data](self.query, self.key)
         self.dout = (
             None if case.direction == "forward" else normal(case.seqlen_q, case.num_heads, case.head_dim_v)
         )

@@ -94,16 +94,24 @@ def finite_or_zero(m):
 
 
 @gluon.jit
+def log2_parts(l):
+    """(integer, rest) that add up to log2(l), as exact for a large l as for one near 1; 0 and -inf for 0."""
+    whole = gl.where(l == 0.0, 0.0, log2(l)).to(gl.int32).to(gl.float32)
+    return whole, log2(l * exp2(-whole))
+
+
+@gluon.jit
 def exact_lse(m, l, factors):
-    """(lse, residual) of a maximum in units of log2 and a sum of exponentials: -inf and 0 if it saw no key.
+    """(lse, residual) of a reference in units of log2 and a sum of exponentials: -inf and 0 if it saw no key.
 
     lse + residual is the log-sum-exp to 2^-45. m = scale_log2e * shift + what two floats hold; lse is
     scale * shift plus that and the sum's logarithm.
     """
-    m = finite_or_zero(m)
+    whole, log2_rest = log2_parts(l)
+    m, lost = two_sum(finite_or_zero(m), whole)
     shift = m * reciprocal(factors.scale_log2e)
     high, low = two_product(shift, factors.scale_log2e)
-    rest = (((m - high) - low) + log2(l)) * LN_2
+    rest = (((m - high) - low) + lost + log2_rest) * LN_2
     high, low = two_product(shift, factors.scale)
     high, lower = two_sum(high, rest)
     low += lower

@@ -52,7 +52,7 @@ from tilewise.gpu.hopper.common.softmax import (
     exact_lse,
     exp2,
     finite_or_zero,
-    log2,
+    log2_parts,
     online_softmax,
     partial_sums,
     reciprocal,
@@ -336,7 +336,8 @@ def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg
         num_heads = heads * cfg.PACK
         stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     if residual_ptr is None:
-        lse = (m + log2(l)) * LN_2
+        whole, log2_rest = log2_parts(l)
+        lse = ((m + whole) + log2_rest) * LN_2
     else:
         lse, residual = exact_lse(m, l, factors)
         gl.store(residual_ptr + stat, residual, mask=inside)

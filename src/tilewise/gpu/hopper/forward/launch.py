@@ -18,6 +18,8 @@ from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, 
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
+# Of a row's weights, by thread: no P of 16 bits overflows, and four of them have a normal reciprocal.
+LARGEST_SUM = {torch.float16: 2.0**15, torch.bfloat16: 2.0**123}
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 
 
@@ -135,7 +137,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         D_CHUNKS=-(-problem.head_dim // width),
         D_CHUNK=width,
         BLOCK_DV=block_dv,
-        LARGEST_SUM=2.0**15 if problem.dtype == torch.float16 else 2.0**40,
+        LARGEST_SUM=LARGEST_SUM[problem.dtype],
         PACK=_pack(problem),
         IS_PACKED=problem.is_packed,
         IS_CACHED=problem.is_cached,
