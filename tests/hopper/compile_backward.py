@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
+    "d256_128_softcap": (256, 128, torch.bfloat16, False, {"softcap": 20.0}),
     "d192_128": (192, 128, torch.bfloat16, False, {}),
     "d192_128_softcap": (192, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
