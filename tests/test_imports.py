@@ -21,6 +21,7 @@ LAYERS = [
     ["cache"],
     ["api"],
     ["explain", "faces", "nn", "testing", "warmup"],
+    ["compat"],
     ["lab"],
     ["cli"],
 ]

@@ -30,6 +30,16 @@ _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 _NO_LSE, _LSE = Request(lse=False), Request()
 
 
+def obeying_torch(options: Options) -> Options:
+    """The options, deterministic if `torch.use_deterministic_algorithms(True)` asks for it.
+
+    With warn_only=True it does not: as in PyTorch's own attention, the faster gradient is kept.
+    """
+    if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
+        return options._replace(deterministic=not torch.is_deterministic_algorithms_warn_only_enabled())
+    return options
+
+
 def attention(
     inputs: Inputs,
     options: Options,
@@ -51,6 +61,7 @@ def attention(
         ValueError, TypeError: see `core.problem.describe` and `core.values.check_values`.
         NotImplementedError: see `dispatch.choice.choose`.
     """
+    options = obeying_torch(options)
     if entry is None:
         if not is_plain_eager(inputs.query):
             return _watched_attention(inputs, options, backend, order)
