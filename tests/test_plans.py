@@ -488,6 +488,11 @@ def test_pytorchs_deterministic_mode_is_in_the_signature(warn_only):
     tilewise.scaled_dot_product_attention(x, x, x).sum().backward()
     tilewise.flash_attn.flash_attn_func(x, x, x).sum().backward()
     torch.func.grad(lambda t: tilewise.attention(t, t, t).sum())(x)
-    torch.compile(tilewise.attention, backend="aot_eager")(x, x, x).sum().backward()
+    compiled = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)
+    compiled(x, x, x).sum().backward()
     found = {signature.options.deterministic for signature in plans._entries}
     assert found == {not warn_only}
+    plans.clear()
+    torch.use_deterministic_algorithms(True, warn_only=not warn_only)
+    compiled(x, x, x).sum().backward()  # compiled again
+    assert {signature.options.deterministic for signature in plans._entries} == {warn_only}

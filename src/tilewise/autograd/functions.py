@@ -20,7 +20,7 @@ from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import LazyTensor, NoMemory, Request
-from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply
+from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
@@ -35,8 +35,8 @@ def obeying_torch(options: Options) -> Options:
 
     With warn_only=True it does not: as in PyTorch's own attention, the faster gradient is kept.
     """
-    if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
-        return options._replace(deterministic=not torch.is_deterministic_algorithms_warn_only_enabled())
+    if options.deterministic is False and wants_deterministic():
+        return options._replace(deterministic=True)
     return options
 
 
