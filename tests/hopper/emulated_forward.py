@@ -38,7 +38,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "large_sinks": (200, 300, 2, 1, 64, 64, {"scale": 3e5, "sinks": True}),
     "tiny_scale": (100, 100, 1, 1, 64, 64, {"scale": 1e-38}),
     "steep": (500, 700, 2, 2, 64, 64, {"scale": 4.0}),  # large sums
-    "steeper": (500, 700, 2, 2, 64, 64, {"scale": 20.0}),  # sums grow too large: all is done again, exactly
+    "steeper": (500, 400, 2, 2, 64, 64, {"scale": 20.0}),  # sums grow too large: all is done again, exactly
+    "steeper_long": (100, 1200, 2, 2, 64, 64, {"scale": 20.0}),  # the maximum is followed from the start
+    "steeper_long_causal": (1000, 1000, 1, 1, 64, 64, {"scale": 20.0, "causal": True}),
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
     # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),

@@ -23,6 +23,7 @@ class ForwardConfig:
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
     LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `softmax_step`
+    LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached
     IS_CACHED: bool  # keys of a cache, of which each sequence has a number of its own

@@ -61,6 +61,8 @@ from tilewise.gpu.hopper.common.softmax import (
     softcapped,
 )
 
+MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how steep its first scores are
+
 
 @aggregate
 class Rings:
@@ -163,14 +165,14 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
+    s, m, l, left, row, tiles, follows, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
 ):
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
 
     `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
     Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
     while nothing overflows, hence while l <= LARGEST_SUM and O is finite. Else the work tile has failed, and
-    is done again with is_exact, where m is the running maximum.
+    is done again with `follows`, where m is the running maximum; a steep tile follows it from the start.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
@@ -179,7 +181,7 @@ def softmax_step(
         s = mask_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.full_begin:
         s = mask_left(s, j, row, work, sizes, cfg)
-    is_steady = (left < tiles.num_steady) & (is_exact == 0)
+    is_steady = (left < tiles.num_steady) & (follows == 0)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
@@ -189,6 +191,15 @@ def softmax_step(
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady
+
+
+@gluon.jit
+def is_steep(s, factors, cfg: gl.constexpr):
+    """1 if some row's first scores, masked or not, tell that its maximum will outgrow a fixed reference."""
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    spread = (gl.max(s, 1) - gl.sum(s, 1) * (1.0 / cfg.BLOCK_N)) * factors.scale_log2e  # [64]
+    return gl.max(gl.where(spread > cfg.LARGEST_SPREAD, 1, 0), 0)
 
 
 @gluon.jit
@@ -253,6 +264,9 @@ def mma_role(
         if cfg.IS_CACHED:
             l += poison(work, tiles, sizes, cache, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
+        follows = is_exact
+        if left >= MANY_TILES:
+            follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
         p, m, l, _, _ = softmax_step(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
         while left > 0:
             left -= 1
@@ -266,7 +280,7 @@ def mma_role(
                 s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady = softmax_step(
-                s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype, cfg
+                s, m, l, left, row, tiles, follows, work, sizes, factors, dtype, cfg
             )
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -278,7 +292,7 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
-        flags = failures(l, acc, is_exact, dtype, cfg)
+        flags = failures(l, acc, follows, dtype, cfg)
         rings.failures.index(work_use % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
@@ -294,12 +308,12 @@ def mma_role(
 
 
 @gluon.jit
-def failures(l, acc, is_exact, dtype: gl.constexpr, cfg: gl.constexpr):
+def failures(l, acc, follows, dtype: gl.constexpr, cfg: gl.constexpr):
     """[128] flags, one a thread: 1 if sums of its rows are too large, or O overflowed; see `softmax_step`."""
     sums = l
     if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
         sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
-    failed = gl.where((sums <= cfg.LARGEST_SUM) | (is_exact != 0), 0, 1)  # [64, 4]
+    failed = gl.where((sums <= cfg.LARGEST_SUM) | (follows != 0), 0, 1)  # [64, 4]
     return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
 
 
