@@ -118,7 +118,7 @@ def test_refusals(dispatch):
 
 def test_versions_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", type(sys)("diffusers"))
-    monkeypatch.setitem(sys.modules, "diffusers.models", None)
+    monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.30.0")
     with pytest.raises(NotImplementedError, match=r"diffusers 0\.30\.0 has no .*; 0\.36 to 0\.42 are tested"):
         compat_diffusers.register()
