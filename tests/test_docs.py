@@ -42,8 +42,9 @@ def with_python() -> list[Path]:
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: page.stem)
 def test_python(page):
     """The blocks of a page run one after another, as a reader would type them."""
-    if "transformers" in page.read_text() and importlib.util.find_spec("transformers") is None:
-        pytest.skip("the package transformers is not installed")
+    for package in ("transformers", "diffusers"):
+        if package in page.read_text() and importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
     scope: dict[str, object] = {}
     for code in blocks(page, "python"):
         exec(compile(code, str(page), "exec"), scope)

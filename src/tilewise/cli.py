@@ -1,4 +1,4 @@
-"""The `tilewise` command: demo, learn, trace, fp8, io, roofline, kv-memory, pipeline, bench and tune."""
+"""The `tilewise` command: what shows, measures and checks the library, from `lab`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def _app():  # type: ignore[no-untyped-def]
 
     from tilewise.lab.bench.cli import app as bench_app
     from tilewise.lab.demo.command import demo
+    from tilewise.lab.doctor import doctor
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
     from tilewise.lab.tune import tune
 
     app.command()(demo)
+    app.command()(doctor)
     app.command()(learn)
     app.command()(trace)
     app.command()(fp8)
