@@ -22,11 +22,11 @@ from tilewise.core.checks import check_flag, check_known, check_number, check_te
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
-from tilewise.core.statistics import Aux, Statistics
+from tilewise.core.statistics import Aux
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
-Answer = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Statistics] | tuple[Tensor, Tensor, Statistics]
+Answer = Any  # out, or a tuple of out, lse if asked for, and `Statistics` if asked for
 
 
 def attention(

@@ -14,7 +14,7 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import cached_step
 from tilewise.core.checks import check_known, check_tensors
-from tilewise.core.problem import Inputs, Options
+from tilewise.core.problem import Options
 from tilewise.core.statistics import Aux, Statistics
 
 

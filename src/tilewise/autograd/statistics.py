@@ -16,8 +16,7 @@ from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.statistics import NOTHING, Aux, Measured, Statistics, check_request
 from tilewise.core.torch_private import is_plain_eager, own_dtypes
 from tilewise.core.values import check_values
-from tilewise.dispatch import plans
-from tilewise.dispatch import statistics as dispatch
+from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
 from tilewise.tiled import statistics as tiled
 
@@ -129,6 +128,7 @@ class AttentionWithStatistics(torch.autograd.Function):
             arguments = (dout, resolved(dlse), options, backend, needs_bias_gradient)
             total = plans.differentiate(inputs, results, *arguments)  # type: ignore[arg-type]
         if any(g is not None for g in grads):
+            assert results.lse is not None
             problem = describe(inputs, options)
             with own_dtypes(problem.device_type):
                 found = tiled.backward(

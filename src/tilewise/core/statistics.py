@@ -137,7 +137,7 @@ def check_request(name: str, aux: Any) -> None:
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={shown(value)} must be an integer")
-    if value < least or (most is not None and value > most):
+    if int(value) < least or (most is not None and int(value) > most):
         bound = f"at least {least}" if most is None else f"between {least} and {most}"
         raise ValueError(f"{name}={value} must be {bound}")
 

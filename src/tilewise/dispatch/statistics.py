@@ -20,7 +20,6 @@ from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
 from tilewise.dispatch.choice import load
 from tilewise.dispatch.preference import slower
 
-
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {

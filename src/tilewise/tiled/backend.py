@@ -33,7 +33,7 @@ from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Every problem is served; tiles are cut anew in every call."""
     if signature.direction == "statistics":
-        return statistics.plan(problem, signature)
+        return statistics.plan(problem, signature)  # type: ignore[return-value]
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward_call)
     return FunctionPlan(problem, functools.partial(_forward_call, request=signature.request))

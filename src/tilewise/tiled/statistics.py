@@ -313,9 +313,9 @@ def _weighted(
             columns = columns.repeat_interleave(tiles.problem.group_size, 1)
         g[:, :, max(0, aux.first_row(tiles.visibility.seqlen_q) - i0) :] += columns
     if grads.block_sum is not None:
+        of_blocks = grads.block_sum[batch.start : batch.stop]
         for dim, first, last in ((2, i0, i1), (3, start + j0, start + j1)):
             at = torch.arange(first, last, device=p.device) // aux.block_sum
-            of_blocks = grads.block_sum[batch.start : batch.stop] if dim == 2 else of_blocks
             of_blocks = of_blocks.index_select(dim, at)
         g += of_blocks
     if grads.rows is not None:
