@@ -1,4 +1,4 @@
-"""Statistics of attention weights against the float64 reference, over every option that shapes the weights."""
+"""Statistics of attention weights against the float64 reference, over every option that shapes them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tilewise.testing import _rounding, compare
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EVERYTHING = Aux(
-    lse=True, row_max=True, max_logit=True, entropy=True, column_sum=True, top_k=3, rows=(0, -1), block_sum=24,
-    expected_distance=True,
+    lse=True, row_max=True, max_logit=True, entropy=True, column_sum=True, top_k=3, rows=(0, -1),
+    block_sum=24, expected_distance=True,
 )  # fmt: skip
 SIZES = [1, 2, 7, 16, 31, 63, 130, 257, 600]  # around the edges of tiles
 
@@ -173,7 +173,7 @@ def test_of_a_cache(is_paged):
             cache.key[n, : len(k) - new] = k[:-new]
         cache.lengths.copy_(torch.tensor(lengths) - new)
     last = torch.stack([k[-new:] for k in keys])
-    out, aux = tilewise.attention_with_cache(q, cache, last, last, return_aux=EVERYTHING, **options)
+    _, aux = tilewise.attention_with_cache(q, cache, last, last, return_aux=EVERYTHING, **options)
     again = tilewise.attention_statistics(q, cache, EVERYTHING, causal=True, **options)
     capacity = aux.column_sum.shape[-1]
     assert capacity == (80 if is_paged else 96) and aux.rows.shape == (2, 4, 2, capacity)

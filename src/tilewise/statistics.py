@@ -64,7 +64,8 @@ def attention_statistics(
 
     Example:
         >>> q = torch.zeros(1, 4, 2, 8)
-        >>> found = attention_statistics(q, q, Aux(entropy=True, max_logit=True, column_sum=True), causal=True)
+        >>> ask = Aux(entropy=True, max_logit=True, column_sum=True)
+        >>> found = attention_statistics(q, q, ask, causal=True)
         >>> found.entropy[0, 0].exp().round(), found.max_logit, found.column_sum[0, 0, -1]
         (tensor([1., 2., 3., 4.]), tensor([0., 0.]), tensor(0.2500))
     """

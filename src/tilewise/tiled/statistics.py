@@ -1,7 +1,7 @@
 """Statistics of the weights, tile by tile in PyTorch operations: every option, any device, O(N) memory.
 
-A second walk over Q K^T, when lse is known: each tile of weights P = exp(S - lse) is formed once, reduced into
-what was asked for, and forgotten. The values are not needed.
+A second walk over Q K^T, when lse is known: each tile of weights P = exp(S - lse) is formed once, reduced
+into what was asked for, and forgotten. The values are not needed.
 
 Backward: with G_ij the gradient of the statistics by P_ij (the entropy -sum P log P has -log P there, as the
 rest vanishes under the softmax), one row of the scores has
