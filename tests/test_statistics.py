@@ -176,7 +176,7 @@ def test_of_a_cache(is_paged):
     _, aux = tilewise.attention_with_cache(q, cache, last, last, return_aux=EVERYTHING, **options)
     again = tilewise.attention_statistics(q, cache, EVERYTHING, causal=True, **options)
     capacity = aux.column_sum.shape[-1]
-    assert capacity == (80 if is_paged else 96) and aux.rows.shape == (2, 4, 2, capacity)
+    assert capacity >= (80 if is_paged else 96) and aux.rows.shape == (2, 4, 2, capacity)
     for n, k in enumerate(keys):
         of_one = tilewise.Statistics(
             **{f.name: _entry(getattr(aux, f.name), n, len(k), f.name) for f in fields(aux)}
