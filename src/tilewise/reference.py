@@ -152,7 +152,7 @@ def attention_statistics(
     row_max = f.s.amax(-1) if seqlen_k else f.s.new_full(f.s.shape[:-1], float("-inf"))
     columns = f.p[:, :, max(0, seqlen_q - (aux.last_rows or seqlen_q)) :].sum(2)
     if aux.column_sum == "group":
-        columns = columns.view(batch, f.k.shape[1], -1, seqlen_k).sum(2)
+        columns = columns.unflatten(1, (f.k.shape[1], heads // f.k.shape[1])).sum(2)
     rows = [r for r in aux.rows or () if -seqlen_q <= r < seqlen_q]
     whole_rows = f.p.new_zeros((batch, heads, len(aux.rows or ()), seqlen_k))
     if rows:

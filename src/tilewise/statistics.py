@@ -63,6 +63,7 @@ def attention_statistics(
         NotImplementedError: the backend asked for does not give these statistics.
 
     Example:
+        >>> import torch
         >>> q = torch.zeros(1, 4, 2, 8)
         >>> ask = Aux(entropy=True, max_logit=True, column_sum=True)
         >>> found = attention_statistics(q, q, ask, causal=True)

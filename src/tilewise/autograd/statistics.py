@@ -14,12 +14,13 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
 from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.statistics import NOTHING, Aux, Measured, Statistics, check_request
-from tilewise.core.torch_private import is_plain_eager, own_dtypes
+from tilewise.core.torch_private import is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
 from tilewise.tiled import statistics as tiled
 
+_disabled: Any = None  # `_attention` between graphs, made when it is wanted: it imports Triton
 _REQUEST = Request(residual=True)
 _DIFFERENTIABLE = {"entropy", "expected_distance", "column_sum", "block_sum", "rows"}
 _WATCHED = (
@@ -28,13 +29,10 @@ _WATCHED = (
 )
 
 
-@torch.compiler.disable
 def attention(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool = False
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """out, lse and the statistics asked for. Differentiable once.
-
-    Compiled code runs this outside of its graphs.
+    """out, lse and the statistics asked for. Differentiable once. Compiled code runs it between its graphs.
 
     Args:
         are_values_known: as of `autograd.functions.attention`.
@@ -42,6 +40,22 @@ def attention(
     Raises:
         ValueError, TypeError, NotImplementedError: see `check`.
     """
+    call = inputs, options, backend, aux, are_values_known
+    if not torch.compiler.is_compiling():
+        return _attention(*call)
+    _disable()
+    return _disabled(*call)  # type: ignore[no-any-return]
+
+
+@while_tracing
+def _disable() -> None:
+    global _disabled
+    _disabled = torch.compiler.disable(_attention)
+
+
+def _attention(
+    inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool
+) -> tuple[Tensor, Tensor, Statistics]:
     entry, inputs = _entry(inputs, options, backend, aux)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:

@@ -1,7 +1,10 @@
 """Statistics of the weights, tile by tile in PyTorch operations: every option, any device, O(N) memory.
 
 A second walk over Q K^T, when lse is known: each tile of weights P = exp(S - lse) is formed once, reduced
-into what was asked for, and forgotten. The values are not needed.
+into what was asked for, and forgotten. The values are not needed. What belongs to one row is divided by that
+row's sum Z of weights, which is 1 but for the error of the forward's lse:
+
+    entropy = sum_j entr(P_ij) / Z + log Z
 
 Backward: with G_ij the gradient of the statistics by P_ij (the entropy -sum P log P has -log P there, as the
 rest vanishes under the softmax), one row of the scores has
@@ -67,9 +70,10 @@ def _measure_tile(
     """Reduce the tiles of scores of the queries [i0, i1)."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     row_max = q.new_full((*q.shape[:2], 1), NEG_INF)
-    entropy, distance = torch.zeros_like(row_max), torch.zeros_like(row_max)
-    if aux.entropy and tiles.inputs.sinks is not None:
-        entropy += torch.special.entr(weights(tiles.sink_column(i0, i1).clone(), *shift))
+    distance = torch.zeros_like(row_max)
+    total = _sink_weights(tiles, i0, i1, shift)
+    entropy = torch.special.entr(total)
+    needs_total = aux.entropy or aux.expected_distance or aux.top_k > 0
     best = None
     for j0, j1 in tiles.key_tiles(i0, i1):
         s, _ = tiles.scores(q, i0, i1, j0, j1)
@@ -78,6 +82,8 @@ def _measure_tile(
         if aux.top_k:
             best = _largest(best, s, j0, aux.top_k)
         p = weights(s, *shift)
+        if needs_total:
+            total += p.sum(-1, keepdim=True)
         if aux.entropy:
             entropy += torch.special.entr(p).sum(-1, keepdim=True)
         by_head = tiles.per_head(p, i0, i1)
@@ -90,13 +96,22 @@ def _measure_tile(
             _blocks(tiles, found.block_sum, aux, i0, i1, j0, j1).add_(
                 _block_sums(by_head, aux.block_sum, i0, _key_start(tiles) + j0)
             )
-    rows = {"row_max": row_max, "entropy": entropy, "expected_distance": distance}
+    total.masked_fill_(total == 0, 1.0)  # no key is visible: all sums are 0
+    entropy = entropy.div_(total).add_(total.log())
+    rows = {"row_max": row_max, "entropy": entropy, "expected_distance": distance.div_(total)}
     for name, t in rows.items():
         target = getattr(found, name)
         if target is not None:
             tiles.lse_rows(target)[:, :, i0:i1] = tiles.per_head(t, i0, i1)[..., 0]
     if best is not None:
-        _store_best(tiles, found, i0, i1, best, shift)
+        _store_best(tiles, found, i0, i1, best, weights(best.scores.clone(), *shift).div_(total))
+
+
+def _sink_weights(tiles: Tiles, i0: int, i1: int, shift: tuple[Tensor, Tensor]) -> Tensor:
+    """Each folded row's weight of its sink, 0 without sinks [n, group * block_q, 1]."""
+    if tiles.inputs.sinks is None:
+        return torch.zeros_like(shift[0])
+    return weights(tiles.sink_column(i0, i1).clone(), *shift)
 
 
 class _Best(NamedTuple):
@@ -133,12 +148,9 @@ def _first_largest(s: Tensor, k: int) -> Tensor:
     return at.gather(-1, order)
 
 
-def _store_best(
-    tiles: Tiles, found: Measured, i0: int, i1: int, best: _Best, shift: tuple[Tensor, Tensor]
-) -> None:
+def _store_best(tiles: Tiles, found: Measured, i0: int, i1: int, best: _Best, p: Tensor) -> None:
     count = best.keys.shape[-1]
     keys = (best.keys + _key_start(tiles)).masked_fill_(best.scores == NEG_INF, -1)
-    p = weights(best.scores, *shift)
     for target, t in ((found.top_weights, p), (found.top_keys, keys)):
         assert target is not None
         rows = tiles.segment.rows_q
@@ -152,10 +164,14 @@ def _measure_rows(tiles: Tiles, lse: Tensor, residual: Tensor | None, aux: Aux, 
     batch, seqlen_q, start = tiles.segment.sequences, tiles.visibility.seqlen_q, _key_start(tiles)
     for n, i in _present_rows(aux, seqlen_q):
         q, shift = tiles.query(i, i + 1), tiles.row_shift(lse, residual, i, i + 1)
+        total = tiles.per_head(_sink_weights(tiles, i, i + 1, shift), i, i + 1)[:, :, 0]
+        row = found[batch.start : batch.stop, :, n]
         for j0, j1 in tiles.key_tiles(i, i + 1):
             s, _ = tiles.scores(q, i, i + 1, j0, j1)
-            p = tiles.per_head(weights(s, *shift), i, i + 1)
-            found[batch.start : batch.stop, :, n, start + j0 : start + j1] = p[:, :, 0]
+            p = tiles.per_head(weights(s, *shift), i, i + 1)[:, :, 0]
+            row[..., start + j0 : start + j1] = p
+            total += p.sum(-1, keepdim=True)
+        row /= total.masked_fill(total == 0, 1.0)
 
 
 def _present_rows(aux: Aux, seqlen_q: int) -> Iterator[tuple[int, int]]:
