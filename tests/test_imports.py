@@ -20,7 +20,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "faces", "nn", "testing", "warmup"],
+    ["explain", "faces", "nn", "statistics", "testing", "warmup"],
     ["compat"],
     ["lab"],
     ["cli"],

@@ -8,18 +8,23 @@ from tilewise.api import attention, attention_varlen, attention_with_cache
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.core.device_errors import check_errors
+from tilewise.core.statistics import Aux, Statistics
 from tilewise.explain import Explanation, explain
 from tilewise.faces import flash_attn, flash_attn_3
 from tilewise.faces.sdpa import scaled_dot_product_attention
+from tilewise.statistics import attention_statistics
 from tilewise.warmup import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Aux",
     "Explanation",
     "KVCache",
     "PagedKVCache",
+    "Statistics",
     "attention",
+    "attention_statistics",
     "attention_varlen",
     "attention_with_cache",
     "check_errors",

@@ -13,7 +13,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from tilewise.autograd import functions
+from tilewise.autograd import functions, statistics
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
@@ -22,9 +22,11 @@ from tilewise.core.checks import check_flag, check_known, check_number, check_te
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.statistics import Aux
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
+Answer = Any  # out, or a tuple of out, lse if asked for, and `Statistics` if asked for
 
 
 def attention(
@@ -43,12 +45,13 @@ def attention(
     scale: float | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_aux: Aux | None = None,
     deterministic: bool = False,
     precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Answer:
     """Exact attention, `softmax(scale * Q K^T + ...) V`, in O(N) memory.
 
     Args:
@@ -69,6 +72,7 @@ def attention(
         scale: softmax scale; None is 1 / sqrt(head_dim).
         layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
+        return_aux: also return these statistics of the weights, see `tilewise.Aux`.
         deterministic: ask for gradients that are equal bit for bit from run to run.
         precision: of the products. "ieee" is exact to the dtype. "tf32" lets a GPU's matrix units round
             float32 inputs to 10 bits of mantissa, for several times the speed; other dtypes and CPUs compute
@@ -79,7 +83,8 @@ def attention(
 
     Returns:
         out in query's dtype and layout with head_dim_v, its memory ordered (batch, seqlen, heads, dim);
-        with return_lse also lse (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64).
+        with return_lse also lse (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64);
+        with return_aux last a `tilewise.Statistics`.
         A query that sees no key has out 0, lse -inf (its sink's logit if it has one) and zero gradients.
 
     Raises:
@@ -102,6 +107,10 @@ def attention(
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
+    if return_aux is not None:
+        out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        return (out, lse, aux) if return_lse else (out, aux)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -127,12 +136,13 @@ def attention_varlen(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_aux: Aux | None = None,
     deterministic: bool = False,
     precision: str = "ieee",
     generator: torch.Generator | None = None,
     backend: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Answer:
     """Attention over packed sequences: no padding is stored or computed.
 
     Sequence `n` is rows `cu_seqlens_q[n]:cu_seqlens_q[n + 1]` of query and `cu_seqlens_k[n]:
@@ -171,6 +181,9 @@ def attention_varlen(
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
+    if return_aux is not None:
+        out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
+        return (out, lse, aux) if return_lse else (out, aux)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     return (out, lse) if return_lse else out
 
@@ -196,9 +209,10 @@ def attention_with_cache(
     precision: str = "ieee",
     layout: str = "bshd",
     return_lse: bool = False,
+    return_aux: Aux | None = None,
     backend: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Answer:
     """Append new keys and values to a cache, then attend to all that it holds.
 
     Prefill, chunked prefill, decoding and mixtures of them are this one call: each sequence's last query is
@@ -257,7 +271,9 @@ def attention_with_cache(
             step.check_rotary(rotary)
         inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks))
         entry = None
-        if not torch.compiler.is_compiling():
+        if return_aux is not None:
+            statistics.check(inputs, options, backend, return_aux)
+        elif not torch.compiler.is_compiling():
             entry = functions.check(inputs, options, backend, return_lse)  # before the cache changes
         query = step.store(query, key, value, rotary)
     except Exception:
@@ -265,13 +281,21 @@ def attention_with_cache(
         raise
     if query is not inputs.query:
         inputs, entry = inputs._replace(query=query), None
-    out, lse = functions.attention(
-        inputs, options, backend,
-        wants_lse=return_lse, are_values_known=step.are_lengths_known(), entry=entry,
-    )  # fmt: skip
+    aux = None
+    if return_aux is not None:
+        out, lse, aux = statistics.attention(
+            inputs, options, backend, return_aux, are_values_known=step.are_lengths_known()
+        )
+    else:
+        out, lse = functions.attention(
+            inputs, options, backend,
+            wants_lse=return_lse, are_values_known=step.are_lengths_known(), entry=entry,
+        )  # fmt: skip
     check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
+    if aux is not None:
+        return (out, lse, aux) if return_lse else (out, aux)
     return (out, lse) if return_lse else out
 
 

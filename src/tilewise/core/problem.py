@@ -189,7 +189,7 @@ def describe_signature(signature: Signature) -> AttentionProblem:
         signature.shares_memory and key.shape[-1:] > value.shape[-1:] and key.strides == value.strides
     )
     problem = describe_tensors(tensors, signature.options, is_value_in_key)
-    if signature.direction == "forward":
+    if signature.direction != "backward":
         return problem
     return replace(
         problem,

@@ -43,15 +43,16 @@ class Request(NamedTuple):
 class Signature(NamedTuple):
     """Of one direction of one call; hashable. Tensors are plain tuples here, for speed: see `named`."""
 
-    direction: str  # "forward" or "backward"
+    direction: str  # "forward", "backward", or "statistics" of the weights
     inputs: tuple[Any, ...]  # of `Inputs`, in its order
-    results: tuple[Any, ...]  # backward: of out, lse, residual, dout and dlse
+    results: tuple[Any, ...]  # backward: of out, lse, residual, dout and dlse; statistics: lse, residual
     shares_memory: bool  # key and value begin at the same address
     options: Any  # `Options`
     backend: str | None  # the one asked for
     request: Request
     needs_bias_gradient: bool
     threads: int  # of PyTorch's pool
+    aux: Any = None  # of statistics: which, a `core.statistics.Aux`
 
 
 def named(raw: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ PyTorch's dispatcher: slower by some microseconds, with the same results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,6 +69,12 @@ def wants_deterministic() -> bool:
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# Compiled code is guarded by both modes, but cannot trace the second. `torch.compiler.assume_constant_result`
-# sets this too, and imports Dynamo and Triton for it.
-wants_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo calls the function where it meets it. As `torch.compiler.assume_constant_result`, which imports
+    Dynamo and Triton."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# Compiled code is guarded by both modes, but cannot trace the second.
+while_tracing(wants_deterministic)

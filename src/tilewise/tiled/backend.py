@@ -26,11 +26,14 @@ from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order
 from tilewise.core.torch_private import own_dtypes
+from tilewise.tiled import statistics
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Every problem is served; tiles are cut anew in every call."""
+    if signature.direction == "statistics":
+        return statistics.plan(problem, signature)  # type: ignore[return-value]
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward_call)
     return FunctionPlan(problem, functools.partial(_forward_call, request=signature.request))
