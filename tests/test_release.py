@@ -1,4 +1,4 @@
-"""What is published: a wheel and an sdist that work where nothing else of the tree is, and who may publish."""
+"""What is published: a wheel and an sdist that work without the rest of the tree, and who may publish."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_wheel_works_in_an_environment_of_its_own(dist, tmp_path):
 @pytest.mark.slow
 def test_sdist_has_what_a_packager_needs(dist):
     (sdist,) = dist.glob("tilewise-*.tar.gz")
-    names = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= names
     assert {"src/tilewise/api.py", "tests/test_attention.py", "src/tilewise/py.typed"} <= names
     assert not any(name.startswith((".venv", "build/", "dist/")) for name in names)
