@@ -1,5 +1,6 @@
 """The figures of `explain` are those of the call."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -169,3 +170,13 @@ def test_no_random_number_is_drawn():
     x, state = torch.zeros(1, 4, 2, 16), torch.get_rng_state()
     tilewise.explain(x, x, x, dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rocm_is_called_experimental(monkeypatch):
+    x = torch.zeros(1, 8, 2, 16)
+    found = tilewise.explain(x, x, x)
+    assert "experimental" not in str(found)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert "experimental" not in str(found)
+    on_gpu = dataclasses.replace(found, problem=dataclasses.replace(found.problem, device_type="cuda"))
+    assert "ROCm 7.1 is experimental" in str(on_gpu)

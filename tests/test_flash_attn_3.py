@@ -6,10 +6,12 @@ import torch
 import tilewise
 from tilewise import reference
 from tilewise.flash_attn_3 import (
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
 )
 
 INF = float("inf")
@@ -42,6 +44,17 @@ SIGNATURES = {  # of hopper/flash_attn_interface.py
         ("causal", False), ("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0),
         ("rotary_interleaved", True), ("scheduler_metadata", None), ("num_splits", 0), ("pack_gqa", None),
         ("sm_margin", 0), ("return_softmax_lse", False),
+    ],
+    flash_attn_combine: [
+        ("out_partial", REQUIRED), ("lse_partial", REQUIRED), ("out", None), ("out_dtype", None),
+    ],
+    get_scheduler_metadata: [
+        ("batch_size", REQUIRED), ("max_seqlen_q", REQUIRED), ("max_seqlen_k", REQUIRED),
+        ("num_heads_q", REQUIRED), ("num_heads_kv", REQUIRED), ("headdim", REQUIRED),
+        ("cache_seqlens", REQUIRED), ("qkv_dtype", torch.bfloat16), ("headdim_v", None),
+        ("cu_seqlens_q", None), ("cu_seqlens_k_new", None), ("cache_leftpad", None), ("page_size", None),
+        ("max_seqlen_k_new", 0), ("causal", False), ("window_size", (-1, -1)), ("attention_chunk", 0),
+        ("has_softcap", False), ("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0),
     ],
 }  # fmt: skip
 
@@ -235,3 +248,50 @@ def test_errors():
     refused(ValueError, "seqused_k[0]=-1", varlen, seqused_k=torch.tensor([-1]))
     refused(ValueError, "seqused_k must be a (batch,)=(1,)", varlen, seqused_k=torch.tensor([1, 1]))
     refused(TypeError, "seqused_k.dtype=torch.float32", varlen, seqused_k=torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_combine_parts_of_the_keys(out_dtype):
+    """Three parts, of which a query sees one, two or none; in the layout that flash-attn has."""
+    q, k, v = randn(2, 3, 4, 8), randn(2, 9, 2, 8), randn(2, 9, 2, 5)
+    mask = torch.rand(2, 4, 3, 9) < 0.5
+    mask[:, :, 1] = False
+    mask[..., :4] &= torch.arange(4)[:, None, None] != 2
+    cuts = [slice(0, 4), slice(4, 5), slice(5, 9)]
+    parts = [tilewise.attention(q, k[:, c], v[:, c], mask=mask[..., c], return_lse=True) for c in cuts]
+    outs, lses = (torch.stack(t) for t in zip(*parts))
+    out, lse = flash_attn_combine(outs, lses.transpose(-1, -2), out_dtype=out_dtype)
+    expected, expected_lse = reference.attention(q, k, v, mask=mask, dtype=torch.float64)
+    assert out.dtype == (out_dtype or torch.float64)
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if out_dtype else {}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    torch.testing.assert_close(lse, expected_lse.transpose(1, 2))
+    place = torch.empty_like(out)
+    assert flash_attn_combine(outs, lses.transpose(-1, -2), place, out_dtype)[0] is place
+    assert torch.equal(place, out)
+
+
+def test_combine_refuses_what_does_not_fit():
+    out, lse = torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"lse_partial\.shape=\(2, 1, 4, 3\) must be \(parts, batch"):
+        flash_attn_combine(out, lse.transpose(-1, -2))
+    with pytest.raises(ValueError, match=r"out of shape \(1, 3, 4, 8\) and torch.float32 must be .*bfloat16"):
+        flash_attn_combine(out, lse, torch.empty(1, 3, 4, 8), torch.bfloat16)
+
+
+def test_scheduler_metadata_is_what_the_call_takes():
+    q, cache, held = randn(1, 1, 2, 8), randn(1, 6, 2, 8), torch.tensor([5])
+    metadata = get_scheduler_metadata(1, 1, 6, 2, 2, 8, held)
+    out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=held, scheduler_metadata=metadata)
+    torch.testing.assert_close(out, tilewise.attention(q, cache[:, :5], cache[:, :5]))
+
+
+def test_windows_may_be_tensors():
+    q, k, v = randn(1, 7, 2, 8), randn(1, 9, 2, 8), randn(1, 9, 2, 8)
+    window = (torch.tensor(3), torch.tensor([-1], dtype=torch.int32))
+    assert torch.equal(
+        flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, -1))
+    )
+    for bad in (torch.tensor(2.0), torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="window_size="):
+            flash_attn_func(q, k, v, window_size=(bad, -1))

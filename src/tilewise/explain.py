@@ -89,6 +89,8 @@ class Explanation:
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
             f"{self.intensity:.4g} FLOP/byte"
         ]
+        if p.device_type == "cuda" and torch.version.hip is not None:
+            rows += [f"note       ROCm {torch.version.hip} is experimental: no such GPU was tried"]
         return "\n".join(rows + self._bound_rows())
 
     def _bound_rows(self) -> list[str]:

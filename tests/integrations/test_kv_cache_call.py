@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import tilewise
 from tilewise import flash_attn_3, reference
+from tilewise.core.rotary import apply_rotary
 from tilewise.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 INF = float("inf")
@@ -191,7 +193,7 @@ BAD_CALLS = [
     ({"block_table": int32([0], [3])}, "block_table[1]=[3]"),
     ({"block_table": int32([-1], [1])}, "block_table[0]=[-1]"),
     ({"block_table": int32([0])}, "block_table.shape=(1, 1)"),
-    ({"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "cache_batch_idx must be None"),
+    ({"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 2)}, "cache_batch_idx=[0, 2]"),
     ({"v": None}, "k and v"),
     ({"k": randn(2, 2, 1, 8)}, "k.shape=(2, 2, 1, 8) must be (2, seqlen_new, 2, 8)"),
     ({"v": randn(2, 3, 2, 8)}, "v.shape=(2, 3, 2, 8)"),
@@ -291,6 +293,44 @@ def test_fa3_packed(options, expected, query_counts, new_counts, kind):
     torch.testing.assert_close(out, torch.cat([o for o, _ in results]))
     torch.testing.assert_close(lse, torch.cat([l for _, l in results], dim=1))
     assert [t.numel() for t in rest] == [0, 0]
+
+
+def test_fa3_rows_of_a_page_table():
+    """Five sequences have pages, three are called, in any order; new tokens go to their pages."""
+    k_cache, v_cache = randn(20, 3, 2, 8), randn(20, 3, 2, 5)
+    table, index = torch.randperm(20).view(5, 4), torch.tensor([4, 0, 3])
+    q, k, v = randn(3, 2, 4, 8), randn(3, 2, 2, 8), randn(3, 2, 2, 5)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    results = cached_attention(
+        q, page_rows(table[index], 3), expected_k, expected_v, k, v, held=[5, 0, 9], causal=True
+    )
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=int32(5, 0, 9), page_table=table, cache_batch_idx=index,
+        causal=True,
+    )  # fmt: skip
+    assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
+    torch.testing.assert_close(out, torch.stack([o for o, _ in results]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fa3_rotary_of_queries_alone(causal, interleaved):
+    """The cache holds rotated keys already: q takes rotary_seqlens on, all of it the first without a mask."""
+    k_cache, v_cache = randn(2, 9, 2, 8), randn(2, 9, 2, 8)
+    before = k_cache.clone()
+    q, starts, angle = randn(2, 3, 4, 8), [4, 6], torch.rand(12, 3, dtype=torch.float64) * 6
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, rotary_cos=angle.cos(), rotary_sin=angle.sin(), cache_seqlens=int32(7, 9),
+        rotary_seqlens=int32(*starts), rotary_interleaved=interleaved, causal=causal,
+    )  # fmt: skip
+    assert torch.equal(k_cache, before)
+    for b, (start, length) in enumerate(zip(starts, (7, 9))):
+        at = angle[start : start + 3] if causal else angle[start : start + 1].expand(3, -1)
+        turned = apply_rotary(q[b], at.cos(), at.sin(), interleaved=interleaved)
+        expected = tilewise.attention(
+            turned[None], k_cache[b : b + 1, :length], v_cache[b : b + 1, :length], causal=causal
+        )
+        torch.testing.assert_close(out[b : b + 1], expected)
 
 
 @pytest.mark.parametrize("options, expected", MASKS)
@@ -464,6 +504,28 @@ FA3_BAD_CALLS = [
     ({"page_table": int32([0], [9])}, ValueError, "page_table[1]=[9]"),
     ({"rotary_seqlens": int32(1)}, ValueError, "rotary_seqlens.shape=(1,)"),
     ({"k": None, "v": None}, ValueError, "cu_seqlens_k_new must be None"),
+    (
+        {"k": None, "v": None, "cu_seqlens_k_new": None, "rotary_seqlens": int32(1, 2)},
+        ValueError,
+        "rotary_seqlens must be None",
+    ),
+    (
+        {
+            "k": None,
+            "v": None,
+            "cu_seqlens_k_new": None,
+            "rotary_cos": randn(9, 4),
+            "rotary_sin": randn(9, 4),
+        },
+        ValueError,
+        "rotary_cos must be None",
+    ),
+    (
+        {"page_table": int32([0], [1], [2]), "cache_batch_idx": int32(0, 3)},
+        ValueError,
+        "cache_batch_idx=[0, 3] must index the cache's 3",
+    ),
+    ({"page_table": int32([0], [1], [2])}, ValueError, "page_table.shape=(3, 1)"),
 ]
 
 

@@ -292,9 +292,11 @@ ERRORS = [
 
 @pytest.mark.parametrize("call, error, message", ERRORS)
 def test_errors(call, error, message):
+    """Of this library's kind, and RuntimeErrors as PyTorch's own."""
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+    assert isinstance(raised.value, RuntimeError)
 
 
 @pytest.mark.parametrize("seqlen", [1, 5, 80])

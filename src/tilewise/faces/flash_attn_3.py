@@ -17,6 +17,7 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
 - q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
   None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
+  Tensors of one integer are read, which waits for their device.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
 - num_splits, pack_gqa, sm_margin, scheduler_metadata: accepted; they never change the result's meaning.
 - deterministic: gradients equal bit for bit from run to run.
@@ -37,19 +38,20 @@ import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
-from tilewise.core.checks import check_flag
-from tilewise.core.problem import Inputs, Options
+from tilewise.core.checks import check_flag, check_tensors
+from tilewise.core.merge import merge
 from tilewise.faces import chunks, flash_attn_call
 from tilewise.faces.fp8 import Descale, as_bfloat16
 from tilewise.faces.kv_cache_arguments import KVCacheCall
 from tilewise.faces.kv_cache_call import attention_with_kv_cache
-from tilewise.faces.tokens import Tokens, counts_of
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 WithLse = Tensor | tuple[Tensor, Tensor]
@@ -210,7 +212,7 @@ def flash_attn_varlen_func(
     if seqused_q is None and seqused_k is None:
         out, lse = chunks.attention(inputs, options, chunk)
     else:
-        out, lse = _attend_used(inputs, options, chunk, seqused_q, seqused_k)
+        out, lse = flash_attn_call.attend_used(inputs, options, chunk, seqused_q, seqused_k)
     out = descale.output(out, cu_seqlens_q) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -259,13 +261,15 @@ def flash_attn_with_kvcache(
         v: likewise with head_dim_v.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k and q before use. k takes positions
             start, start + 1, ...; so does q if causal, windowed or in chunks, otherwise all of q takes start.
-            Only with k and v. float8_e4m3fn tokens are rotated in float32: k is then rounded to 8 bits to be
-            stored (an error of up to 1/16), q is multiplied by its factors and rounded to bfloat16.
+            Without k and v only q is rotated, from rotary_seqlens on, which flash-attn refuses. float8_e4m3fn
+            tokens are rotated in float32: k is then rounded to 8 bits to be stored (an error of up to 1/16),
+            q is multiplied by its factors and rounded to bfloat16.
         cache_seqlens: tokens already in the cache: an integer, or (batch,) int32 or int64; None is all.
-        cache_batch_idx: (batch,) which sequence of the cache each batch entry uses; None is 0, 1, ....
+        cache_batch_idx: (batch,) which sequence of the cache, or row of page_table, each batch entry uses;
+            None is 0, 1, ....
             With k and v none may occur twice: refused on the CPU; on a GPU one entry's tokens are lost.
         cache_leftpad: (batch,) leading cache rows to ignore.
-        page_table: (batch, pages a sequence).
+        page_table: (batch, pages a sequence), or with cache_batch_idx any number of rows.
         cu_seqlens_q, cu_seqlens_k_new: (batch + 1,): each packed sequence's first row, and the total. Queries
             of unequal lengths have the cached rows in use copied together.
         max_seqlen_q: the longest of cu_seqlens_q, if known.
@@ -303,42 +307,74 @@ def flash_attn_with_kvcache(
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def _attend_used(
-    inputs: Inputs, options: Options, chunk: int, seqused_q: Tensor | None, seqused_k: Tensor | None
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pack the rows that count, attend, and put the results back in their rows."""
-    query, key = inputs.query, inputs.key
-    rows_q = _used_rows("q", inputs.cu_seqlens_q, seqused_q, len(query))
-    rows_k = _used_rows("k", inputs.cu_seqlens_k, seqused_k, len(key))
-    used_q, used_k = rows_q.position, rows_k.position
-    used = inputs._replace(
-        query=query.index_select(0, used_q),
-        key=key.index_select(0, used_k),
-        value=inputs.value.index_select(0, used_k),
-        cu_seqlens_q=rows_q.cu_seqlens,
-        cu_seqlens_k=rows_k.cu_seqlens,
-    )
-    out, lse = chunks.attention(used, options, chunk)
-    all_out = out.new_zeros(len(query), *out.shape[1:]).index_copy(0, used_q, out)
-    all_lse = lse.new_full((lse.shape[0], len(query)), float("-inf")).index_copy(1, used_q, lse)
-    return all_out, all_lse
+    """Attention over parts of the keys, put together. Differentiable unless out is given.
+
+    Args:
+        out_partial: (parts, batch, seqlen_q, heads, head_dim_v): what each part's call returned.
+        lse_partial: (parts, batch, seqlen_q, heads): the transposed softmax_lse of the parts.
+        out: (batch, seqlen_q, heads, head_dim_v), written to.
+        out_dtype: of the result; None is that of out_partial.
+
+    Returns:
+        out; and lse (batch, seqlen_q, heads), -inf where no part saw a key.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit.
+
+    Example:
+        >>> out, lse = flash_attn_combine(torch.ones(2, 1, 3, 4, 8), torch.zeros(2, 1, 3, 4))
+        >>> out.shape, round(lse[0, 0, 0].item(), 4)
+        (torch.Size([1, 3, 4, 8]), 0.6931)
+    """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1] or not len(out_partial):
+        raise ValueError(
+            f"out_partial.shape={tuple(out_partial.shape)} and lse_partial.shape={tuple(lse_partial.shape)} "
+            "must be (parts, batch, seqlen_q, heads, head_dim_v) and (parts, batch, seqlen_q, heads), with "
+            "at least one part"
+        )
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    exact = torch.promote_types(out_partial.dtype, lse_partial.dtype)  # so that it is rounded once, to dtype
+    parts = [(o, lse.transpose(1, 2)) for o, lse in zip(out_partial.to(exact), lse_partial)]
+    found, lse = merge(parts)
+    found, lse = found.to(dtype), lse.transpose(1, 2)
+    if out is None:
+        return found, lse
+    check_tensors(out=out)
+    if out.shape != found.shape or out.dtype != dtype:
+        raise ValueError(
+            f"out of shape {tuple(out.shape)} and {out.dtype} must be of {tuple(found.shape)} and {dtype}"
+        )
+    return out.copy_(found), lse
 
 
-def _used_rows(side: str, cu_seqlens: Tensor | None, seqused: Tensor | None, total: int) -> Tokens:
-    """The rows of the packed tensor that count: `counts[b]` of them from the first row of sequence b."""
-    assert cu_seqlens is not None
-    counts = counts_of(f"cu_seqlens_{side}", cu_seqlens, total)
-    first = [sum(counts[:n]) for n in range(len(counts))]
-    if seqused is None:
-        return Tokens(counts, first, cu_seqlens.device)
-    if not isinstance(seqused, Tensor) or tuple(seqused.shape) != (len(counts),):
-        raise ValueError(f"seqused_{side} must be a (batch,)=({len(counts)},) tensor")
-    if seqused.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"seqused_{side}.dtype={seqused.dtype} must be int32 or int64")
-    used = seqused.tolist()
-    for n, (count, length) in enumerate(zip(used, counts)):
-        if not 0 <= count <= length:
-            raise ValueError(
-                f"seqused_{side}[{n}]={count} must be between 0 and the sequence's length {length}"
-            )
-    return Tokens(used, first, cu_seqlens.device)
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
+    """What `flash_attn_with_kvcache` takes as scheduler_metadata: None, as kernels schedule themselves.
+
+    Takes what FlashAttention-3 takes, so that code written for it runs, and reads none of it.
+    """

@@ -1,4 +1,4 @@
-"""What the faces of flash-attn 2 and 3 share: reading their arguments."""
+"""What the faces of flash-attn 2 and 3 share: reading their arguments, and packed sequences used in part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from tilewise.api import canonical_inputs, read_length
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
+from tilewise.faces import chunks
+from tilewise.faces.tokens import Tokens, counts_of
 
 
 def options(
@@ -22,6 +24,8 @@ def options(
         ValueError: window_size is not two integers.
     """
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if fits and any(isinstance(bound, Tensor) for bound in window_size):
+        window_size = tuple(_read_bound(bound) for bound in window_size)  # type: ignore[assignment]
     if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
         raise ValueError(
             f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
@@ -41,6 +45,12 @@ def options(
         scale=softmax_scale,
         **others,
     )
+
+
+def _read_bound(bound: Any) -> Any:
+    """The number of a tensor that holds one integer; anything else as it is."""
+    is_integer = isinstance(bound, Tensor) and not bound.is_floating_point() and bound.numel() == 1
+    return int(bound) if is_integer else bound
 
 
 def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
@@ -88,3 +98,44 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             f"on {q.device}"
         )
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+
+
+def attend_used(
+    inputs: Inputs, options: Options, chunk: int, seqused_q: Tensor | None, seqused_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Pack the rows that count, attend, and put the results back in their rows."""
+    query, key = inputs.query, inputs.key
+    rows_q = _used_rows("q", inputs.cu_seqlens_q, seqused_q, len(query))
+    rows_k = _used_rows("k", inputs.cu_seqlens_k, seqused_k, len(key))
+    used_q, used_k = rows_q.position, rows_k.position
+    used = inputs._replace(
+        query=query.index_select(0, used_q),
+        key=key.index_select(0, used_k),
+        value=inputs.value.index_select(0, used_k),
+        cu_seqlens_q=rows_q.cu_seqlens,
+        cu_seqlens_k=rows_k.cu_seqlens,
+    )
+    out, lse = chunks.attention(used, options, chunk)
+    all_out = out.new_zeros(len(query), *out.shape[1:]).index_copy(0, used_q, out)
+    all_lse = lse.new_full((lse.shape[0], len(query)), float("-inf")).index_copy(1, used_q, lse)
+    return all_out, all_lse
+
+
+def _used_rows(side: str, cu_seqlens: Tensor | None, seqused: Tensor | None, total: int) -> Tokens:
+    """The rows of the packed tensor that count: `counts[b]` of them from the first row of sequence b."""
+    assert cu_seqlens is not None
+    counts = counts_of(f"cu_seqlens_{side}", cu_seqlens, total)
+    first = [sum(counts[:n]) for n in range(len(counts))]
+    if seqused is None:
+        return Tokens(counts, first, cu_seqlens.device)
+    if not isinstance(seqused, Tensor) or tuple(seqused.shape) != (len(counts),):
+        raise ValueError(f"seqused_{side} must be a (batch,)=({len(counts)},) tensor")
+    if seqused.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seqused_{side}.dtype={seqused.dtype} must be int32 or int64")
+    used = seqused.tolist()
+    for n, (count, length) in enumerate(zip(used, counts)):
+        if not 0 <= count <= length:
+            raise ValueError(
+                f"seqused_{side}[{n}]={count} must be between 0 and the sequence's length {length}"
+            )
+    return Tokens(used, first, cu_seqlens.device)

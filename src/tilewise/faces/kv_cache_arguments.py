@@ -90,9 +90,15 @@ def new_layout(call: KVCacheCall, batch: int) -> Layout | None:
     if call.k is None or call.v is None:
         if (call.k is None) != (call.v is None):
             raise ValueError("k and v must be given together, or neither")
-        for name in ("rotary_cos", "rotary_sin", "rotary_seqlens", "cu_seqlens_k_new"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{name} must be None when no new k and v are given")
+        if call.cu_seqlens_k_new is not None:
+            raise ValueError("cu_seqlens_k_new must be None when no new k and v are given")
+        is_turned = call.rotary_cos is not None or call.rotary_sin is not None
+        if is_turned != (call.rotary_seqlens is not None):
+            name = "rotary_cos" if is_turned else "rotary_seqlens"
+            raise ValueError(
+                f"{name} must be None when no new k and v are given: only rotary_cos, rotary_sin and "
+                "rotary_seqlens together rotate q alone"
+            )
         return None
     if call.cache_seqlens is None:
         raise ValueError("cache_seqlens=None must say where k and v are written")
@@ -131,31 +137,37 @@ def held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
 
 def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
     """(batch, pages): the face's table; a column of cache rows for `cache_batch_idx`; None if row b is b."""
-    if call.page_table is not None:
-        if call.cache_batch_idx is not None:
-            raise ValueError(f"cache_batch_idx must be None when {call.table_name} is given")
-        if call.page_table.ndim != 2 or len(call.page_table) != batch or call.k_cache.shape[1] < 1:
-            raise ValueError(
-                f"{call.table_name}.shape={tuple(call.page_table.shape)} must be (batch={batch}, pages a "
-                f"sequence) and the page size {call.k_cache.shape[1]} at least 1"
-            )
-        return call.page_table
-    rows = len(call.k_cache)
-    if call.cache_batch_idx is None:
-        if rows < batch:
-            raise ValueError(f"k_cache.shape[0]={rows} must be at least the batch size {batch}")
-        return None
-    index = _per_sequence("cache_batch_idx", call.cache_batch_idx, batch)
-    is_read = not index.is_cuda and not torch.compiler.is_compiling()
-    if is_read and not all(0 <= i < rows for i in index.tolist()):
-        raise ValueError(f"cache_batch_idx={index.tolist()} must index the cache's {rows} sequences")
-    if is_read and call.k is not None and len(set(index.tolist())) < batch:
+    table, index = call.page_table, call.cache_batch_idx
+    if table is not None and (table.ndim != 2 or call.k_cache.shape[1] < 1):
         raise ValueError(
-            f"cache_batch_idx={index.tolist()} must not name a sequence twice when k and v are appended"
+            f"{call.table_name}.shape={tuple(table.shape)} must be (batch={batch}, pages a "
+            f"sequence) and the page size {call.k_cache.shape[1]} at least 1"
         )
+    rows = len(call.k_cache if table is None else table)
+    if index is not None:
+        _check_batch_idx(call, index, batch, rows)
+        return index[:, None] if table is None else table.index_select(0, index)
+    if table is not None and rows != batch:
+        raise ValueError(
+            f"{call.table_name}.shape={tuple(table.shape)} must be (batch={batch}, pages a sequence)"
+        )
+    if rows < batch:
+        raise ValueError(f"k_cache.shape[0]={rows} must be at least the batch size {batch}")
+    return table
+
+
+def _check_batch_idx(call: KVCacheCall, index: Tensor, batch: int, rows: int) -> None:
+    """Rows of the cache, or of its page table."""
+    _per_sequence("cache_batch_idx", index, batch)
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
-    return call.cache_batch_idx[:, None]
+    if index.is_cuda or torch.compiler.is_compiling():
+        return
+    held = index.tolist()
+    if not all(0 <= i < rows for i in held):
+        raise ValueError(f"cache_batch_idx={held} must index the cache's {rows} sequences")
+    if call.k is not None and len(set(held)) < batch:
+        raise ValueError(f"cache_batch_idx={held} must not name a sequence twice when k and v are appended")
 
 
 def check_tensors(call: KVCacheCall) -> None:
@@ -220,9 +232,9 @@ def check_lengths(
             raise ValueError(f"cache_leftpad[{i}]={pad} must be between 0 and the length {h + a}")
     if call.page_table is not None and table is not None:
         check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
-    if call.rotary_cos is not None and new is not None:
+    if call.rotary_cos is not None:
         starts = held if call.rotary_seqlens is None else call.rotary_seqlens
-        counts = [layout.counts() for layout in (queries, new)]
+        counts = [layout.counts() for layout in (queries, new) if layout is not None]
         last = max((int((starts + count).max()) for count in counts if len(starts)), default=0) - 1
         first = int(starts.min()) if len(starts) else 0
         if first < 0 or last >= len(call.rotary_cos):

@@ -78,9 +78,11 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
             query = _append_at_once(call, held, lengths, table, rotary)
         else:
             query = _append(call, options, queries, new, held, table, rotary)
-        if rotary is not None:
-            query = call.descale.query(query, call.cu_seqlens_q) if is_fp8 else query
-            inputs, entry = inputs._replace(query=query), None
+    elif rotary is not None:
+        query = _turned_query(call, options, queries, rotary)
+    if rotary is not None:
+        query = call.descale.query(query, call.cu_seqlens_q) if is_fp8 else query
+        inputs, entry = inputs._replace(query=query), None
     if call.qv is not None:
         query, key = with_qv(inputs.query, call.qv, inputs.key, inputs.value)
         inputs = inputs._replace(query=query, key=key)
@@ -147,13 +149,12 @@ def _append(
 ) -> Tensor:
     """Rotate q and k by their positions, and write k and v; return q rotated, of 8 bits in float32."""
     assert call.k is not None and call.v is not None
-    q, k, device = call.q, call.k, call.q.device
-    sequence, offset = new.offsets(device)
+    q, k = call.q, call.k
+    sequence, offset = new.offsets(q.device)
     if rotary is not None:
         k = _turn(call, k, rotary, sequence, offset)
         k = to_fp8(k) if call.k.dtype == FP8 else k
-        at = queries.offsets(device)
-        q = _turn(call, q, rotary, at[0], at[1] if _is_local(call, options) else at[1] * 0)
+        q = _turned_query(call, options, queries, rotary)
     position = held[sequence] + offset
     entry, row = sequence, position
     if table is not None:
@@ -164,6 +165,11 @@ def _append(
     call.k_cache[entry, row.long()] = k.flatten(0, -3)
     call.v_cache[entry, row.long()] = call.v.flatten(0, -3)
     return q
+
+
+def _turned_query(call: KVCacheCall, options: Options, queries: Layout, rotary: Rotary) -> Tensor:
+    sequence, offset = queries.offsets(call.q.device)
+    return _turn(call, call.q, rotary, sequence, offset if _is_local(call, options) else offset * 0)
 
 
 def _turn(call: KVCacheCall, x: Tensor, rotary: Rotary, sequence: Tensor, offset: Tensor) -> Tensor:

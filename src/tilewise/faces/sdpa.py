@@ -17,6 +17,14 @@ from tilewise.faces.autocast import autocast
 from tilewise.faces.jagged import is_jagged, jagged_attention
 
 
+class SDPAValueError(ValueError, RuntimeError):
+    """A value that does not fit: `ValueError` as everywhere here, and `RuntimeError` as PyTorch raises."""
+
+
+class SDPATypeError(TypeError, RuntimeError):
+    """A type that does not fit: `TypeError` as everywhere here, and `RuntimeError` as PyTorch raises."""
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -50,7 +58,8 @@ def scaled_dot_product_attention(
         query that sees no key gives 0.
 
     Raises:
-        ValueError, TypeError: as `tilewise.attention`, and is_causal together with attn_mask.
+        SDPAValueError, SDPATypeError: where `tilewise.attention` raises ValueError or TypeError, and for
+            is_causal together with attn_mask. Both are RuntimeErrors too, which PyTorch raises.
         NotImplementedError: attn_mask of nested tensors.
 
     Example:
@@ -59,6 +68,25 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0].flatten()
         tensor([0.0000, 0.5000, 1.0000])
     """
+    try:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except ValueError as error:
+        raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
+    except TypeError as error:
+        raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The call in this library's words."""
     is_lower_right = False
     if hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
         is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
