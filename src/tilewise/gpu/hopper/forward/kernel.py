@@ -16,7 +16,7 @@ exponentials the others have the tensor cores. Where two CTAs share an SM, that 
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Cache, MaskMap, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -34,7 +34,7 @@ from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
-from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited, visited
+from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
     fetch_add,
@@ -60,6 +60,15 @@ from tilewise.gpu.hopper.common.softmax import (
     rescaled_sums,
     softcapped,
 )
+from tilewise.gpu.hopper.mask.visits import (
+    entry_at,
+    hide_by_bits,
+    is_partial,
+    is_seen_by_all,
+    load_bits,
+    tile_of,
+    visits_of,
+)
 
 
 @aggregate
@@ -75,7 +84,7 @@ class Rings:
 
 
 @gluon.jit
-def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg: gl.constexpr):
+def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg: gl.constexpr):
     """Take work tiles and stream theirs: K first, then Q, then K and V alternately, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
@@ -89,10 +98,13 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         work = locate(current, sizes, packing, cache, cfg)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
-        left = tiles.end - tiles.begin - 1
-        j = visited(tiles, left, cfg)
+        visits = visits_of(tiles, work, mask, cfg)
+        left = visits.count - 1
+        j = tile_of(entry_at(left, visits, tiles, mask, cfg), left, tiles, cfg)
+        next_left = gl.maximum(left - 1, 0)
+        entry = entry_at(next_left, visits, tiles, mask, cfg)  # a tile ahead, as page numbers are
         k_coords = key_coords(j, read_pages(j, work, sizes, cache, cfg), work, head_k, sizes, cfg)
-        pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+        pages = read_pages(tile_of(entry, next_left, tiles, cfg), work, sizes, cache, cfg)
         load_keys(rings.k, use, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
         send(rings.work, work_use, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
@@ -102,8 +114,10 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         while left > 0:
             v_coords = k_coords
             left -= 1
-            k_coords = key_coords(visited(tiles, left, cfg), pages, work, head_k, sizes, cfg)
-            pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+            k_coords = key_coords(tile_of(entry, left, tiles, cfg), pages, work, head_k, sizes, cfg)
+            next_left = gl.maximum(left - 1, 0)
+            entry = entry_at(next_left, visits, tiles, mask, cfg)
+            pages = read_pages(tile_of(entry, next_left, tiles, cfg), work, sizes, cache, cfg)
             load_keys(rings.k, use + 1, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
             load_keys(rings.v, use, v_desc, v_coords, work, head_k, sizes.rows_v, 1, cfg)
             use += 1
@@ -163,9 +177,12 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
-):
-    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, row, tiles, is_exact, work, sizes, factors,
+    dtype: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
+
+    Steady: alpha is 1. Of a mask: the tile's entry and bits, and 1 if each row has seen a key before.
 
     `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
     Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
@@ -174,12 +191,17 @@ def softmax_step(
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    j = visited(tiles, left, cfg)
+    j = tile_of(entry, left, tiles, cfg)
     if j >= tiles.full_end:  # only edge tiles are masked
         s = mask_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.full_begin:
         s = mask_left(s, j, row, work, sizes, cfg)
     is_steady = (left < tiles.num_steady) & (is_exact == 0)
+    if cfg.HAS_MASK:
+        if is_partial(W, entry):
+            s = hide_by_bits(s, words)
+        is_steady = (has_seen != 0) & (is_exact == 0)
+        has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
@@ -188,7 +210,7 @@ def softmax_step(
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p, m, l, alpha, is_steady
+    return p, m, l, alpha, is_steady, has_seen
 
 
 @gluon.jit
@@ -213,6 +235,18 @@ def skip(k_ring, v_ring, use, count):
 
 
 @gluon.jit
+def own_visits(tiles, all_tiles, work, mask, cfg: gl.constexpr):
+    """(tiles of the CTA before and after those of a warpgroup, its visits). By a mask it visits all of them."""
+    before, after = unvisited(tiles, all_tiles, cfg)
+    if cfg.HAS_MASK:
+        visits = visits_of(all_tiles, work, mask, cfg)
+        before, after = 0, 0
+    else:
+        visits = visits_of(tiles, work, mask, cfg)
+    return before, after, visits
+
+
+@gluon.jit
 def mma_role(
     W: gl.constexpr,
     o_desc,
@@ -223,6 +257,7 @@ def mma_role(
     sizes,
     factors,
     cache,
+    mask,
     cfg: gl.constexpr,
 ):
     """Warpgroup W: its 64 rows of every work tile."""
@@ -237,12 +272,14 @@ def mma_role(
         row = work.row + W * ROWS
         all_tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
-        before, after = unvisited(tiles, all_tiles, cfg)
+        before, after, visits = own_visits(tiles, all_tiles, work, mask, cfg)
         use = skip(rings.k, rings.v, use, before)
         q_use = work_use * WARPGROUPS + W
         rings.q.wait(q_use)
 
-        left = tiles.end - tiles.begin - 1  # tiles yet to visit
+        left = visits.count - 1  # tiles yet to visit
+        entry = entry_at(left, visits, all_tiles, mask, cfg)
+        words = load_bits(W, entry, visits, mask, cfg)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
@@ -253,9 +290,15 @@ def mma_role(
         if cfg.IS_CACHED:
             l += poison(work, tiles, sizes, cache, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
-        p, m, l, _, _ = softmax_step(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
+        p, m, l, _, _, has_seen = softmax_step(
+            W, s, m, l, left, entry, words, 0 * left, row, tiles, 1, work, sizes, factors, dtype, cfg
+        )
+        entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
+            current = entry
+            words = load_bits(W, current, visits, mask, cfg)  # under the products
+            entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
             if cfg.IS_OVERLAPPED:
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
@@ -265,9 +308,10 @@ def mma_role(
                 rings.v.release(use)
                 s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
             rings.k.release(use + 1)
-            p_next, m, l, alpha, is_steady = softmax_step(
-                s, m, l, left, row, tiles, is_exact, work, sizes, factors, dtype, cfg
-            )
+            p_next, m, l, alpha, is_steady, has_seen = softmax_step(
+                W, s, m, l, left, current, words, has_seen, row, tiles, is_exact, work, sizes, factors,
+                dtype, cfg,
+            )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
                 rings.v.release(use)
@@ -355,14 +399,16 @@ def store_staged(o_desc, smem_o, row, work, cfg: gl.constexpr):
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(
+    do_not_specialize=[*Sizes._fields, "mask_stride_batch", "mask_stride_head", "mask_stride_tile"]
+)
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    scale, cfg: gl.constexpr,
+    scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
@@ -371,6 +417,7 @@ def attn_fwd_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
+    mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
@@ -383,9 +430,9 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 1],
             [MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -393,11 +440,11 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (mma_role, (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (mma_role, (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 4, 4, 1],
             [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
