@@ -399,9 +399,7 @@ def store_staged(o_desc, smem_o, row, work, cfg: gl.constexpr):
     store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
 
 
-@gluon.jit(
-    do_not_specialize=[*Sizes._fields, "mask_stride_batch", "mask_stride_head", "mask_stride_tile"]
-)
+@gluon.jit(do_not_specialize=[*Sizes._fields, "mask_stride_batch", "mask_stride_head", "mask_stride_tile"])
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -430,8 +428,14 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 1],
@@ -440,10 +444,22 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
-                (mma_role, (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg)),
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 4, 4, 1],

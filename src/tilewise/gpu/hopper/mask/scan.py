@@ -9,6 +9,7 @@ from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS
 
 ROWS = tl.constexpr(WARPGROUP_ROWS)
 SHIFT = tl.constexpr(FLAG_BITS)
+FLAGS = tl.constexpr((1 << FLAG_BITS) - 1)
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_h", "heads", "row_tiles", "rows", "keys", "key_tiles"])
@@ -58,7 +59,7 @@ def list_tiles_kernel(states, tiles, key_tiles, BLOCK: tl.constexpr):
         is_visited = state >> SHIFT
         number = count + tl.cumsum(is_visited, 0) - is_visited
         tl.store(before + tile, number, mask=tile < key_tiles)
-        flags = state & ((1 << SHIFT) - 1)
+        flags = state & FLAGS
         tl.store(entries + number, (tile << SHIFT) + flags, mask=is_visited > 0)
         count += tl.sum(is_visited, 0)
     tl.store(before + key_tiles, count)

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.core.torch_private import base_and_version
-from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -105,7 +104,7 @@ def scan_launch(lengths: tuple[int, int], tensors: Tensors, warpgroups: int, blo
     seqlen_q, seqlen_k = (lengths[0] if has_rows else rows), lengths[1]
     counts = (heads, -(-mask_rows // rows), seqlen_q, seqlen_k, -(-seqlen_k // block_n))
     arguments = (mask, states, bits, *strides, *counts, warpgroups, block_n)
-    return Launch(scan_mask_kernel, states.shape[0], arguments, num_warps=8)
+    return Launch(scan_mask_kernel, states.shape[0], arguments, num_warps=block_n // 8)
 
 
 def list_launch(key_tiles: int, tensors: Tensors) -> Launch:
@@ -113,7 +112,9 @@ def list_launch(key_tiles: int, tensors: Tensors) -> Launch:
 
     states, tiles = tensors
     assert states is not None
-    return Launch(list_tiles_kernel, states.shape[0] // key_tiles, (states, tiles, key_tiles, 256), num_warps=4)
+    return Launch(
+        list_tiles_kernel, states.shape[0] // key_tiles, (states, tiles, key_tiles, 256), num_warps=4
+    )
 
 
 def clear() -> None:
