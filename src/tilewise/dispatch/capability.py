@@ -32,10 +32,6 @@ class Row(NamedTuple):
     is_rare: bool = False
 
 
-def _has_mask(p: AttentionProblem) -> bool:
-    return p.mask_shape is not None
-
-
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
     return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
 
@@ -78,16 +74,7 @@ ROWS = (
     Row("left padding of a cache", lambda p: p.has_leftpad, {
         "aten": NO_CACHE, "hopper": "does not take left padding",
     }),
-    Row("mask", _has_mask, {"hopper backward": "has no gradient with a mask"}),
-    Row("mask with a cache", lambda p: _has_mask(p) and p.is_cached, {
-        "aten": NO_CACHE, "hopper": "does not take a mask with a cache",
-    }),
-    Row("mask with packed sequences", lambda p: _has_mask(p) and p.is_packed, {
-        "aten": "has no packed sequences", "hopper": "does not take a mask with packed sequences",
-    }),
-    Row("mask with 8-bit products", lambda p: _has_mask(p) and p.precision == "fp8", dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take a mask with 8-bit products"}),
+    Row("mask", lambda p: p.mask_shape is not None, {"hopper": "does not take a mask"}),
     Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),

@@ -149,7 +149,7 @@ class Cache(NamedTuple):
 
 
 class MaskMap(NamedTuple):
-    """Which key tiles each tile of queries visits, and bits: see `mask.tile_map`. None and 0 without a mask."""
+    """Which key tiles each tile of queries visits, and their bits: see `mask.tile_map`; None without one."""
 
     tiles: Any = None
     bits: Any = None

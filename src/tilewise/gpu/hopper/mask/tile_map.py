@@ -11,7 +11,7 @@ tiles 0 to n it holds, as int32 in `tiles`,
 and in `bits` one word for each row and each of the four threads that share it, in the order in which they
 hold scores: bit 2e + c is column 8e + 2t + c of thread t. Causal masks and windows are no part of a map.
 
-A mask that many layers use is scanned once: as long as the tensor lives and is not written to, its map is kept.
+A mask that many layers use is scanned once: its map is kept while the tensor lives and is not written to.
 """
 
 from __future__ import annotations

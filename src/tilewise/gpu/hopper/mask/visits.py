@@ -6,7 +6,7 @@ from tilewise.gpu.hopper.common.layouts import partial_layout
 from tilewise.gpu.hopper.common.ranges import visited
 
 SHIFT = gl.constexpr(FLAG_BITS)
-NOTHING_SEEN = gl.constexpr((1 << FLAG_BITS) // 4 - 1)  # flags of two warpgroups: some scores are hidden
+NOTHING_SEEN = gl.constexpr(0b0011)  # flags: both warpgroups have hidden scores, and rows that see no key
 
 
 @aggregate
