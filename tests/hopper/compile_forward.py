@@ -53,6 +53,14 @@ CASES = {
         extras=("sinks",),
         kv_heads=2,
     ),
+    "mask_d64": Case(64, 64, extras=("mask",), kv_heads=2),
+    "mask_d64_causal": Case(64, 64, torch.float16, {"causal": True}, ("mask",), heads=32, seqlen_q=4096),
+    "mask_d128": Case(128, 128, extras=("mask",), kv_heads=2),
+    "mask_d128_window_softcap_sinks": Case(
+        128, 128, options={"window_left": 600, "window_right": 64, "softcap": 20.0}, extras=("mask", "sinks")
+    ),
+    "mask_d192_128_causal": Case(192, 128, options={"causal": True}, extras=("mask",)),
+    "mask_d256": Case(256, 256, extras=("mask",)),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_int64": Case(64, 64, extras=("packed", "int64")),
     "cache_d64": Case(64, 64, options={"causal": True}, extras=("lengths",)),

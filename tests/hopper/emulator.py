@@ -373,6 +373,47 @@ def run_grid(kernel: Any, num_programs: int, *args: Any, is_alone: bool = False)
         raise next((e for e in _failures if not isinstance(e, RuntimeError)), _failures[0])
 
 
+def scan_mask(
+    mask: torch.Tensor, states: torch.Tensor, bits: torch.Tensor, stride_b: int, stride_h: int,
+    stride_row: int, stride_key: int, heads: int, row_tiles: int, rows: int, keys: int, key_tiles: int,
+    warpgroups: int, block_n: int,
+) -> None:  # fmt: skip
+    """What `mask.scan.scan_mask_kernel` writes, a tile at a time in plain loops."""
+    for number in range(len(states)):
+        map_row, tile_k = divmod(number, key_tiles)
+        bh, tile_q = divmod(map_row, row_tiles)
+        b, h = divmod(bh, heads)
+        seen = torch.ones(warpgroups, 64, block_n, dtype=torch.bool)
+        row0, key0 = tile_q * warpgroups * 64, tile_k * block_n
+        count_q, count_k = min(warpgroups * 64, rows - row0), min(block_n, keys - key0)
+        strides = (stride_row, stride_key)
+        first = mask.storage_offset() + b * stride_b + h * stride_h + row0 * stride_row + key0 * stride_key
+        real = torch.as_strided(mask, (count_q, count_k), strides, first).bool()
+        seen.view(-1, block_n)[:count_q, :count_k] = real
+        flags = 0
+        for w in range(warpgroups):
+            flags |= int(not seen[w].all()) << w
+            flags |= int(seen[w, :, :count_k].any(1).all()) << (warpgroups + w)
+        states[number] = flags | int(real.any()) << 4
+        words = torch.zeros(warpgroups * 64, 4, dtype=torch.int64)
+        for column in range(block_n):
+            bit = column // 8 * 2 + column % 2
+            words[:, column % 8 // 2] |= seen.view(-1, block_n)[:, column].long() << bit
+        size = 8 * bits.itemsize
+        bits[number] = torch.where(words >> (size - 1) > 0, words - (1 << size), words).to(bits.dtype)
+
+
+def list_tiles(states: torch.Tensor, tiles: torch.Tensor, key_tiles: int) -> None:
+    """What `mask.scan.list_tiles_kernel` writes."""
+    tiles.fill_(-(1 << 20))  # entries that nobody may read
+    for line, row in zip(states.view(-1, key_tiles).tolist(), tiles.view(-1, 2 * key_tiles + 1), strict=True):
+        visited = [j for j, state in enumerate(line) if state >> 4]
+        for j in range(key_tiles + 1):
+            row[j] = sum(v < j for v in visited)
+        for n, j in enumerate(visited):
+            row[key_tiles + 1 + n] = j << 4 | line[j] & 15
+
+
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
@@ -381,6 +422,12 @@ def start(launched: Any, num_programs: int) -> None:
         lengths = torch.full((batch,), seqlen_q) if tiled is None else tiled.diff()
         first_tile[0] = 0
         first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
+        return
+    if launched.kernel.__name__ == "scan_mask_kernel":
+        scan_mask(*launched.arguments)
+        return
+    if launched.kernel.__name__ == "list_tiles_kernel":
+        list_tiles(*launched.arguments[:3])
         return
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
     run_grid(launched.kernel, num_programs, *pointers, is_alone=launched.kernel.__name__ in ALONE)

@@ -50,6 +50,14 @@ def plain_apply(function: type[torch.autograd.Function]) -> Any:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
+def base_and_version(t: Tensor) -> tuple[Tensor, int]:
+    """(the tensor whose memory t is a view of, or t; a number that grows with each write to that memory).
+
+    Not of an inference tensor, which has no such number.
+    """
+    return t if t._base is None else t._base, t._version
+
+
 def own_dtypes(device_type: str) -> AbstractContextManager[Any]:
     """Outside of autocast, which would change the dtypes of products in PyTorch operations."""
     if torch.is_autocast_enabled(device_type):

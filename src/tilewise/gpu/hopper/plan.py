@@ -14,7 +14,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, in_order
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import DecodeConfig
+from tilewise.gpu.hopper.common.arguments import DecodeConfig, MaskMap
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
@@ -152,8 +152,8 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
         tensors = (*given, None, None, None, None, None)
-        fresh = (out, lse, rest, None, None, counter)
-        return [Step(forward_launch.forward_launch, tensors, (config,), fresh)]
+        fresh = (out, lse, rest, None, None, counter, None, None)
+        return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
 
     return again_forward(problem, order, residual, given, steps, host.shared_counter)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
+FLAG_BITS = 4  # of an entry of a mask's tile map: see `mask.tile_map`
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ForwardConfig:
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+    HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -145,6 +147,16 @@ class Cache(NamedTuple):
     seqlens_k: Any
     page_table: Any  # (batch, pages); None: sequence b is entry b
     errors: Any  # flags for what is wrong in them: see `hopper.guards`
+
+
+class MaskMap(NamedTuple):
+    """Which key tiles each tile of queries visits, and their bits: see `mask.tile_map`; None without one."""
+
+    tiles: Any = None
+    bits: Any = None
+    stride_batch: Any = 0  # rows of the map from one to the next; 0 where all share one
+    stride_head: Any = 0
+    stride_tile: Any = 0
 
 
 class Sizes(NamedTuple):

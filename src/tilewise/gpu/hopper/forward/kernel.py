@@ -16,15 +16,13 @@ exponentials the others have the tensor cores. Where two CTAs share an SM, that 
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Cache, MaskMap, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
     as_blocks,
-    fence_async_shared,
     gl,
     gluon,
-    store_tile,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -34,7 +32,7 @@ from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
-from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited, visited
+from tilewise.gpu.hopper.common.ranges import key_tiles, mask_left, mask_right, unvisited
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
     fetch_add,
@@ -46,19 +44,22 @@ from tilewise.gpu.hopper.common.scheduler import (
     send_end,
 )
 from tilewise.gpu.hopper.common.softmax import (
-    LN_2,
-    LOG2_E,
     Factors,
-    exact_lse,
     exp2,
-    finite_or_zero,
-    log2,
-    log2_parts,
     online_softmax,
     partial_sums,
-    reciprocal,
     rescaled_sums,
     softcapped,
+)
+from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
+from tilewise.gpu.hopper.mask.visits import (
+    entry_at,
+    hide_by_bits,
+    is_partial,
+    is_seen_by_all,
+    load_bits,
+    tile_of,
+    visits_of,
 )
 
 MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how steep its first scores are
@@ -77,7 +78,7 @@ class Rings:
 
 
 @gluon.jit
-def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg: gl.constexpr):
+def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg: gl.constexpr):
     """Take work tiles and stream theirs: K first, then Q, then K and V alternately, one K ahead."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
@@ -91,10 +92,13 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         work = locate(current, sizes, packing, cache, cfg)
         tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         head_k = work.head // sizes.group_size
-        left = tiles.end - tiles.begin - 1
-        j = visited(tiles, left, cfg)
+        visits = visits_of(tiles, work, mask, cfg)
+        left = visits.count - 1
+        j = tile_of(entry_at(left, visits, tiles, mask, cfg), left, tiles, cfg)
+        next_left = gl.maximum(left - 1, 0)
+        entry = entry_at(next_left, visits, tiles, mask, cfg)  # a tile ahead, as page numbers are
         k_coords = key_coords(j, read_pages(j, work, sizes, cache, cfg), work, head_k, sizes, cfg)
-        pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+        pages = read_pages(tile_of(entry, next_left, tiles, cfg), work, sizes, cache, cfg)
         load_keys(rings.k, use, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
         send(rings.work, work_use, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
@@ -104,8 +108,10 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg
         while left > 0:
             v_coords = k_coords
             left -= 1
-            k_coords = key_coords(visited(tiles, left, cfg), pages, work, head_k, sizes, cfg)
-            pages = read_pages(visited(tiles, gl.maximum(left - 1, 0), cfg), work, sizes, cache, cfg)
+            k_coords = key_coords(tile_of(entry, left, tiles, cfg), pages, work, head_k, sizes, cfg)
+            next_left = gl.maximum(left - 1, 0)
+            entry = entry_at(next_left, visits, tiles, mask, cfg)
+            pages = read_pages(tile_of(entry, next_left, tiles, cfg), work, sizes, cache, cfg)
             load_keys(rings.k, use + 1, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
             load_keys(rings.v, use, v_desc, v_coords, work, head_k, sizes.rows_v, 1, cfg)
             use += 1
@@ -165,9 +171,12 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    s, m, l, left, row, tiles, follows, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
-):
-    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady). Steady: alpha is 1.
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, row, tiles, follows, work, sizes, factors,
+    dtype: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
+
+    Steady: alpha is 1. Of a mask: the tile's entry and bits, and 1 if each row has seen a key before.
 
     `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
     Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
@@ -176,12 +185,17 @@ def softmax_step(
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    j = visited(tiles, left, cfg)
+    j = tile_of(entry, left, tiles, cfg)
     if j >= tiles.full_end:  # only edge tiles are masked
         s = mask_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.full_begin:
         s = mask_left(s, j, row, work, sizes, cfg)
     is_steady = (left < tiles.num_steady) & (follows == 0)
+    if cfg.HAS_MASK:
+        if is_partial(W, entry):
+            s = hide_by_bits(s, words)
+        is_steady = (has_seen != 0) & (follows == 0)
+        has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if is_steady:
         p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
@@ -190,7 +204,7 @@ def softmax_step(
         p, m, alpha = online_softmax(s, m, factors.scale_log2e)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p, m, l, alpha, is_steady
+    return p, m, l, alpha, is_steady, has_seen
 
 
 @gluon.jit
@@ -224,6 +238,18 @@ def skip(k_ring, v_ring, use, count):
 
 
 @gluon.jit
+def own_visits(tiles, all_tiles, work, mask, cfg: gl.constexpr):
+    """(tiles of the CTA before and after those of a warpgroup, its visits). By a mask it visits all."""
+    before, after = unvisited(tiles, all_tiles, cfg)
+    if cfg.HAS_MASK:
+        visits = visits_of(all_tiles, work, mask, cfg)
+        before, after = 0, 0
+    else:
+        visits = visits_of(tiles, work, mask, cfg)
+    return before, after, visits
+
+
+@gluon.jit
 def mma_role(
     W: gl.constexpr,
     o_desc,
@@ -234,6 +260,7 @@ def mma_role(
     sizes,
     factors,
     cache,
+    mask,
     cfg: gl.constexpr,
 ):
     """Warpgroup W: its 64 rows of every work tile."""
@@ -248,12 +275,14 @@ def mma_role(
         row = work.row + W * ROWS
         all_tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
-        before, after = unvisited(tiles, all_tiles, cfg)
+        before, after, visits = own_visits(tiles, all_tiles, work, mask, cfg)
         use = skip(rings.k, rings.v, use, before)
         q_use = work_use * WARPGROUPS + W
         rings.q.wait(q_use)
 
-        left = tiles.end - tiles.begin - 1  # tiles yet to visit
+        left = visits.count - 1  # tiles yet to visit
+        entry = entry_at(left, visits, all_tiles, mask, cfg)
+        words = load_bits(W, entry, visits, mask, cfg)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
@@ -267,9 +296,15 @@ def mma_role(
         follows = is_exact
         if left >= MANY_TILES:
             follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
-        p, m, l, _, _ = softmax_step(s, m, l, left, row, tiles, 1, work, sizes, factors, dtype, cfg)
+        p, m, l, _, _, has_seen = softmax_step(
+            W, s, m, l, left, entry, words, 0 * left, row, tiles, 1, work, sizes, factors, dtype, cfg
+        )
+        entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
+            current = entry
+            words = load_bits(W, current, visits, mask, cfg)  # under the products
+            entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
             if cfg.IS_OVERLAPPED:
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
@@ -279,9 +314,10 @@ def mma_role(
                 rings.v.release(use)
                 s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
             rings.k.release(use + 1)
-            p_next, m, l, alpha, is_steady = softmax_step(
-                s, m, l, left, row, tiles, follows, work, sizes, factors, dtype, cfg
-            )
+            p_next, m, l, alpha, is_steady, has_seen = softmax_step(
+                W, s, m, l, left, current, words, has_seen, row, tiles, follows, work, sizes, factors,
+                dtype, cfg,
+            )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
                 rings.v.release(use)
@@ -307,76 +343,14 @@ def mma_role(
     wait_for_stores(0)
 
 
-@gluon.jit
-def failures(l, acc, follows, dtype: gl.constexpr, cfg: gl.constexpr):
-    """[128] flags, one a thread: 1 if sums of its rows are too large, or O overflowed; see `softmax_step`."""
-    sums = l
-    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
-        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
-    failed = gl.where((sums <= cfg.LARGEST_SUM) | (follows != 0), 0, 1)  # [64, 4]
-    return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
-
-
-@gluon.jit
-def store_rows(
-    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr
-):
-    """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
-    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
-    acc = rescaled(acc, factor)  # [64, BLOCK_DV]
-    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
-    store_staged(o_desc, smem_o, row, work, cfg)
-
-
-@gluon.jit
-def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr):
-    """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
-    l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
-    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
-    position = row + rows // cfg.PACK
-    head = work.head + rows % cfg.PACK
-    inside = position < work.seqlen_q
-    factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
-    if cfg.HAS_SINKS:
-        sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
-        m_with_sink = gl.maximum(m, sink_log2)
-        m_finite = finite_or_zero(m_with_sink)
-        factor = exp2(m - m_finite)
-        l = l * factor + exp2(sink_log2 - m_finite)
-        m = m_with_sink
-    if cfg.IS_PACKED:
-        stat = head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
-    else:
-        heads = sizes.num_bh if cfg.IS_CACHED else sizes.num_bh // sizes.batch
-        num_heads = heads * cfg.PACK
-        stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
-        lse = (m + log2(l)) * LN_2
-    elif residual_ptr is None:
-        whole, log2_rest = log2_parts(l)
-        lse = ((m + whole) + log2_rest) * LN_2
-    else:
-        lse, residual = exact_lse(m, l, factors)
-        gl.store(residual_ptr + stat, residual, mask=inside)
-    gl.store(lse_ptr + stat, lse, mask=inside)
-    return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
-
-
-@gluon.jit
-def store_staged(o_desc, smem_o, row, work, cfg: gl.constexpr):
-    """Start the TMA copy of a tile of O from its staging buffer, which all threads have just stored."""
-    fence_async_shared()  # the stores are visible to the TMA copy below
-    store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
-
-
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=[*Sizes._fields, "mask_stride_batch", "mask_stride_head", "mask_stride_tile"])
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    scale, cfg: gl.constexpr,
+    scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
@@ -385,6 +359,7 @@ def attn_fwd_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
+    mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
@@ -397,9 +372,15 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 1],
             [MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
@@ -407,11 +388,23 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (mma_role, (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, cfg)),
+                (
+                    mma_role,
+                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (
+                    mma_role,
+                    (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                ),
+                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 4, 4, 1],
             [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, cfg.PRODUCER_REGISTERS],

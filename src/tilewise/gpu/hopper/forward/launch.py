@@ -14,7 +14,8 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
+from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
@@ -51,19 +52,26 @@ def forward(
     )  # fmt: skip
     held = cu_k if lengths is None else lengths
     ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
+    mask = MaskMap()
+    if inputs.mask is not None:
+        lengths_of_mask = (problem.seqlen_q, problem.seqlen_k)
+        mask = tile_map(inputs.mask, *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
     rest = (torch.empty_like(lse),) if residual else ()
-    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device))
-    run(forward_launch, problem, tensors, cfg, fresh=fresh)
+    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2])
+    run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     return out, lse, *rest
 
 
-def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig) -> Launch:
+def forward_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig, mask_strides: tuple[int, ...] = (0, 0, 0)
+) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
-    query, key, value, sinks, cu_q, cu_k, *cache, out, lse, residual, order, first_tile, counter = tensors
+    query, key, value, sinks, cu_q, cu_k, *rest = tensors
+    lengths, table, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits = rest
     assert query is not None
-    sizes = _sizes(problem, cfg, query, key, value, cache[1])
+    sizes = _sizes(problem, cfg, query, key, value, table)
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
     width_v = cfg.BLOCK_DV if cfg.BOXES == 1 else BOX_COLUMNS
     arguments = (
@@ -71,10 +79,11 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: ForwardConf
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, residual, sinks, cu_q, cu_k, order, first_tile, counter, *cache),
+        *(lse, residual, sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
         host.errors_of(problem, query),
         *sizes,
         *host.factors(problem),
+        *(mask_tiles, mask_bits, *mask_strides),
         cfg,
     )
     tiles = (
@@ -149,6 +158,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
+        HAS_MASK=problem.mask_shape is not None,
     )
 
 
@@ -163,6 +173,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
         is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
+        is_short = is_short or problem.mask_shape is not None
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
@@ -176,6 +187,6 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
 def _pack(problem: AttentionProblem) -> int:
     """Query heads that share a tile: all of a key head's where queries may be too few to fill one."""
     group = problem.group_size
-    fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
+    fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0 and problem.mask_shape is None
     may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
     return group if fits and may_be_few else 1

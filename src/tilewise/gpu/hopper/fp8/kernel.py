@@ -58,7 +58,7 @@ from tilewise.gpu.hopper.common.softmax import (
     rescaled_sums,
     softcapped,
 )
-from tilewise.gpu.hopper.forward.kernel import store_lse, store_staged
+from tilewise.gpu.hopper.forward.epilogue import store_lse, store_staged
 
 BLOCK_ROWS = gl.constexpr(128)  # rows that share a factor; keys of a tile
 LOG2_LARGEST = gl.constexpr(8.0)  # of P: 256 of 448, see `tilewise.fp8.round_weights`
@@ -296,7 +296,7 @@ def mma_role(W: gl.constexpr, o_desc, lse_ptr, sinks, rings, sizes, scales, fact
 
 @gluon.jit
 def store_chunks(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cfg: gl.constexpr):
-    """`forward.kernel.store_rows` of O in chunks."""
+    """`forward.epilogue.store_rows` of O in chunks."""
     CHUNKS: gl.constexpr = cfg.V_CHUNKS
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.V_CHUNKS
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)

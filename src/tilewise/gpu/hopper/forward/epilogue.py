@@ -1,0 +1,79 @@
+"""The end of the forward: whether a work tile has failed, and storing O and lse."""
+
+from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon, store_tile
+from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.layouts import row_layout
+from tilewise.gpu.hopper.common.products import rescaled
+from tilewise.gpu.hopper.common.softmax import (
+    LN_2,
+    LOG2_E,
+    exact_lse,
+    exp2,
+    finite_or_zero,
+    log2,
+    log2_parts,
+    partial_sums,
+    reciprocal,
+)
+
+
+@gluon.jit
+def failures(l, acc, follows, dtype: gl.constexpr, cfg: gl.constexpr):
+    """[128] flags, one a thread: 1 if sums of its rows are too large, or O overflowed; see `softmax_step`."""
+    sums = l
+    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
+        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
+    failed = gl.where((sums <= cfg.LARGEST_SUM) | (follows != 0), 0, 1)  # [64, 4]
+    return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
+
+
+@gluon.jit
+def store_rows(
+    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr
+):
+    """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
+    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
+    acc = rescaled(acc, factor)  # [64, BLOCK_DV]
+    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
+    store_staged(o_desc, smem_o, row, work, cfg)
+
+
+@gluon.jit
+def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr):
+    """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
+    l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    position = row + rows // cfg.PACK
+    head = work.head + rows % cfg.PACK
+    inside = position < work.seqlen_q
+    factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    if cfg.HAS_SINKS:
+        sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
+        m_with_sink = gl.maximum(m, sink_log2)
+        m_finite = finite_or_zero(m_with_sink)
+        factor = exp2(m - m_finite)
+        l = l * factor + exp2(sink_log2 - m_finite)
+        m = m_with_sink
+    if cfg.IS_PACKED:
+        stat = head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
+    else:
+        heads = sizes.num_bh if cfg.IS_CACHED else sizes.num_bh // sizes.batch
+        num_heads = heads * cfg.PACK
+        stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
+        lse = (m + log2(l)) * LN_2
+    elif residual_ptr is None:
+        whole, log2_rest = log2_parts(l)
+        lse = ((m + whole) + log2_rest) * LN_2
+    else:
+        lse, residual = exact_lse(m, l, factors)
+        gl.store(residual_ptr + stat, residual, mask=inside)
+    gl.store(lse_ptr + stat, lse, mask=inside)
+    return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
+
+
+@gluon.jit
+def store_staged(o_desc, smem_o, row, work, cfg: gl.constexpr):
+    """Start the TMA copy of a tile of O from its staging buffer, which all threads have just stored."""
+    fence_async_shared()  # the stores are visible to the TMA copy below
+    store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)

@@ -1,0 +1,65 @@
+"""Triton kernels that read a boolean mask once and write its tile map: see `tile_map`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS
+
+ROWS = tl.constexpr(WARPGROUP_ROWS)
+SHIFT = tl.constexpr(FLAG_BITS)
+FLAGS = tl.constexpr((1 << FLAG_BITS) - 1)
+
+
+@triton.jit(do_not_specialize=["stride_b", "stride_h", "heads", "row_tiles", "rows", "keys", "key_tiles"])
+def scan_mask_kernel(
+    mask, states, bits, stride_b, stride_h, stride_row, stride_key,
+    heads, row_tiles, rows, keys, key_tiles, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """bits and state of one tile of WARPGROUPS * 64 rows and BLOCK_N keys.
+
+    mask is uint8. Rows past the end see every key, so that they hold no tile back. A state is the flags of an
+    entry of the map, and above them whether some row sees some key.
+    """
+    number = tl.program_id(0)
+    tile_k, map_row = number % key_tiles, number // key_tiles
+    tile_q, bh = map_row % row_tiles, map_row // row_tiles
+    row = tile_q * (WARPGROUPS * ROWS) + tl.arange(0, WARPGROUPS * ROWS)
+    key = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = mask + (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
+    offsets = row.to(tl.int64)[:, None] * stride_row + key.to(tl.int64)[None, :] * stride_key
+    exists = (row < rows)[:, None] & (key < keys)[None, :]
+    seen = (tl.load(first + offsets, mask=exists, other=1) != 0).to(tl.int32)
+    eights = tl.reshape(seen, [WARPGROUPS * ROWS, BLOCK_N // 8, 4, 2])
+    bit = 2 * tl.arange(0, BLOCK_N // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
+    words = tl.sum(tl.sum(eights << bit[None, :, :, :], 3), 1)  # [rows, 4]
+    place = tl.arange(0, WARPGROUPS * ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    words = words.to(bits.dtype.element_ty)
+    tl.store(bits + number.to(tl.int64) * (WARPGROUPS * ROWS * 4) + place, words)
+
+    sees_all = tl.reshape(tl.min(seen, 1), [WARPGROUPS, ROWS])
+    sees_some = tl.reshape(tl.max(seen * (key < keys)[None, :].to(tl.int32), 1), [WARPGROUPS, ROWS])
+    w = tl.arange(0, WARPGROUPS)
+    flags = tl.sum((1 - tl.min(sees_all, 1)) << w, 0) + tl.sum(tl.min(sees_some, 1) << (WARPGROUPS + w), 0)
+    is_visited = tl.max(tl.max(seen * exists.to(tl.int32), 1), 0)
+    tl.store(states + number, flags + (is_visited << SHIFT))
+
+
+@triton.jit(do_not_specialize=["key_tiles"])
+def list_tiles_kernel(states, tiles, key_tiles, BLOCK: tl.constexpr):
+    """One row of the map: how many tiles are visited before each, and the entries of those that are."""
+    map_row = tl.program_id(0).to(tl.int64)
+    before = tiles + map_row * (2 * key_tiles + 1)
+    entries = before + key_tiles + 1
+    count = 0
+    for start in range(0, key_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        state = tl.load(states + map_row * key_tiles + tile, mask=tile < key_tiles, other=0)
+        is_visited = state >> SHIFT
+        number = count + tl.cumsum(is_visited, 0) - is_visited
+        tl.store(before + tile, number, mask=tile < key_tiles)
+        flags = state & FLAGS
+        tl.store(entries + number, (tile << SHIFT) + flags, mask=is_visited > 0)
+        count += tl.sum(is_visited, 0)
+    tl.store(before + key_tiles, count)

@@ -1,0 +1,129 @@
+"""The tile map of a boolean mask: what its scan writes, and when a mask is scanned again."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
+from tilewise.gpu.hopper.mask import tile_map
+
+pytest.importorskip("triton")
+
+WARPGROUPS = 2
+
+
+def draw(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """A mask of a random broadcast shape, perhaps expanded or transposed, of random tiles and elements."""
+    batch, heads, rows, keys = (
+        random.choice([1, n]) for n in (random.randint(1, 2), random.randint(1, 2), seqlen_q, seqlen_k)
+    )
+    blocks = torch.rand(batch, heads, rows // 64 + 1, keys // 64 + 1)
+    share = torch.where(blocks < 0.4, 0.0, torch.where(blocks < 0.8, 1.0, 0.5))
+    share = share.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :rows, :keys]
+    mask = torch.rand(share.shape) < share
+    if random.random() < 0.3:
+        mask = mask.mT.contiguous().mT
+    return mask.expand(batch, heads, seqlen_q, seqlen_k) if random.random() < 0.3 else mask
+
+
+def dense(found: MaskMap, b: int, h: int, seqlen_q: int, seqlen_k: int, block_n: int) -> torch.Tensor:
+    """The mask of one (batch, head) that a map stands for, with each of its claims checked."""
+    rows, key_tiles = 64 * WARPGROUPS, -(-seqlen_k // block_n)
+    mask = torch.zeros(-(-seqlen_q // rows) * rows, key_tiles * block_n, dtype=torch.bool)
+    for tile_q in range(len(mask) // rows):
+        number = b * found.stride_batch + h * found.stride_head + tile_q * found.stride_tile
+        line = found.tiles.view(-1, 2 * key_tiles + 1)[number].tolist()
+        before, entries = line[: key_tiles + 1], line[key_tiles + 1 :]
+        visited = [entry >> FLAG_BITS for entry in entries[: before[-1]]]
+        assert before == [sum(v < j for v in visited) for j in range(key_tiles + 1)]
+        assert visited == sorted(set(visited))
+        for entry, j in zip(entries, visited, strict=False):
+            words = found.bits[number * key_tiles + j].long()  # [rows, 4]
+            column = torch.arange(block_n)
+            bits = words[:, column % 8 // 2] >> (column // 8 * 2 + column % 2) & 1
+            mask[tile_q * rows : (tile_q + 1) * rows, j * block_n : (j + 1) * block_n] = bits.bool()
+            real = bits[:, : seqlen_k - j * block_n].bool()
+            assert real[: seqlen_q - tile_q * rows].any()
+            for w in range(WARPGROUPS):
+                own = slice(64 * w, 64 * w + 64)
+                assert (entry >> w & 1) == (not bits[own].all())
+                assert (entry >> (WARPGROUPS + w) & 1) == real[own].any(1).all()
+    return mask[:seqlen_q, :seqlen_k]
+
+
+def check_scan() -> None:
+    """Run by the test below in a process that interprets Triton."""
+    for _ in range(12):
+        seqlen_q, seqlen_k = random.randint(1, 300), random.randint(1, 500)
+        mask, block_n = draw(seqlen_q, seqlen_k), random.choice([64, 128])
+        found = tile_map.tile_map(mask, seqlen_q, seqlen_k, WARPGROUPS, block_n)
+        full = mask.expand(*mask.shape[:2], seqlen_q, seqlen_k)
+        for b in range(mask.shape[0]):
+            for h in range(mask.shape[1]):
+                assert torch.equal(dense(found, b, h, seqlen_q, seqlen_k, block_n), full[b, h])
+        print(tuple(mask.shape))
+
+
+def test_scan_writes_what_the_mask_says():
+    environment = dict(os.environ, TRITON_INTERPRET="1")
+    command = [sys.executable, "-c", "import test_mask; test_mask.check_scan()"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 12, done.stderr[-2000:]
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The masks that are scanned, which needs no scan here."""
+    scanned: list[Any] = []
+
+    def scan(mask: torch.Tensor, *_: Any) -> MaskMap:
+        scanned.append(mask.shape)
+        return MaskMap()
+
+    monkeypatch.setattr(tile_map, "_scanned", scan)
+    tile_map.clear()
+    return scanned
+
+
+def test_a_mask_is_scanned_once_until_it_is_written_to(scans: list[Any]):
+    mask = torch.ones(70, 90, dtype=torch.bool)
+    for _ in range(3):  # a new view each time, as each call makes one
+        tile_map.tile_map(mask[None, None], 70, 90, 2, 64)
+    assert len(scans) == 1
+    tile_map.tile_map(mask[None, None], 70, 90, 2, 128)  # other tiles
+    tile_map.tile_map(mask[None, None, :60], 60, 90, 2, 64)  # another view
+    assert len(scans) == 3
+    mask[3, 5] = False
+    tile_map.tile_map(mask[None, None], 70, 90, 2, 64)
+    assert len(scans) == 4
+    other = mask.clone()
+    tile_map.tile_map(other[None, None], 70, 90, 2, 64)
+    assert len(scans) == 5
+
+
+def test_maps_go_with_their_masks_and_are_few(scans: list[Any]):
+    for _ in range(5):
+        tile_map.tile_map(torch.ones(1, 1, 8, 8, dtype=torch.bool), 8, 8, 2, 64)
+    assert len(scans) == 5 and len(tile_map._maps) == 0
+    kept = [torch.ones(1, 1, 8, 8, dtype=torch.bool) for _ in range(tile_map.MAX_MASKS + 3)]
+    for mask in kept:
+        tile_map.tile_map(mask, 8, 8, 2, 64)
+    assert len(tile_map._maps) == tile_map.MAX_MASKS
+
+
+def test_inference_tensors_are_scanned_in_every_call(scans: list[Any]):
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+        for _ in range(2):
+            tile_map.tile_map(mask, 8, 8, 2, 64)
+    assert len(scans) == 2
