@@ -20,6 +20,7 @@ from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_number, check_tensors, shown, window_bound
 from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
 
@@ -36,6 +37,9 @@ def attention(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
+    block_mask: Any = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -102,6 +106,8 @@ def attention(
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
+    if mask_mod is not None or score_mod is not None or block_mask is not None:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -121,6 +127,8 @@ def attention_varlen(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -171,6 +179,8 @@ def attention_varlen(
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
+    if mask_mod is not None or score_mod is not None:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     return (out, lse) if return_lse else out
 
