@@ -39,7 +39,6 @@ def attention(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
-    block_mask: Any = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -66,6 +65,10 @@ def attention(
         mask: bool, True = attend, broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Two dimensions are
             (seqlen_q, seqlen_k); padding (batch, seqlen_k) is mask[:, None, None, :].
         bias: float, added to the scores, broadcastable likewise; differentiable.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, True = attend. As FlexAttention's; indices count from 0.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, after softcap and biases. It is traced once, so it
+            has operators and `torch` functions of numbers, and `tensor[index]` of captured tensors, which
+            get gradients. What can't be traced raises an error that names the line.
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
@@ -106,8 +109,8 @@ def attention(
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
-    if mask_mod is not None or score_mod is not None or block_mask is not None:
-        inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
+    if mask_mod is not None or score_mod is not None:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
     out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
     if layout == "bhsd":
         out = out.transpose(1, 2)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from tilewise.core.checks import check_tensors, shown
+from tilewise.core.checks import check_tensors
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options
@@ -23,17 +21,13 @@ def with_functions(
     options: Options,
     mask_mod: MaskFunction | None,
     score_mod: ScoreFunction | None,
-    block_mask: Any = None,
 ) -> tuple[Inputs, Options]:
     """Inputs and options with the functions' captured tensors and expression. Compiled code breaks here.
 
     Raises:
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced.
     """
-    inputs_to_check = {"query": inputs.query, "key": inputs.key}
-    check_tensors(**inputs_to_check)
-    if block_mask is not None:
-        mask_mod = _of_block_mask(block_mask, mask_mod, inputs)
+    check_tensors(query=inputs.query, key=inputs.key)
     found = trace(mask_mod, score_mod, torch.is_grad_enabled())
     buffers = pack(found, inputs.query)
     if inputs.cu_seqlens_q is None and inputs.query.ndim == inputs.key.ndim == 4:
@@ -42,9 +36,3 @@ def with_functions(
     names = ("captured_floats", "captured_integers", "captured_layout")
     return inputs._replace(**dict(zip(names, buffers))), options._replace(functions=found.functions.text)
 
-
-def _of_block_mask(block_mask: Any, mask_mod: MaskFunction | None, inputs: Inputs) -> MaskFunction:
-    """The mask function that a block mask is: its blocks, and where they are partial its own function."""
-    kinds = getattr(block_mask, "tilewise_kinds", None)
-    del kinds, mask_mod, inputs
-    raise NotImplementedError(shown(block_mask))

@@ -118,6 +118,8 @@ class Evaluator:
     def _position(self, n: int) -> tuple[Tensor, Tensor | None]:
         if n not in self.positions:
             node = self.graph.nodes[n]
+            for argument in node.args:
+                self(argument)
             begin, shape = self.places[node.value]
             position: Any = begin
             wrong = None
