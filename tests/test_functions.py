@@ -69,7 +69,9 @@ def test_tile_map_agrees_with_every_element():
     mask = functions(None, None, documents)["mask_mod"]
     found = trace(mask, None)
     one, blocks = edges(1, 1), edges(96, 8)
-    kinds = tile_kinds(found.functions, Buffers(None, documents, torch.tensor([0, 96])), one, one, blocks, blocks)
+    kinds = tile_kinds(
+        found.functions, Buffers(None, documents, torch.tensor([0, 96])), one, one, blocks, blocks
+    )
     i, j = torch.arange(96)[:, None], torch.arange(96)
     tiles = mask(0, 0, i, j).view(12, 8, 12, 8)
     some, every = tiles.any(3).any(1), tiles.all(3).all(1)
@@ -79,10 +81,14 @@ def test_tile_map_agrees_with_every_element():
 
 def test_new_values_and_closures_are_seen():
     x = torch.randn(1, 6, 1, 4)
+    x = x.double()
+
+    def band(width, factor):
+        return {"mask_mod": lambda b, h, i, j: (i - j).abs() <= width, "score_mod": lambda s, *_: s * factor}
+
     for width in (1, 2):
-        shift = torch.full((), float(width))
-        options = {"mask_mod": lambda b, h, i, j: (i - j).abs() <= width, "score_mod": lambda s, *_: s * shift}
-        close(tilewise.attention(x.double(), x.double(), x.double(), **options), reference.attention(x, x, x, **options)[0])
+        options = band(width, torch.full((), float(width)))
+        close(tilewise.attention(x, x, x, **options), reference.attention(x, x, x, **options)[0])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,11 @@ def test_new_values_and_closures_are_seen():
     [
         ({"mask_mod": lambda b, h, i: i > 0}, TypeError, "must take"),
         ({"mask_mod": lambda b, h, i, j: i > 0 and j > 0}, TypeError, "branch.*test_functions.py"),
-        ({"score_mod": lambda s, b, h, i, j: torch.fft.fft(s)}, NotImplementedError, "fft.*test_functions.py"),
+        (
+            {"score_mod": lambda s, b, h, i, j: torch.fft.fft(s)},
+            NotImplementedError,
+            "fft.*test_functions.py",
+        ),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i + 9] > 0}, IndexError, "index 9.*test_functions.py"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0}, IndexError, "out of range"),
     ],

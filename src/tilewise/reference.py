@@ -192,7 +192,7 @@ def _forward(
         hidden |= j > i + right
     if mask is not None:
         hidden = hidden | ~mask
-    indices = _function_indices(first_sequence, *s.shape, q.device)
+    indices = _function_indices(first_sequence, s.shape, q.device)
     before = s
     if score_mod is not None:
         s = score_mod(s, *indices).to(dtype)
@@ -218,11 +218,12 @@ def _forward(
 
 
 def _function_indices(
-    first: int, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+    first: int, shape: torch.Size, device: torch.device
 ) -> tuple[Tensor, ...]:
     """b, h, i and j of mask and score functions, which broadcast to the scores."""
-    ends = ((first, first + batch), (0, heads), (0, seqlen_q), (0, seqlen_k))
-    return torch.meshgrid(*(torch.arange(*end, device=device) for end in ends), indexing="ij")
+    ranges = [torch.arange(n, device=device) for n in shape]
+    ranges[0] = ranges[0] + first
+    return tuple(torch.meshgrid(*ranges, indexing="ij"))
 
 
 class _Part(NamedTuple):

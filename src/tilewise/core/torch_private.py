@@ -14,6 +14,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+try:  # the public torch.compiler.disable imports the compiler, and Triton with it
+    from torch._compile import _disable_dynamo as not_compiled
+except ImportError:
+    pass
+
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 try:  # by name, as every short call asks all of them

@@ -1,4 +1,4 @@
-"""Mask and score functions on tiles, in PyTorch operations: values, derivatives of both orders, tile kinds."""
+"""Mask and score functions on tiles, in PyTorch operations: values, derivatives, kinds of tiles."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class FunctionTile:
                 _add_at(total, evaluate.position(n), _times(g, evaluate(slope)))  # type: ignore[arg-type]
             if found.slope is not None:
                 before = before + _times(g, evaluate(found.slope))
-        slope = torch.zeros_like(gs) if first.slope is None else evaluate_first(first.slope)
-        return before.view(shape), _times(gs_dot, slope).view(shape)
+        by_score = torch.zeros_like(gs) if first.slope is None else evaluate_first(first.slope)
+        return before.view(shape), _times(gs_dot, by_score).view(shape)
 
     def _evaluator(self, graph: object, dot_floats: Tensor | None = None) -> Evaluator:
         return Evaluator(graph, self.functions, self.segment.buffers, self.values, dot_floats)  # type: ignore[arg-type]

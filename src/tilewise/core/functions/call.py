@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from tilewise.core.checks import check_tensors
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.torch_private import not_compiled
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-@torch.compiler.disable
+@not_compiled
 def with_functions(
     inputs: Inputs,
     options: Options,
@@ -33,6 +35,6 @@ def with_functions(
     if inputs.cu_seqlens_q is None and inputs.query.ndim == inputs.key.ndim == 4:
         batch, seqlen_q, heads, _ = inputs.query.shape
         check_indices(found, (batch, heads, seqlen_q, inputs.key.shape[1]))
-    names = ("captured_floats", "captured_integers", "captured_layout")
-    return inputs._replace(**dict(zip(names, buffers))), options._replace(functions=found.functions.text)
-
+    floats, integers, layout = buffers
+    inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
+    return inputs, options._replace(functions=found.functions.text)

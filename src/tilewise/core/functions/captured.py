@@ -24,7 +24,9 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
         ValueError: a captured tensor is on another device than query.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    floats, integers, layout = [], [], []
+    floats: list[Tensor] = []
+    integers: list[Tensor] = []
+    layout: list[int] = []
     filled = [0, 0]
     for t, described in zip(trace.tensors, trace.functions.tensors):
         if t.device != query.device:

@@ -81,7 +81,8 @@ class Evaluator:
         if node.op in (BOOL, INT, FLOAT):
             return self._tensor(node.args[0]).to(self._dtype(node.op))
         if node.op == "where":
-            return torch.where(*(self._tensor(a) for a in node.args)).to(self._dtype(node.kind))
+            condition, x, y = (self._tensor(a) for a in node.args)
+            return torch.where(condition, x, y).to(self._dtype(node.kind))
         args = [self.known[a] for a in node.args]
         if not any(isinstance(a, Tensor) for a in args):
             args[0] = self._tensor(node.args[0])

@@ -189,7 +189,12 @@ class Functions:
         order = self.graph.reachable(self.roots)
         numbers = {n: new for new, n in enumerate(order)}
         nodes = [
-            [node.op, [numbers[a] for a in node.args], node.kind, *([] if node.value is None else [node.value])]
+            [
+                node.op,
+                [numbers[a] for a in node.args],
+                node.kind,
+                *([] if node.value is None else [node.value]),
+            ]
             for node in (self.graph.nodes[n] for n in order)
         ]
         roots = [None if root is None else numbers[root] for root in (self.score, self.mask)]
@@ -208,6 +213,8 @@ def decode(text: str) -> Functions:
     graph = Graph()
     numbers: list[int] = []
     for op, args, kind, *value in nodes:
-        numbers.append(graph.add(op, *(numbers[a] for a in args), value=value[0] if value else None, kind=kind))
-    roots = (None if root is None else numbers[root] for root in (score, mask))
-    return Functions(graph, *roots, tuple(Captured(*t) for t in tensors))
+        numbers.append(
+            graph.add(op, *(numbers[a] for a in args), value=value[0] if value else None, kind=kind)
+        )
+    score, mask = (None if root is None else numbers[root] for root in (score, mask))
+    return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors))

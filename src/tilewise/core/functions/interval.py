@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,11 +97,13 @@ class Intervals:
         if buffer is None or size == 0:
             return self._anything(kind)
         table = buffer.detach()[begin : begin + size].view(shape)
-        indices = [
-            _index(self.known[a], extent) for a, extent in zip(node.args, shape)
-        ]
+        indices = [_index(self.known[a], extent) for a, extent in zip(node.args, shape)]
         found = _least_and_greatest(table, indices)
-        return _cast(found, INT, BOOL) if kind == BOOL else (found[0].to(_DTYPES[kind]), found[1].to(_DTYPES[kind]))
+        return (
+            _cast(found, INT, BOOL)
+            if kind == BOOL
+            else (found[0].to(_DTYPES[kind]), found[1].to(_DTYPES[kind]))
+        )
 
 
 def _index(index: Interval, size: int) -> Interval:
@@ -127,7 +129,8 @@ def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     if torch.Size(widths).numel() <= MAX_PLACES:
         steps = itertools.product(*(range(w) for w in widths))
         found = [
-            table[tuple(minimum_of(low + step, high) for step, (low, high) in zip(at, indices))] for at in steps
+            table[tuple(minimum_of(low + step, high) for step, (low, high) in zip(at, indices))]
+            for at in steps
         ]
         stacked = torch.stack(torch.broadcast_tensors(*found))
         return stacked.amin(0), stacked.amax(0)
@@ -148,7 +151,9 @@ def _range_extremes(table: Tensor, others: list[Tensor], first: Tensor, last: Te
     while run <= longest:
         fits = (widths >= run) & (widths < 2 * run)
         if bool(fits.any()):
-            ends = [(*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))]
+            ends = [
+                (*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))
+            ]
             low = torch.where(fits, torch.minimum(least[ends[0]], least[ends[1]]), low)
             high = torch.where(fits, torch.maximum(greatest[ends[0]], greatest[ends[1]]), high)
         if least.shape[-1] > run:
@@ -170,7 +175,9 @@ def _cast(x: Interval, kind: str, to: str) -> Interval:
         return (low > 0) | (high < 0), ~is_zero
     if kind == FLOAT:
         unknown = low.isnan() | high.isnan() | (low.abs() > UNKNOWN) | (high.abs() > UNKNOWN)
-        return torch.where(unknown, -UNKNOWN, low.trunc()).long(), torch.where(unknown, UNKNOWN, high.trunc()).long()
+        return torch.where(unknown, -UNKNOWN, low.trunc()).long(), torch.where(
+            unknown, UNKNOWN, high.trunc()
+        ).long()
     return low.to(_DTYPES[to]), high.to(_DTYPES[to])
 
 

@@ -62,7 +62,11 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
         for h in range(1 if whole else sizes[1]):
             for i in range(0, sizes[2], sizes[2] if whole else step):
                 outer = slice(None) if whole else slice(b, b + 1)
-                yield outer, slice(None) if whole else slice(h, h + 1), slice(i, i + step if not whole else None)
+                yield (
+                    outer,
+                    slice(None) if whole else slice(h, h + 1),
+                    slice(i, i + step if not whole else None),
+                )
 
 
 def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Interval:

@@ -145,7 +145,9 @@ class _Walk:
         self.open: list[int] = []  # functions being walked, as they may call themselves
 
     def key(self, value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device):
+        if value is None or isinstance(
+            value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device
+        ):
             return type(value), value
         if isinstance(value, float):
             return float, value.hex()
