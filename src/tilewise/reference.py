@@ -217,9 +217,7 @@ def _forward(
     return _Forward(q, k, v, p, keep, tanh, p_sink, scale, out, lse, before, indices)
 
 
-def _function_indices(
-    first: int, shape: torch.Size, device: torch.device
-) -> tuple[Tensor, ...]:
+def _function_indices(first: int, shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
     """b, h, i and j of mask and score functions, which broadcast to the scores."""
     ranges = [torch.arange(n, device=device) for n in shape]
     ranges[0] = ranges[0] + first

@@ -281,7 +281,7 @@ class AttentionBackward(torch.autograd.Function):
             functions = Options(*ctx.scalars[:-1]).functions
             if functions is None or not decode(functions).wants_grad:
                 unwanted["captured_floats"] = grads.query.new_empty(0)
-            return tuple(grads._replace(**unwanted))
+            return tuple(grads._replace(**unwanted))  # type: ignore[arg-type]
         dout_dot = torch.zeros_like(results_and_tensors[0]) if dout_dot is None else dout_dot
         linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest, ctx.bias_needs_grad)
         return tuple(a + b if b.numel() else b for a, b in zip(grads, linear))

@@ -128,11 +128,11 @@ def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     widths = [int((high - low).max()) + 1 for low, high in indices]
     if torch.Size(widths).numel() <= MAX_PLACES:
         steps = itertools.product(*(range(w) for w in widths))
-        found = [
+        reached = [
             table[tuple(minimum_of(low + step, high) for step, (low, high) in zip(at, indices))]
             for at in steps
         ]
-        stacked = torch.stack(torch.broadcast_tensors(*found))
+        stacked = torch.stack(torch.broadcast_tensors(*reached))
         return stacked.amin(0), stacked.amax(0)
     return table.amin(), table.amax()
 

@@ -103,7 +103,7 @@ class PartOfTensor:
 
 
 class Proxy:
-    """A number that is not known yet, of kind bool, int or float. Python and `torch` operators record nodes."""
+    """A number that is not known yet, of kind bool, int or float: Python and `torch` operators add nodes."""
 
     def __init__(self, recorder: Recorder, node: int) -> None:
         self.recorder, self.node = recorder, node
@@ -260,7 +260,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "gt": _binary("lt", swap=True), "ge": _binary("le", swap=True),
     "greater": _binary("lt", swap=True), "greater_equal": _binary("le", swap=True),
     "less": _binary("lt"), "less_equal": _binary("le"), "not_equal": _binary("ne"),
-    "rsub": _binary("sub", swap=True), "rtruediv": _binary("div", swap=True), "rdiv": _binary("div", swap=True),
+    "rsub": _binary("sub", swap=True), "rtruediv": _binary("div", swap=True),
+    "rdiv": _binary("div", swap=True),
     "rfloordiv": _binary("floordiv", swap=True), "rmod": _binary("mod", swap=True),
     "rpow": _binary("pow", swap=True),
     "true_divide": _div, "truediv": _div, "floor_divide": _binary("floordiv"), "remainder": _binary("mod"),
@@ -273,7 +274,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "logical_not": _logical("not"),
     "float": lambda r, x: r.add(FLOAT, x), "double": lambda r, x: r.add(FLOAT, x),
     "half": lambda r, x: r.add(FLOAT, x), "bfloat16": lambda r, x: r.add(FLOAT, x),
-    "int": lambda r, x: r.add(INT, x), "long": lambda r, x: r.add(INT, x), "bool": lambda r, x: r.add(BOOL, x),
+    "int": lambda r, x: r.add(INT, x), "long": lambda r, x: r.add(INT, x),
+    "bool": lambda r, x: r.add(BOOL, x),
     **{op: _binary(op) for op in (
         "mul", "floordiv", "mod", "pow", "minimum", "maximum", "lt", "le", "eq", "ne", "and", "or", "xor",
     )},

@@ -70,7 +70,7 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Interval:
-    """The part of a span, in its own dimension of four; all of it as one range where nothing asks for more."""
+    """The part of a span, in its own dimension of four; all of it as one range where it is not needed."""
     shape = [1, 1, 1, 1]
     shape[axis] = -1
     first, last = span
