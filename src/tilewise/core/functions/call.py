@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tilewise.core.checks import check_tensors
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.trace import trace
