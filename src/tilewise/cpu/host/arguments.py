@@ -57,11 +57,11 @@ class Config:
     short: str = ""  # "forward" or "backward" of `short.py`
     is_narrow: bool = False  # not the widest vectors
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
-    # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
     pieces: int = 0
 
     @property
-    def has_amx(self) -> bool:
+    def has_bf16_products(self) -> bool:
         return self.pieces > 0
 
 
