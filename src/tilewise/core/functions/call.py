@@ -30,7 +30,7 @@ def with_functions(
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced.
     """
     check_tensors(query=inputs.query, key=inputs.key)
-    found = trace(mask_mod, score_mod, torch.is_grad_enabled())
+    found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device)
     buffers = pack(found, inputs.query)
     if inputs.cu_seqlens_q is None and inputs.query.ndim == inputs.key.ndim == 4:
         batch, seqlen_q, heads, _ = inputs.query.shape

@@ -21,8 +21,8 @@ _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 class Recorder:
     """One trace: its graph, the tensors met, and the line of the user's code that each load stands in."""
 
-    def __init__(self) -> None:
-        self.graph = Graph()
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.graph, self.device = Graph(), device
         self.tensors: list[Tensor] = []
         self.lines: dict[int, str] = {}
 
@@ -115,6 +115,10 @@ class Proxy:
     @property
     def dtype(self) -> torch.dtype:
         return {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.float32}[self.kind]
+
+    @property
+    def device(self) -> torch.device:
+        return self.recorder.device or torch.device("cpu")
 
     @property
     def shape(self) -> torch.Size:
@@ -233,7 +237,11 @@ def _cast(r: Recorder, x: Any, dtype: torch.dtype) -> Proxy:
 
 
 def _constant(value: Any) -> Callable[..., Proxy]:
-    def method(r: Recorder, x: Any, **kwargs: Any) -> Proxy:
+    """zeros_like and new_zeros, whose size is that of a number."""
+
+    def method(r: Recorder, x: Any, size: Any = (), **kwargs: Any) -> Proxy:
+        if tuple(size):
+            raise TypeError(f"a tensor of size {tuple(size)} can't be made here, only a number: ()")
         return _cast(r, _proxy(r, value), kwargs.get("dtype") or _proxy(r, x).dtype)
 
     return method
@@ -243,11 +251,17 @@ def _full_like(r: Recorder, x: Any, fill_value: Any, **kwargs: Any) -> Proxy:
     return _constant(fill_value)(r, x, **kwargs)
 
 
+def _new_full(r: Recorder, x: Any, size: Any, fill_value: Any, **kwargs: Any) -> Proxy:
+    return _constant(fill_value)(r, x, size, **kwargs)
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "add": _scaled("add", 1), "sub": _scaled("sub", -1), "subtract": _scaled("sub", -1),
     "div": _div, "divide": _div, "fmod": _fmod, "where": _where, "clamp": _clamp, "clip": _clamp,
     "to": _to, "type_as": _to, "contiguous": lambda r, x: x, "clone": lambda r, x, **_: x,
     "zeros_like": _constant(0), "ones_like": _constant(1), "full_like": _full_like,
+    "new_zeros": _constant(0), "new_ones": _constant(1), "new_full": _new_full,
+    "new_tensor": lambda r, x, value, **kwargs: _constant(value)(r, x, **kwargs),
     "masked_fill": lambda r, x, mask, value: _where(r, mask, value, x),
     "square": lambda r, x: r.add("mul", x, x),
     "reciprocal": lambda r, x: r.add("div", 1.0, x),

@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix functions leave empty, full or partial: by intervals, never by elements."""
+"""Which tiles of the score matrix functions leave empty, full or partial, by intervals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import Functions
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILES_AT_ONCE = 1 << 20  # whose intervals are in memory together
+PART = 16  # rows and columns of the parts that a tile is looked at by
 
 
 def edges(n: int, block: int, device: torch.device | str | None = None) -> Interval:
@@ -90,3 +91,52 @@ def _visible(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval
     if functions.score is not None:
         sometimes = sometimes & ~(intervals(functions.score)[1] == -torch.inf)
     return always, sometimes
+
+
+def refined(
+    kinds: Tensor, functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+) -> Tensor:
+    """`tile_kinds` of a mask function at single b and h, in which PARTIAL is certain too.
+
+    A partial tile is looked at by intervals of its parts; where these can't tell, by elements.
+    """
+    kinds = kinds.clone()
+    unsure = (kinds == PARTIAL).nonzero()
+    widths = [int((last - first).max()) + 1 for first, last in (b, h, i, j)]
+    for size in (PART, 1):
+        starts = [torch.arange(0, width, size, device=kinds.device) for width in widths]
+        left = [unsure[:0]]
+        for tiles in unsure.split(max(1, TILES_AT_ONCE // (len(starts[2]) * len(starts[3])))):
+            ranges = Ranges(*(
+                _parts(span, n, start, size, axis)
+                for axis, (span, n, start) in enumerate(zip((b, h, i, j), tiles.T, starts))
+            ))  # fmt: skip
+            look = _visible if size > 1 else _elements
+            always, sometimes = look(functions, buffers, ranges)
+            every, seldom = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in (always, sometimes))
+            is_full, is_empty = every.all(1), ~seldom.any(1)
+            is_sure = is_full | is_empty | (every.any(1) & ~seldom.all(1)) | (size == 1)
+            kind = PARTIAL + is_full.to(torch.uint8) - is_empty.to(torch.uint8)
+            kinds[tuple(tiles[is_sure].T)] = kind[is_sure]
+            left.append(tiles[~is_sure])
+        unsure = torch.cat(left)
+    return kinds
+
+
+def _parts(span: Interval, n: Tensor, start: Tensor, size: int, axis: int) -> Interval:
+    """Ranges of at most `size` positions of the n-th ranges of a span: [tiles, parts], in five dimensions."""
+    first, last = (t[n][:, None] for t in span)
+    first = torch.minimum(first + start, last)
+    last = torch.minimum(first + (size - 1), last)
+    shape = [len(n), 1, 1, 1, 1]
+    shape[axis + 1] = len(start)
+    return first.view(shape), last.view(shape)
+
+
+def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
+    """`_visible` of ranges that are single positions."""
+    assert functions.mask is not None
+    b, h, i, j = (first for first, _ in ranges)
+    values = Values(None, b, h, i, j, torch.float32)
+    visible = Evaluator(functions.graph, functions, buffers, values)(functions.mask)
+    return visible, visible

@@ -40,7 +40,10 @@ _known: dict[Any, _Known] = {}
 
 
 def trace(
-    mask_mod: Callable[..., Any] | None, score_mod: Callable[..., Any] | None, wants_grad: bool = True
+    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., Any] | None,
+    wants_grad: bool = True,
+    device: torch.device | None = None,
 ) -> Trace:
     """The functions of one call.
 
@@ -50,20 +53,21 @@ def trace(
 
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
+        device: what the score and its indices say theirs is.
 
     Raises:
         TypeError, NotImplementedError, ...: see `tilewise.attention`; the message names the line.
     """
     walk = _Walk()
     try:
-        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad)
+        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad, device)
     except _Unknown:
         key = None
     known = _known.get(key) if key is not None else None
     if known is not None:
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
-    found = _traced(mask_mod, score_mod, wants_grad)
+    found = _traced(mask_mod, score_mod, wants_grad, device)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
     if key is not None and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
@@ -78,9 +82,12 @@ def clear() -> None:
 
 
 def _traced(
-    mask_mod: Callable[..., Any] | None, score_mod: Callable[..., Any] | None, wants_grad: bool
+    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., Any] | None,
+    wants_grad: bool,
+    device: torch.device | None,
 ) -> Trace:
-    recorder = Recorder()
+    recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
     mask = score = None
     if mask_mod is not None:
