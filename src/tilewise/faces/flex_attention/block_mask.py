@@ -30,7 +30,7 @@ class BlockMask(theirs.BlockMask):
     """
 
     # mask_mod, if the blocks are just what it says, the index tensors, and which of b, h, i, j it reads
-    _origin: tuple[Any, list[Tensor | None], frozenset[str]] | None = None
+    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str]] | None = None
 
     def __getitem__(self, index: Any) -> BlockMask:
         return _own(super().__getitem__(index))
@@ -109,13 +109,11 @@ def create_block_mask(
     for axis, (n, step) in enumerate(zip(sizes.values(), steps)):
         if n % step:  # PyTorch has it that a block which ends behind the last position is not full
             kinds.select(axis, -1).clamp_(max=PARTIAL)
-    index = (*_ordered(kinds == PARTIAL), *_ordered(kinds == FULL))
-    if not separate_full_blocks:
-        index = (*_ordered(kinds > 0), None, None)  # type: ignore[assignment]
-    mask = BlockMask.from_kv_blocks(
-        *index, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
-    )
-    mask._origin = (mask_mod, list(index), found.functions.depends_on)
+    partial, full = (kinds == PARTIAL, kinds == FULL) if separate_full_blocks else (kinds > 0, None)
+    index = (*_ordered(partial), *_ordered(full))
+    by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
+    mask = BlockMask((Q_LEN, KV_LEN), *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)  # type: ignore[arg-type]
+    mask._origin = (mask_mod, index, found.functions.depends_on)
     return mask
 
 
@@ -159,10 +157,16 @@ def _by_blocks(mask: theirs.BlockMask, shared: tuple[int, ...]) -> MaskFunction:
     return in_blocks
 
 
-def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
+def _ordered(dense: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Of each row of blocks, how many are set, and the numbers of these before those of the others."""
-    order = dense.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return dense.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    if dense is None:
+        return None, None
+    counts = dense.sum(-1, dtype=torch.int32)
+    rest = counts[..., None] + (~dense).cumsum(-1, dtype=torch.int32)
+    place = torch.where(dense, dense.cumsum(-1, dtype=torch.int32), rest) - 1
+    numbers = torch.arange(dense.shape[-1], dtype=torch.int32, device=dense.device)
+    order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
+    return counts, order.scatter_(-1, place.long(), numbers.expand(dense.shape))
 
 
 def _kinds(mask: theirs.BlockMask) -> Tensor:
