@@ -10,6 +10,7 @@ from tilewise import reference
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
+from tilewise.testing import check_attention
 
 
 def functions(table, slope, documents):
@@ -115,3 +116,51 @@ def test_other_backends_refuse():
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(NotImplementedError, match="mask or score functions; 'tiled' would serve"):
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i, backend="aten")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_stay_in_budget(dtype):
+    documents = (torch.rand(150) < 1 / 40).cumsum(0)
+    q, k, v = (torch.randn(2, 150, heads, 16).to(dtype) for heads in (4, 2, 2))
+    options = functions(torch.randn(4, 20), torch.rand(4), documents)
+    check_attention(q, k, v, **options, softcap=20.0)
+
+
+def test_compiled_models():
+    """The graph breaks at the call: the compiled rest, results and gradients are those of eager mode."""
+    layer, slope = torch.nn.Linear(8, 24).double(), torch.ones(2, dtype=torch.double, requires_grad=True)
+
+    def model(x):
+        q, k, v = layer(x).view(1, -1, 3, 2, 4).unbind(2)
+        options = {
+            "mask_mod": lambda b, h, i, j: j <= i, "score_mod": lambda s, b, h, i, j: s - slope[h] * (i - j)
+        }  # fmt: skip
+        return tilewise.attention(q, k, v, **options).flatten(2).sin()
+
+    for length in (20, 31):
+        x = torch.randn(1, length, 8, dtype=torch.double)
+        results = []
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            out = run(x)
+            results.append((out, *torch.autograd.grad(out.sum(), (*layer.parameters(), slope))))
+        for ours, theirs in zip(*results, strict=True):
+            close(ours, theirs)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with_functions"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_transforms():
+    """vmap over queries, over captured tensors; torch.func's gradients."""
+    x, slopes = torch.randn(3, 1, 9, 2, 4, dtype=torch.double), torch.randn(3, 2, dtype=torch.double)
+
+    def call(x, slope):
+        return tilewise.attention(
+            x, x, x, mask_mod=lambda b, h, i, j: j <= i, score_mod=lambda s, b, h, i, j: s * slope[h]
+        )  # fmt: skip
+
+    one_by_one = torch.stack([call(*pair) for pair in zip(x, slopes)])
+    close(torch.vmap(call)(x, slopes), one_by_one)
+    found = torch.func.grad(lambda s: call(x[0], s).sin().sum())(slopes[0])
+    leaf = slopes[0].clone().requires_grad_()
+    close(found, torch.autograd.grad(call(x[0], leaf).sin().sum(), leaf)[0])

@@ -137,6 +137,8 @@ def _through_function(
     with torch.enable_grad():
         before = f.before.detach().requires_grad_()
         after = score_mod(before, *f.indices)
+    if not after.requires_grad:  # the function reads no score
+        return [torch.zeros_like(t) for t in (before, *captured)]
     grads = torch.autograd.grad(
         after, (before, *captured), ds.expand_as(after), allow_unused=True, materialize_grads=True
     )
