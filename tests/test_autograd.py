@@ -9,6 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options
 
 CASES = [
@@ -211,10 +212,13 @@ def test_opcheck(bhsd):
     if bhsd:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     bias, sinks = torch.randn(1, 2, 5, 5, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
-    for t in (q, k, v, bias, sinks):
+    slopes = torch.randn(2, dtype=torch.float64)
+    for t in (q, k, v, bias, sinks, slopes):
         t.requires_grad_()
-    options = Options(causal=True, softcap=2.0)
-    inputs = Inputs(q, k, v, bias=bias, sinks=sinks)
+    inputs, options = with_functions(
+        Inputs(q, k, v, bias=bias, sinks=sinks), Options(causal=True, softcap=2.0),
+        lambda b, h, i, j: i != j + 1, lambda s, b, h, i, j: s + slopes[h] * (i - j),
+    )  # fmt: skip
     for saves in (True, False):
         for order in ("bshd", "bhsd"):
             arguments = (*inputs, *options, order, saves, None)
@@ -228,7 +232,7 @@ def test_opcheck(bhsd):
     library.opcheck(
         torch.ops.tilewise.attention_backward.default, (dout, dlse, *results, *inputs, *scalars, True)
     )
-    tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks)]
+    tangents = [torch.randn_like(t) for t in (q, k, v, bias, sinks, slopes)]
     detached = Inputs(*(None if t is None else t.detach() for t in inputs))
     library.opcheck(
         torch.ops.tilewise.attention_double_backward.default,

@@ -394,3 +394,26 @@ def test_wrong_calls_leave_the_cache_as_it_was():
 def test_the_table_names_every_statistic():
     assert set(SERVES["tiled"]) == set(NAMES) and all(served <= set(NAMES) for served in SERVES.values())
     assert all(f"`{name}`" in table() for name in NAMES)
+
+
+def test_statistics_and_their_gradients_with_functions():
+    q, k, v = (torch.randn(2, 37, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    table = torch.randn(80, dtype=torch.float64, requires_grad=True)
+    document = torch.randint(0, 3, (37,)).sort().values
+    options = {
+        "mask_mod": lambda b, h, i, j: (document[i] == document[j]) & (j <= i),
+        "score_mod": lambda s, b, h, i, j: s * 0.5 + table[i - j + 37],
+        "softcap": 3.0,
+    }
+    aux = Aux(entropy=True, column_sum=True, rows=(3, -1), block_sum=8, expected_distance=True, row_max=True)
+    _, found = tilewise.attention(q, k, v, return_aux=aux, **options)
+    expected = reference.attention_statistics(q, k, aux, **options)
+    sums = []
+    for answer in (found, expected):
+        terms = (answer.entropy, answer.column_sum, answer.rows, answer.block_sum, answer.expected_distance)
+        sums.append(sum((t.sin() * (n + 1)).sum() for n, t in enumerate(terms)))
+    torch.testing.assert_close(found.row_max, expected.row_max)
+    for name in aux.names:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-11, atol=1e-11)
+    for a, b in zip(*(torch.autograd.grad(total, (q, k, table)) for total in sums)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

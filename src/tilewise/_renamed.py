@@ -1,4 +1,4 @@
-"""Import paths of earlier releases, which stay importable and name the same modules.
+"""Short import paths, and those of earlier releases: they name the same modules.
 
 Pickled caches and people's code have them: each is looked up only when it is imported.
 """
@@ -15,6 +15,7 @@ from types import ModuleType
 MODULES = {
     "tilewise.flash_attn": "tilewise.faces.flash_attn",
     "tilewise.flash_attn_3": "tilewise.faces.flash_attn_3",
+    "tilewise.flex_attention": "tilewise.faces.flex_attention",
     "tilewise.fp8": "tilewise.core.fp8",
     "tilewise.integrations": "tilewise.faces",
     "tilewise.learn": "tilewise.lab.learn",

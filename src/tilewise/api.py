@@ -20,6 +20,7 @@ from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_number, check_tensors, shown, window_bound
 from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.statistics import Aux
@@ -38,6 +39,8 @@ def attention(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -65,6 +68,10 @@ def attention(
         mask: bool, True = attend, broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Two dimensions are
             (seqlen_q, seqlen_k); padding (batch, seqlen_k) is mask[:, None, None, :].
         bias: float, added to the scores, broadcastable likewise; differentiable.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, True = attend. As FlexAttention's; indices count from 0.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, after softcap and biases. It is traced once, so it
+            has operators and `torch` functions of numbers, and `tensor[index]` of captured tensors, which
+            get gradients. What can't be traced raises an error that names the line.
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
@@ -107,6 +114,8 @@ def attention(
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
+    if mask_mod is not None or score_mod is not None:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         out = out.transpose(1, 2) if layout == "bhsd" else out
@@ -130,6 +139,8 @@ def attention_varlen(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -181,6 +192,8 @@ def attention_varlen(
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
+    if mask_mod is not None or score_mod is not None:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         return (out, lse, aux) if return_lse else (out, aux)

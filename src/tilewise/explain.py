@@ -23,6 +23,7 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_tensors
+from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, spans
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
@@ -135,6 +136,8 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     check_flag("return_lse", given["return_lse"])
     inputs = _cached_inputs(given) if "cache" in given else _inputs(given)
     call = _options(given)
+    if given.get("mask_mod") is not None or given.get("score_mod") is not None:
+        inputs, call = with_functions(inputs, call, given["mask_mod"], given["score_mod"])
     backend = given["backend"]
     problem = describe(inputs, call)
     _check_lengths(inputs)

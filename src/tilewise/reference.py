@@ -6,6 +6,7 @@ the tile arithmetic cannot hide. Use it to test; it needs O(seqlen_q * seqlen_k)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class ReferenceGradients(NamedTuple):
     value: Tensor
     bias: Tensor | None
     sinks: Tensor | None
+    captured: tuple[Tensor, ...] = ()  # of the tensors given as `captured`
 
 
 class _Forward(NamedTuple):
@@ -41,6 +43,8 @@ class _Forward(NamedTuple):
     scale: float
     out: Tensor
     lse: Tensor
+    before: Tensor  # the scores before the score function
+    indices: tuple[Tensor, ...]  # b, h, i, j
 
 
 def attention(
@@ -94,6 +98,7 @@ def attention_backward(
     Args:
         dout: gradient of out, same shape.
         dlse: gradient of lse, same shape; None is zero.
+        options: also `captured`, the tensors of `score_mod` whose gradients are asked for.
 
     Returns:
         Gradients in `dtype`, shaped like the inputs they belong to.
@@ -109,6 +114,9 @@ def attention_backward(
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     ds = f.p * (dp - delta[..., None])  # gradient of the biased score
+    captured = options.get("captured", ())
+    if options.get("score_mod") is not None:
+        ds, *captured = _through_function(options["score_mod"], f, ds, captured)
     ds_raw = ds if f.tanh is None else ds * (1 - f.tanh**2)
     grouped = (f.k.shape[0], f.k.shape[1], group, f.k.shape[2])
     dk = (ds_raw.mT @ f.q * f.scale).view(*grouped, f.q.shape[-1]).sum(2)
@@ -120,6 +128,7 @@ def attention_backward(
         _from_bhsd(dv, options),
         None if bias is None else ds.sum_to_size(bias.shape),
         None if sinks is None or f.p_sink is None else -(f.p_sink * delta).sum((0, 2)),
+        tuple(captured),
     )
 
 
@@ -218,6 +227,21 @@ def _packed_statistics(found: list[Statistics], aux: Aux) -> Statistics:
     )
 
 
+def _through_function(
+    score_mod: Callable[..., Tensor], f: _Forward, ds: Tensor, captured: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradients of the scores before the function and of captured tensors, by PyTorch's autograd."""
+    with torch.enable_grad():
+        before = f.before.detach().requires_grad_()
+        after = score_mod(before, *f.indices)
+    if not after.requires_grad:  # the function reads no score
+        return [torch.zeros_like(t) for t in (before, *captured)]
+    grads = torch.autograd.grad(
+        after, (before, *captured), ds.expand_as(after), allow_unused=True, materialize_grads=True
+    )
+    return [torch.where(ds == 0, 0.0, grads[0]), *grads[1:]]
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -238,6 +262,9 @@ def _forward(
     first_sequence: int = 0,
     cu_seqlens_q: None = None,
     cu_seqlens_k: None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    captured: Sequence[Tensor] = (),
     deterministic: bool = False,  # like the next, says how to compute, not what
     precision: str = "ieee",
 ) -> _Forward:
@@ -264,6 +291,12 @@ def _forward(
         hidden |= j > i + right
     if mask is not None:
         hidden = hidden | ~mask
+    indices = _function_indices(first_sequence, s.shape, q.device)
+    before = s
+    if score_mod is not None:
+        s = score_mod(s, *indices).to(dtype)
+    if mask_mod is not None:
+        hidden = hidden | ~mask_mod(*indices)
     s = s.masked_fill(hidden, float("-inf"))
     scores = s
     if sinks is not None:  # a key that has a score and no value
@@ -281,7 +314,14 @@ def _forward(
         keep = keep_mask(dropout_seed, dropout_p, rows, q.shape[1], 0, q.shape[2], 0, k.shape[2])
         keep = keep.to(dtype) / (1 - dropout_p)
     out = (p * keep) @ v.repeat_interleave(group, 1)
-    return _Forward(q, k, v, scores, p, keep, tanh, p_sink, scale, out, lse)
+    return _Forward(q, k, v, scores, p, keep, tanh, p_sink, scale, out, lse, before, indices)
+
+
+def _function_indices(first: int, shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """b, h, i and j of mask and score functions, which broadcast to the scores."""
+    ranges = [torch.arange(n, device=device) for n in shape]
+    ranges[0] = ranges[0] + first
+    return tuple(torch.meshgrid(*ranges, indexing="ij"))
 
 
 class _Part(NamedTuple):
@@ -325,6 +365,7 @@ def _packed_backward(
     bias, sinks = options.get("bias"), options.get("sinks")
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    captured = [torch.zeros_like(t) for t in options.get("captured", ())]
     for n, part in enumerate(_unpack(query, key, value, options)):
         part_dlse = None if dlse is None else dlse[None, :, part.rows_q]
         g = attention_backward(
@@ -336,7 +377,9 @@ def _packed_backward(
             row[:, :, : g.bias.shape[2], : g.bias.shape[3]] += g.bias
         if dsinks is not None and g.sinks is not None:
             dsinks += g.sinks
-    return ReferenceGradients(dq, dk, dv, dbias, dsinks)
+        for total, t in zip(captured, g.captured):
+            total += t
+    return ReferenceGradients(dq, dk, dv, dbias, dsinks, tuple(captured))
 
 
 def _to_bhsd(t: Tensor, options: dict[str, Any]) -> Tensor:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, library
 
 from tilewise.autograd import operators
-from tilewise.autograd.operators import NUM_INPUTS
+from tilewise.autograd.operators import NUM_INPUTS, NUM_OPTIONS
 from tilewise.core.checks import check_tensors
+from tilewise.core.functions.expression import decode
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
-from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.problem import Gradients, Inputs, Options, describe
 from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
 from tilewise.core.values import check_values
@@ -197,17 +198,25 @@ def differentiate_twice(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | No
     return (*leading, *_place(inputs, tuple(grads), has_bias=True), *(None,) * (len(ctx.scalars) + 1))
 
 
+def _directions(dots: Inputs) -> list[Tensor | None]:
+    """The tangents of what has gradients."""
+    return [getattr(dots, name) for name in Gradients._fields]
+
+
 def _present(inputs: Inputs, tangents: tuple[Tensor | None, ...], has_bias: bool) -> list[Tensor | None]:
-    """Tangents or gradients of query, key, value, bias and sinks, None for those that do not exist."""
-    q, k, v, bias, sinks = tangents
+    """Tangents or gradients of what `Gradients` has, None for those that do not exist."""
+    q, k, v, bias, sinks, captured = tangents
     bias = bias if has_bias and inputs.bias is not None else None
-    return [q, k, v, bias, None if inputs.sinks is None else sinks]
+    floats = inputs.captured_floats
+    if floats is None or captured is None or captured.shape != floats.shape:  # empty: nobody wants it
+        captured = None
+    return [q, k, v, bias, None if inputs.sinks is None else sinks, captured]
 
 
 def _place(inputs: Inputs, grads: tuple[Tensor | None, ...], has_bias: bool) -> Inputs:
-    """The gradients of query, key, value, bias and sinks in the places of `Inputs`."""
-    q, k, v, bias, sinks = _present(inputs, grads, has_bias)
-    return Inputs(q, k, v, bias=bias, sinks=sinks)  # type: ignore[arg-type]
+    """The gradients in the places of `Inputs`."""
+    q, k, v, bias, sinks, captured = _present(inputs, grads, has_bias)
+    return Inputs(q, k, v, bias=bias, sinks=sinks, captured_floats=captured)  # type: ignore[arg-type]
 
 
 class Attention(torch.autograd.Function):
@@ -232,7 +241,7 @@ class Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         *tensors, out, lse, residual = ctx.saved_tensors
         dots = Inputs(*tangents[:NUM_INPUTS])  # type: ignore[arg-type]
-        directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
+        directions = _directions(dots)
         arguments = (*directions, out, lse, residual, *tensors, *ctx.scalars)
         return (*torch.ops.tilewise.attention_jvp(*arguments), None)
 
@@ -274,11 +283,16 @@ class AttentionBackward(torch.autograd.Function):
         dout, dlse, *results_and_tensors = ctx.saved_tensors
         dout_dot, dlse_dot = tangents[:2]
         dots = Inputs(*tangents[5 : 5 + NUM_INPUTS])  # type: ignore[arg-type]
-        directions = [dots.query, dots.key, dots.value, dots.bias, dots.sinks]
+        directions = _directions(dots)
         rest = (*results_and_tensors, *ctx.scalars)
         grads = torch.ops.tilewise.attention_double_backward(*directions, dout, dlse, *rest)[2:]
         if dout_dot is None and dlse_dot is None:
-            return tuple(grads) if ctx.bias_needs_grad else (*grads[:3], grads[3].new_empty(0), grads[4])
+            grads = Gradients(*grads)
+            unwanted = {} if ctx.bias_needs_grad else {"bias": grads.query.new_empty(0)}
+            functions = Options(*ctx.scalars[:-1]).functions
+            if functions is None or not decode(functions).wants_grad:
+                unwanted["captured_floats"] = grads.query.new_empty(0)
+            return tuple(grads._replace(**unwanted))  # type: ignore[arg-type]
         dout_dot = torch.zeros_like(results_and_tensors[0]) if dout_dot is None else dout_dot
         linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest, ctx.bias_needs_grad)
         return tuple(a + b if b.numel() else b for a, b in zip(grads, linear))
@@ -313,6 +327,8 @@ def _vmap(
     tensors, tensor_dims = arguments[: leading + NUM_INPUTS], in_dims[: leading + NUM_INPUTS]
     stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, tensor_dims)]
     folds = folds and all(t is None or t.shape[1] == batch for t in stacked)
+    options = arguments[leading + NUM_INPUTS : leading + NUM_INPUTS + NUM_OPTIONS]
+    folds = folds and Options(*options).functions is None  # which may ask for the batch entry
     if folds:
         folded = [None if t is None else t.flatten(0, 1) for t in stacked]
         results = function(*folded, *arguments[leading + NUM_INPUTS :])

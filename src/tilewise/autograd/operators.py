@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, library
 
 from tilewise.core.checks import refuse_gradient
+from tilewise.core.functions.expression import decode
 from tilewise.core.lazy import all_resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
@@ -32,16 +33,21 @@ from tilewise.tiled import second_order
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale"
+    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale, Tensor? captured_floats, "
+    "Tensor? captured_integers, Tensor? captured_layout"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
-    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision"
+    "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, "
+    "str? functions"
 )
-_TANGENTS = "Tensor? dot_query, Tensor? dot_key, Tensor? dot_value, Tensor? dot_bias, Tensor? dot_sinks"
+_TANGENTS = (
+    "Tensor? dot_query, Tensor? dot_key, Tensor? dot_value, Tensor? dot_bias, Tensor? dot_sinks, "
+    "Tensor? dot_captured_floats"
+)
 _GRADIENTS = "Tensor dout, Tensor? dlse"
 _RESULTS = "Tensor out, Tensor lse, Tensor? residual"
-NUM_INPUTS, NUM_OPTIONS, NUM_TANGENTS = len(Inputs._fields), len(Options._fields), 5
+NUM_INPUTS, NUM_OPTIONS, NUM_TANGENTS = len(Inputs._fields), len(Options._fields), 6
 
 operators = library.Library("tilewise", "DEF")
 operators.define(
@@ -49,11 +55,11 @@ operators.define(
 )
 operators.define(
     f"attention_backward({_GRADIENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend, "
-    "bool needs_bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool needs_bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 operators.define(
     f"attention_double_backward({_TANGENTS}, {_GRADIENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 operators.define(
     f"attention_jvp({_TANGENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend) -> (Tensor, Tensor)"
@@ -95,13 +101,16 @@ def _attention_backward(
 
 
 def _attention_backward_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    inputs, _, (_, needs_bias_gradient) = _rebuild(arguments[4:])
+    inputs, options, (_, needs_bias_gradient) = _rebuild(arguments[4:])
     grads = _empty_gradients(inputs)
+    if options.functions is None or not decode(options.functions).wants_grad:
+        grads = grads._replace(captured_floats=None)
     return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
 
 
 def _empty_gradients(inputs: Inputs) -> Gradients:
-    fresh = (None if t is None else t.new_empty(t.shape) for t in (*inputs[:3], inputs.bias, inputs.sinks))
+    differentiable = (*inputs[:3], inputs.bias, inputs.sinks, inputs.captured_floats)
+    fresh = (None if t is None else t.new_empty(t.shape) for t in differentiable)
     return Gradients(*fresh)  # type: ignore[arg-type]
 
 
@@ -142,7 +151,7 @@ def _attention_jvp_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fill_tangents(inputs: Inputs, tangents: Sequence[Tensor | None]) -> Gradients:
-    """Tangents of query, key, value, bias and sinks; a missing one of the first three is zero."""
+    """Tangents of what has gradients; a missing one of the first three is zero."""
     filled = [torch.zeros_like(t) if d is None else d for t, d in zip(inputs[:3], tangents[:3])]
     return Gradients(*filled, *tangents[3:])
 

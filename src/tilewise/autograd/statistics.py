@@ -155,7 +155,7 @@ class AttentionWithStatistics(torch.autograd.Function):
                 )
             total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
         bias = total.bias if needs_bias_gradient else None
-        of_inputs = Inputs(total.query, total.key, total.value, bias=bias, sinks=total.sinks)
+        of_inputs = Inputs(*total[:3], bias=bias, sinks=total.sinks, captured_floats=total.captured_floats)
         return (None, None, None, None, *of_inputs)
 
 

@@ -36,7 +36,7 @@ def check_dtypes_and_devices(s: Any) -> None:
         if scale is None and t.dtype != s.query.dtype:
             raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}")
     for name, t in zip(s._fields, s, strict=True):
-        if t is not None and name != "dropout_seed" and t.device != s.query.device:
+        if t is not None and name not in ("dropout_seed", "captured_layout") and t.device != s.query.device:
             raise ValueError(f"{name}.device={t.device} must equal query.device={s.query.device}")
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "leftpad_k", "page_table"):
         t = getattr(s, name)

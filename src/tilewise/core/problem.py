@@ -51,6 +51,9 @@ class Inputs(NamedTuple):
     dropout_seed: Tensor | None = None  # () int64
     key_scale: Tensor | None = None  # (num_pages, num_kv_heads): what float8 keys in pages stand for
     value_scale: Tensor | None = None
+    captured_floats: Tensor | None = None  # of mask and score functions: see `core.functions.captured`
+    captured_integers: Tensor | None = None
+    captured_layout: Tensor | None = None  # on the CPU
 
 
 class Options(NamedTuple):
@@ -66,16 +69,18 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     precision: str = "ieee"  # of products: see `tilewise.attention`
+    functions: str | None = None  # mask and score functions: `core.functions.expression.Functions.text`
 
 
 class Gradients(NamedTuple):
-    """Gradients of `Inputs`; `bias` and `sinks` are None where the problem has none."""
+    """Gradients of `Inputs`; those after `value` are None where the problem has none."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    captured_floats: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class AttentionProblem:
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+    functions: str | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -262,6 +268,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         is_value_in_key=is_value_in_key,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
+        functions=options.functions,
     )
 
 

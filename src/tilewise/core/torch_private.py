@@ -6,6 +6,7 @@ PyTorch's dispatcher: slower by some microseconds, with the same results.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+# The public `torch.compiler.disable` imports the compiler, and Triton with it, where it decorates.
+not_compiled = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 

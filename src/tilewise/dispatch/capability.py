@@ -76,6 +76,9 @@ ROWS = (
     }),
     Row("mask", lambda p: p.mask_shape is not None, {"hopper": "does not take a mask"}),
     Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
+    Row("mask and score functions", lambda p: p.functions is not None, {
+        **dict.fromkeys(BACKENDS[:-1], "does not take mask or score functions"),
+    }),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
     Row("scale of 0 or less", lambda p: p.scale <= 0, {

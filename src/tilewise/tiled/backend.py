@@ -27,6 +27,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order
 from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled import statistics
+from tilewise.tiled.functions import new_captured_gradient
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
 
@@ -136,8 +137,10 @@ def gradient_step(
     dq: Tensor,
     dk: Tensor,
     tanh: Tensor | None = None,
+    before: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Second half of one backward tile: dS = P * (dP - delta), dQ += dS K, dK += dS^T Q. Returns ds.
+    """Second half of one backward tile: dS = P * (dP - delta), dQ += dS K, dK += dS^T Q. Returns ds, of the
+    scores before a score function.
 
     Args:
         p, dp: of `recompute_step`. dp is overwritten with ds.
@@ -145,8 +148,11 @@ def gradient_step(
         q, k: [n, block_q, head_dim], [n, block_k, head_dim].
         dq, dk: shaped like q and k, added to in place.
         tanh: of the softcapped scores; the scores before the cap have the gradient ds * (1 - tanh^2).
+        before: from the gradient of the scores to that before a score function.
     """
     ds = dp.sub_(delta).mul_(p)
+    if before is not None:
+        ds = before(ds)
     ds_uncapped = ds if tanh is None else (1 - tanh * tanh).mul_(ds)
     dq.baddbmm_(ds_uncapped, k)
     dk.baddbmm_(ds_uncapped.mT, q)
@@ -177,7 +183,7 @@ def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor, Tenso
     m, l = tiles.initial_statistics(i0, i1)
     acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
     for j0, j1 in tiles.key_tiles(i0, i1):
-        s, _ = tiles.scores(q, i0, i1, j0, j1)
+        s = tiles.scores(q, i0, i1, j0, j1).s
         keep = tiles.keep(i0, i1, j0, j1)
         m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep, tiles.round_weights)
     acc /= l.masked_fill(l == 0, 1.0)
@@ -201,6 +207,7 @@ def backward(
     bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    floats, dcaptured = inputs.captured_floats, new_captured_gradient(problem, inputs)
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
         n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
@@ -214,7 +221,7 @@ def backward(
             if dlse_rows is not None:
                 delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
             shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, dbias)
+            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, dbias, dcaptured)
             dq_rows[:, :, i0:i1] = dq_tile.view(dq_rows[:, :, i0:i1].shape)
             if dsinks is not None:
                 p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
@@ -228,6 +235,7 @@ def backward(
         dv,
         None if dbias is None or bias is None else dbias.to(bias.dtype),
         None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
+        None if dcaptured is None or floats is None else dcaptured.to(floats.dtype),
     )
 
 
@@ -241,17 +249,20 @@ def _backward_tile(
     dk_sum: Tensor,
     dv_sum: Tensor,
     dbias: Tensor | None,
+    dcaptured: Tensor | None,
 ) -> Tensor:
-    """Add one query tile's part to dk_sum, dv_sum and dbias; return its dq."""
+    """Add one query tile's part to dk_sum, dv_sum, dbias and dcaptured; return its dq."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     dq = torch.zeros_like(q)
     shift, factor = row_shift
     for j0, j1 in tiles.key_tiles(i0, i1):
         k, v = tiles.key(j0, j1), tiles.value(j0, j1)
-        s, tanh = tiles.scores(q, i0, i1, j0, j1)
+        s, tanh, function = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
         p, dp = recompute_step(s, v, shift, do, dv_sum[:, j0:j1], keep, factor)
-        ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh)  # q carries the scale
+        before = None if function is None else functools.partial(function.backward, total=dcaptured)
+        # q carries the scale
+        ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh, before)
         if dbias is not None:
             add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
     return dq.mul_(tiles.problem.scale)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.tiled.functions import FunctionTile
 from tilewise.tiled.tiles import Tiles, add_reduced, segments, weights
 
 
@@ -36,6 +37,7 @@ class SecondGradients(NamedTuple):
     value: Tensor
     bias: Tensor | None
     sinks: Tensor | None
+    captured_floats: Tensor | None
 
 
 class _Rows(NamedTuple):
@@ -60,6 +62,7 @@ class _Tile(NamedTuple):
     slope: Tensor | None  # f'(a); None is 1
     curvature: Tensor | None  # f''(a); None is 0
     keep: Tensor | None
+    function: FunctionTile | None
 
 
 def jvp(
@@ -102,7 +105,9 @@ def double_backward(
         inputs.value.new_zeros(inputs.value.shape),
         None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=dtype),
         None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=dtype),
-    )
+        None if inputs.captured_floats is None
+        else torch.zeros_like(inputs.captured_floats, dtype=torch.float64),
+    )  # fmt: skip
     for segment in segments(problem, inputs):
         tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
         n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
@@ -117,7 +122,7 @@ def double_backward(
             u = (do * tiles.fold(tiles.rows(out)[:, :, i0:i1])).sum(-1, keepdim=True)
             delta = u if dlse is None else u - tiles.fold(tiles.lse_rows(dlse)[:, :, i0:i1, None])
             total = r - lse_dot * (delta + u)
-            gq = _gradient_walk(tiles, dots, rows, lse_dot, delta, total, gk, gv, result.bias)
+            gq = _gradient_walk(tiles, dots, rows, lse_dot, delta, total, gk, gv, result)
             _store(tiles.rows(result.query), i0, i1, gq)
             if result.sinks is not None and rows.p_sink is not None and rows.sink_dot is not None:
                 g_sink = -rows.p_sink * (delta * rows.sink_dot + total)
@@ -128,6 +133,7 @@ def double_backward(
     return result._replace(
         bias=None if inputs.bias is None or result.bias is None else result.bias.to(inputs.bias.dtype),
         sinks=None if inputs.sinks is None or result.sinks is None else result.sinks.to(inputs.sinks.dtype),
+        captured_floats=None if result.captured_floats is None else result.captured_floats.to(dtype),
     )
 
 
@@ -152,7 +158,7 @@ def _rows(
 
 def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
     i0, i1 = rows.i0, rows.i1
-    s, tanh = tiles.scores(rows.q, i0, i1, j0, j1)
+    s, tanh, function = tiles.scores(rows.q, i0, i1, j0, j1)
     p = weights(s, *rows.shift)
     a_dot = torch.bmm(rows.q_dot, tiles.key(j0, j1).mT).baddbmm_(rows.q, dots.key(j0, j1).mT)
     slope = curvature = None
@@ -164,7 +170,9 @@ def _tile(tiles: Tiles, dots: Tiles, rows: _Rows, j0: int, j1: int) -> _Tile:
     if dots.inputs.bias is not None:
         s_dot = s_dot.clone()
         tiles.per_head(s_dot, i0, i1).add_(dots.score_rows(dots.inputs.bias, i0, i1, j0, j1))
-    return _Tile(p, s_dot, a_dot, slope, curvature, tiles.keep(i0, i1, j0, j1))
+    if function is not None:
+        s_dot = function.tangent(p, s_dot, dots.inputs.captured_floats)
+    return _Tile(p, s_dot, a_dot, slope, curvature, tiles.keep(i0, i1, j0, j1), function)
 
 
 def _tangent_walk(tiles: Tiles, dots: Tiles, rows: _Rows, out_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,9 +204,10 @@ def _gradient_walk(
     total: Tensor,
     gk: Tensor,
     gv: Tensor,
-    gbias: Tensor | None,
+    result: SecondGradients,
 ) -> Tensor:
-    """Second walk: add this query tile's part to gk, gv and gbias; return its query gradient."""
+    """Second walk: add this query tile's part to gk, gv and, of the result, bias and captured floats; return
+    its query gradient."""
     assert rows.do is not None
     gq = torch.zeros_like(rows.q)
     for j0, j1 in tiles.key_tiles(rows.i0, rows.i1):
@@ -209,11 +218,13 @@ def _gradient_walk(
         if t.keep is not None:
             c, e, kept = c * t.keep, e * t.keep, t.p * t.keep
         gs = t.p * (c * (t.s_dot - lse_dot) + e - delta * t.s_dot - total)
-        if gbias is not None:
-            add_reduced(
-                tiles.score_rows(gbias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1)
-            )
         ga_dot = t.p * (c - delta)
+        if t.function is not None:
+            gs, ga_dot = t.function.second_backward(gs, ga_dot, result.captured_floats)
+        if result.bias is not None:
+            add_reduced(
+                tiles.score_rows(result.bias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1)
+            )
         if t.slope is not None and t.curvature is not None:
             gs = gs * t.slope + ga_dot * t.curvature * t.a_dot
             ga_dot = ga_dot * t.slope

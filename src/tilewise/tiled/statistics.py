@@ -28,6 +28,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.core.torch_private import own_dtypes
+from tilewise.tiled.functions import new_captured_gradient
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
 
@@ -76,7 +77,7 @@ def _measure_tile(
     needs_total = aux.entropy or aux.expected_distance or aux.top_k > 0
     best = None
     for j0, j1 in tiles.key_tiles(i0, i1):
-        s, _ = tiles.scores(q, i0, i1, j0, j1)
+        s = tiles.scores(q, i0, i1, j0, j1).s
         if aux.needs_row_max:
             row_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
         if aux.top_k:
@@ -167,7 +168,7 @@ def _measure_rows(tiles: Tiles, lse: Tensor, residual: Tensor | None, aux: Aux, 
         total = tiles.per_head(_sink_weights(tiles, i, i + 1, shift), i, i + 1)[:, :, 0]
         row = found[batch.start : batch.stop, :, n]
         for j0, j1 in tiles.key_tiles(i, i + 1):
-            s, _ = tiles.scores(q, i, i + 1, j0, j1)
+            s = tiles.scores(q, i, i + 1, j0, j1).s
             p = tiles.per_head(weights(s, *shift), i, i + 1)[:, :, 0]
             row[..., start + j0 : start + j1] = p
             total += p.sum(-1, keepdim=True)
@@ -244,6 +245,7 @@ def backward(
     bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    floats, dcaptured = inputs.captured_floats, new_captured_gradient(problem, inputs)
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
         n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
@@ -253,7 +255,7 @@ def backward(
             if i1 <= first:
                 continue
             shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, shift, aux, grads, dk_sum, dbias, dsinks)
+            dq_tile = _backward_tile(tiles, i0, i1, shift, aux, grads, dk_sum, dbias, dsinks, dcaptured)
             rows = tiles.rows(dq)[:, :, i0:i1]
             rows.copy_(dq_tile.view(rows.shape))
         tiles.store_key_rows(dk, dk_sum)
@@ -263,6 +265,7 @@ def backward(
         inputs.value.new_zeros(inputs.value.shape),
         None if dbias is None or bias is None else dbias.to(bias.dtype),
         None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
+        None if dcaptured is None or floats is None else dcaptured.to(floats.dtype),
     )
 
 
@@ -276,8 +279,9 @@ def _backward_tile(
     dk_sum: Tensor,
     dbias: Tensor | None,
     dsinks: Tensor | None,
+    dcaptured: Tensor | None,
 ) -> Tensor:
-    """Add one query tile's part to dk_sum, dbias and dsinks; return its dq."""
+    """Add one query tile's part to dk_sum, dbias, dsinks and dcaptured; return its dq."""
     q = tiles.query(i0, i1)
     dq, delta = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 1))
     entropy = None if grads.entropy is None else tiles.fold(tiles.lse_rows(grads.entropy)[:, :, i0:i1, None])
@@ -286,13 +290,15 @@ def _backward_tile(
         weighted_sink = torch.zeros_like(p_sink) if entropy is None else entropy * torch.special.entr(p_sink)
         delta += weighted_sink
     for j0, j1 in tiles.key_tiles(i0, i1):
-        s, _ = tiles.scores(q, i0, i1, j0, j1)
+        s = tiles.scores(q, i0, i1, j0, j1).s
         pg = _weighted(tiles, i0, i1, j0, j1, weights(s, *shift), aux, grads, entropy)
         delta += pg.sum(-1, keepdim=True)
     for j0, j1 in tiles.key_tiles(i0, i1):
-        s, tanh = tiles.scores(q, i0, i1, j0, j1)
+        s, tanh, function = tiles.scores(q, i0, i1, j0, j1)
         p = weights(s, *shift)
         ds = _weighted(tiles, i0, i1, j0, j1, p, aux, grads, entropy).sub_(p.mul_(delta))
+        if function is not None:
+            ds = function.backward(ds, dcaptured)
         if dbias is not None:
             add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
         if tanh is not None:

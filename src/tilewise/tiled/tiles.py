@@ -17,6 +17,7 @@ from tilewise.core.dropout import keep_mask
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 from tilewise.tiled.config import tiled_plan
+from tilewise.tiled.functions import FunctionTile, SegmentFunctions
 
 NEG_INF = float("-inf")
 SHIFT = 3  # below lse: about where the scores of some hundred keys are
@@ -48,6 +49,14 @@ def segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Segment]:
         yield Segment(sequences, rows_q, rows_k, problem.visibility())
 
 
+class ScoreTile(NamedTuple):
+    """A tile of scores with every option; -inf where not visible."""
+
+    s: Tensor  # [n, group * block_q, block_k]
+    tanh: Tensor | None  # of the softcapped scores
+    function: FunctionTile | None  # the mask and score functions, at the scores before them
+
+
 class Tiles:
     """Cuts one segment into tiles: folded queries, key and value tiles, scores with every option."""
 
@@ -58,6 +67,10 @@ class Tiles:
         self.query_rows = self.rows(inputs.query)
         self.key_view = None if problem.is_paged else self.key_rows(inputs.key)
         self.value_view = None if problem.is_paged else self.key_rows(inputs.value)
+        self.functions = None
+        if problem.functions is not None:
+            lengths = self.visibility.seqlen_q, self.visibility.seqlen_k
+            self.functions = SegmentFunctions(problem, inputs, segment.sequences, lengths)
         self.round_weights = None
         if problem.precision == "fp8":
             views: Any = self.query_rows, self.key_view, self.value_view
@@ -72,8 +85,9 @@ class Tiles:
     def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
         """Key tiles that the queries [i0, i1) can see; the first starts at the first visible key."""
         k0, k1 = self.visibility.key_range(i0, i1)
-        for j0 in range(k0, k1, self.config.block_k):
-            yield j0, min(j0 + self.config.block_k, k1)
+        step = self.config.block_k
+        tiles = [(j0, min(j0 + step, k1)) for j0 in range(k0, k1, step)]
+        yield from tiles if self.functions is None else self.functions.visible_tiles(i0, i1, tiles)
 
     def rows(self, t: Tensor) -> Tensor:
         """This segment's part of a query-shaped tensor, as a view (batch, heads, seqlen_q, dim)."""
@@ -168,8 +182,8 @@ class Tiles:
         sinks = self.inputs.sinks.to(self.problem.compute_dtype)  # type: ignore[union-attr]
         return self.fold(sinks[None, :, None, None].expand(len(self.segment.sequences), -1, i1 - i0, 1))
 
-    def scores(self, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor | None]:
-        """The score tile with every option applied, -inf where not visible; and tanh if softcapped."""
+    def scores(self, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> ScoreTile:
+        """The score tile of a folded query tile."""
         problem, inputs = self.problem, self.inputs
         s = torch.bmm(q, self.key(j0, j1).mT)  # [n, group * block_q, block_k]
         tanh = None
@@ -181,11 +195,14 @@ class Tiles:
             by_head += self.score_rows(inputs.bias, i0, i1, j0, j1)
         if inputs.alibi_slopes is not None:
             by_head -= self._alibi(i0, i1, j0, j1)
+        function = None if self.functions is None else self.functions.at(by_head, (i0, i1, j0, j1))
         if self.visibility.tile_kind(i0, i1, j0, j1) is TileKind.EDGE:
             by_head.masked_fill_(~self.visibility.tile_mask(i0, i1, j0, j1, s.device), NEG_INF)
         if inputs.mask is not None:
             by_head.masked_fill_(~self.score_rows(inputs.mask, i0, i1, j0, j1), NEG_INF)
-        return s, tanh
+        if function is not None:
+            function.check_indices(by_head)
+        return ScoreTile(s, tanh, function)
 
     def _alibi(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         slopes = self.inputs.alibi_slopes.to(self.problem.compute_dtype)  # type: ignore[union-attr]

@@ -1,0 +1,220 @@
+"""An expression of scalars: what a mask or score function computes for one query and one key.
+
+A `Graph` is a list of nodes; a node knows its arguments by their numbers, which are smaller than its own, and
+equal nodes are one. Integers are exact (64 bits), floats are of the scores' dtype, as are captured ones.
+
+    leaves       const, score, b, h, i, j, load: a captured tensor's number at integer expressions;
+                 of tangents dot_score, dot_load
+    arithmetic   add sub mul div floordiv mod pow neg abs minimum maximum, of integers or floats
+    comparisons  lt le eq ne
+    logic        and or xor not, bit by bit of integers; shl shr; where
+    functions    exp log log1p expm1 tanh sqrt sin cos erf floor ceil round trunc
+    casts        float int bool
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+BOOL, INT, FLOAT = "bool", "int", "float"
+RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  # by which kinds are promoted
+INDICES = ("b", "h", "i", "j")
+COMPARISONS = ("lt", "le", "eq", "ne")
+LOGIC = ("and", "or", "xor", "not", "shl", "shr")
+FUNCTIONS = (
+    "exp", "log", "log1p", "expm1", "tanh", "sqrt", "sin", "cos", "erf", "floor", "ceil", "round", "trunc",
+)  # fmt: skip
+
+
+class Node(NamedTuple):
+    """`value`: of a constant, or the number of the tensor that a load reads."""
+
+    op: str
+    args: tuple[int, ...]
+    kind: str
+    value: Any = None
+
+
+class Captured(NamedTuple):
+    """A captured tensor: of loads from it, the kind and the number of indices. `wants_grad`: its gradient."""
+
+    kind: str
+    ndim: int
+    wants_grad: bool = False
+
+
+class Graph:
+    """Nodes in the order in which they can be computed."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._numbers: dict[Any, int] = {}
+
+    def copy(self) -> Graph:
+        other = Graph()
+        other.nodes, other._numbers = list(self.nodes), dict(self._numbers)
+        return other
+
+    def add(self, op: str, *args: int, value: Any = None, kind: str | None = None) -> int:
+        """The number of a node: of an equal one, of a simpler one that computes the same, or a new one."""
+        simpler = self._simplified(op, args)
+        if simpler is not None:
+            return simpler
+        found = Node(op, args, kind or self._kind(op, args), value)
+        key = (found, repr(value))  # -0.0 equals 0.0, but is another number
+        if key not in self._numbers:
+            self._numbers[key] = len(self.nodes)
+            self.nodes.append(found)
+        return self._numbers[key]
+
+    def const(self, value: bool | int | float) -> int:
+        kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
+        return self.add("const", value=value, kind=kind)
+
+    def load(self, tensor: int, indices: Iterable[int], kind: str) -> int:
+        return self.add("load", *indices, value=tensor, kind=kind)
+
+    def cast(self, node: int, kind: str) -> int:
+        return node if self.nodes[node].kind == kind else self.add(kind, node)
+
+    def value(self, node: int) -> Any:
+        """Of a constant; None of anything else."""
+        return self.nodes[node].value if self.nodes[node].op == "const" else None
+
+    def reachable(self, roots: Iterable[int]) -> list[int]:
+        """All that the roots need, in the order in which it can be computed."""
+        found: set[int] = set()
+        waiting = list(roots)
+        while waiting:
+            n = waiting.pop()
+            if n not in found:
+                found.add(n)
+                waiting.extend(self.nodes[n].args)
+        return sorted(found)
+
+    def _kind(self, op: str, args: tuple[int, ...]) -> str:
+        kinds = [self.nodes[a].kind for a in args]
+        if op in (FLOAT, INT, BOOL):
+            return op
+        if op in COMPARISONS:
+            return BOOL
+        if op == "div" or op in FUNCTIONS:
+            return FLOAT
+        if op == "where":
+            kinds = kinds[1:]
+        kind = max(kinds, key=RANKS.__getitem__)
+        return INT if kind == BOOL and op not in (*LOGIC, "where") else kind
+
+    def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
+        values = [self.value(a) for a in args]
+        if args and "load" not in op and all(v is not None for v in values):
+            folded = _fold(op, values)
+            return None if folded is None else self.const(folded)
+        kinds = [self.nodes[a].kind for a in args]
+        if kinds == [op]:  # a cast to what it is
+            return args[0]
+        if op == "where":
+            if values[0] is not None and kinds[1] == kinds[2]:
+                return args[1] if values[0] else args[2]
+            return args[1] if args[1] == args[2] else None
+        if len(args) != 2 or "load" in op:
+            return None
+        kind = max(kinds, key=RANKS.__getitem__)
+        for this, value in ((args[0], values[1]), (args[1], values[0])):
+            if value is None or self.nodes[this].kind != kind or (op == "sub" and this != args[0]):
+                continue
+            if op in ("add", "sub") and value == 0 and kind != BOOL:
+                return this  # the sign of a zero aside
+            if op == "mul" and value == 1 and kind != BOOL:
+                return this
+            if op in ("and", "or") and kind == BOOL:
+                return this if value == (op == "and") else self.const(op == "or")
+        return None
+
+
+def _fold(op: str, values: list[Any]) -> Any:
+    """The operation on Python numbers; None if there is none or it fails."""
+    try:
+        return _FOLDS[op](*values) if op in _FOLDS else None
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "floordiv": operator.floordiv, "mod": operator.mod, "neg": operator.neg, "abs": abs, "pow": operator.pow,
+    "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor, "not": lambda a: not a if isinstance(a, bool) else ~a,
+    "shl": operator.lshift, "shr": operator.rshift, "float": float, "int": int, "bool": bool,
+    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "tanh": math.tanh, "sin": math.sin, "cos": math.cos,
+}  # fmt: skip
+
+
+class Functions:
+    """A mask function, a score function or both, with the tensors that they capture.
+
+    Attributes:
+        score, mask: the nodes of the score and of whether a key is visible; None without such a function.
+        text: all of this as a string, the same for equal functions.
+    """
+
+    def __init__(
+        self, graph: Graph, score: int | None, mask: int | None, tensors: tuple[Captured, ...]
+    ) -> None:
+        self.graph, self.score, self.mask, self.tensors = graph, score, mask, tensors
+
+    @property
+    def roots(self) -> list[int]:
+        return [root for root in (self.score, self.mask) if root is not None]
+
+    @functools.cached_property
+    def wants_grad(self) -> bool:
+        return any(t.wants_grad for t in self.tensors)
+
+    @functools.cached_property
+    def depends_on(self) -> frozenset[str]:
+        """Which of b, h, i, j and score are read."""
+        nodes = self.graph.nodes
+        ops = {nodes[n].op for n in self.graph.reachable(self.roots)}
+        return frozenset(ops & {*INDICES, "score"})
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Nodes that nothing reads are left out."""
+        order = self.graph.reachable(self.roots)
+        numbers = {n: new for new, n in enumerate(order)}
+        nodes = [
+            [
+                node.op,
+                [numbers[a] for a in node.args],
+                node.kind,
+                *([] if node.value is None else [node.value]),
+            ]
+            for node in (self.graph.nodes[n] for n in order)
+        ]
+        roots = [None if root is None else numbers[root] for root in (self.score, self.mask)]
+        return json.dumps([nodes, roots, self.tensors], separators=(",", ":"))
+
+    def without_gradients(self) -> Functions:
+        """As a forward sees it, to which it is all the same which tensors want a gradient."""
+        plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
+        return Functions(self.graph, self.score, self.mask, plain)
+
+
+@functools.lru_cache(maxsize=512)
+def decode(text: str) -> Functions:
+    """The functions of a `Functions.text`."""
+    nodes, (score, mask), tensors = json.loads(text)
+    graph = Graph()
+    numbers: list[int] = []
+    for op, args, kind, *value in nodes:
+        numbers.append(
+            graph.add(op, *(numbers[a] for a in args), value=value[0] if value else None, kind=kind)
+        )
+    score, mask = (None if root is None else numbers[root] for root in (score, mask))
+    return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors))

@@ -1,0 +1,328 @@
+"""Interval arithmetic: of an expression's value on ranges of b, h, i and j, the least and the greatest.
+
+All ranges are computed at once, as tensors that broadcast. An interval is (low, high): int64 of integers,
+float64 of floats, bool of booleans, of which low is "always true" and high "sometimes true". A float whose
+ends are NaN may be anything, NaN included; comparisons with it are never certain.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.evaluate import Buffers, minimum_of
+from tilewise.core.functions.expression import BOOL, FLOAT, INT, Functions, Graph
+
+Interval = tuple[Tensor, Tensor]
+UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does not overflow
+ROUNDING = 1e-6  # of float32, for each operation
+MAX_PLACES = 64  # of a tensor, that one index of several ranges may read; more: all of it counts
+
+
+class Ranges(NamedTuple):
+    """First and last b, h, i and j of some tiles, int64, each in a dimension of its own."""
+
+    b: Interval
+    h: Interval
+    i: Interval
+    j: Interval
+
+    @classmethod
+    def whole(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Ranges:
+        """The only tile of a problem."""
+        ends = ((torch.tensor(0), torch.tensor(n - 1)) for n in (batch, heads, seqlen_q, seqlen_k))
+        return cls(*ends)
+
+
+class Intervals:
+    """The intervals of a graph's nodes. `buffers`: None where captured numbers may be anything."""
+
+    def __init__(self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges) -> None:
+        self.graph, self.functions, self.buffers, self.ranges = graph, functions, buffers, ranges
+        self.device = ranges.i[0].device
+        self.places = [] if buffers is None else buffers.places(functions.tensors)
+        self.known: dict[int, Interval] = {}
+
+    def __call__(self, root: int) -> Interval:
+        for n in self.graph.reachable([root]):
+            if n not in self.known:
+                self.known[n] = self._compute(n)
+        return self.known[root]
+
+    def _compute(self, n: int) -> Interval:
+        node = self.graph.nodes[n]
+        args = [self.known[a] for a in node.args]
+        kinds = [self.graph.nodes[a].kind for a in node.args]
+        if node.op == "const":
+            value = torch.full((), node.value, dtype=_DTYPES[node.kind], device=self.device)
+            return value, value
+        if node.op == "load":
+            return self._load(n)
+        if node.op in ("b", "h", "i", "j"):
+            return getattr(self.ranges, node.op)  # type: ignore[no-any-return]
+        if node.op in (BOOL, INT, FLOAT):
+            return _cast(args[0], kinds[0], node.op)
+        if node.op == "where":
+            return _where(args[0], *(_cast(x, kind, node.kind) for x, kind in zip(args[1:], kinds[1:])))
+        if node.op in ("lt", "le", "eq", "ne"):
+            return _COMPARISONS[node.op](*args)
+        if node.kind == BOOL:
+            return _LOGIC[node.op](*args)
+        args = [_cast(x, kind, node.kind) for x, kind in zip(args, kinds)]
+        if node.kind == FLOAT:
+            return _widened(*_FLOATS[node.op](*args)) if node.op in _FLOATS else self._anything(FLOAT)
+        if node.op not in _INTEGERS:
+            return self._anything(INT)
+        low, high = _INTEGERS[node.op](*args)
+        return low.clamp(-UNKNOWN, UNKNOWN), high.clamp(-UNKNOWN, UNKNOWN)
+
+    def _anything(self, kind: str) -> Interval:
+        ends = {FLOAT: (torch.nan, torch.nan), INT: (-UNKNOWN, UNKNOWN), BOOL: (False, True)}[kind]
+        low, high = (torch.full((), x, dtype=_DTYPES[kind], device=self.device) for x in ends)
+        return low, high
+
+    def _load(self, n: int) -> Interval:
+        """The least and the greatest of all numbers that the ranges of the indices reach."""
+        node = self.graph.nodes[n]
+        kind = self.functions.tensors[node.value].kind
+        if self.buffers is None:
+            return self._anything(kind)
+        buffer = self.buffers.floats if kind == FLOAT else self.buffers.integers
+        begin, shape = self.places[node.value]
+        size = torch.Size(shape).numel()
+        if buffer is None or size == 0:
+            return self._anything(kind)
+        table = buffer.detach()[begin : begin + size].view(shape)
+        indices = [_index(self.known[a], extent) for a, extent in zip(node.args, shape)]
+        found = _least_and_greatest(table, indices)
+        return (
+            _cast(found, INT, BOOL)
+            if kind == BOOL
+            else (found[0].to(_DTYPES[kind]), found[1].to(_DTYPES[kind]))
+        )
+
+
+def _index(index: Interval, size: int) -> Interval:
+    """The places that indices read, negative ones counted from the end, wrong ones put to an end."""
+    low, high = index
+    crosses = (low < 0) & (high >= 0)
+    first = torch.where(crosses, 0, torch.where(low < 0, low + size, low))
+    last = torch.where(crosses, size - 1, torch.where(high < 0, high + size, high))
+    return first.clamp(0, size - 1), last.clamp(0, size - 1)
+
+
+def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
+    """Of table at ranges of indices, one pair for each dimension."""
+    ranged = [n for n, (low, high) in enumerate(indices) if not bool((low == high).all())]
+    if not ranged:
+        found = table[tuple(low for low, _ in indices)] if indices else table
+        return found, found
+    if len(ranged) == 1:
+        axis = ranged[0]
+        others = [low for n, (low, _) in enumerate(indices) if n != axis]
+        return _range_extremes(table.movedim(axis, -1), others, *indices[axis])
+    widths = [int((high - low).max()) + 1 for low, high in indices]
+    if torch.Size(widths).numel() <= MAX_PLACES:
+        steps = itertools.product(*(range(w) for w in widths))
+        reached = [
+            table[tuple(minimum_of(low + step, high) for step, (low, high) in zip(at, indices))]
+            for at in steps
+        ]
+        stacked = torch.stack(torch.broadcast_tensors(*reached))
+        return stacked.amin(0), stacked.amax(0)
+    return table.amin(), table.amax()
+
+
+def _range_extremes(table: Tensor, others: list[Tensor], first: Tensor, last: Tensor) -> Interval:
+    """Of table[*others, first : last + 1], by the extremes of runs of 1, 2, 4, ... numbers.
+
+    A range is covered by the longest run that fits, from its start and from its end.
+    """
+    least = greatest = table
+    widths = last - first + 1
+    shape = torch.broadcast_shapes(first.shape, *(t.shape for t in others))
+    low = torch.zeros(shape, dtype=table.dtype, device=table.device)
+    high, run = low.clone(), 1
+    longest = int(widths.max())
+    while run <= longest:
+        fits = (widths >= run) & (widths < 2 * run)
+        if bool(fits.any()):
+            ends = [
+                (*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))
+            ]
+            low = torch.where(fits, torch.minimum(least[ends[0]], least[ends[1]]), low)
+            high = torch.where(fits, torch.maximum(greatest[ends[0]], greatest[ends[1]]), high)
+        if least.shape[-1] > run:
+            least = torch.minimum(least[..., :-run], least[..., run:])
+            greatest = torch.maximum(greatest[..., :-run], greatest[..., run:])
+        run *= 2
+    return low, high
+
+
+_DTYPES = {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.float64}
+
+
+def _cast(x: Interval, kind: str, to: str) -> Interval:
+    low, high = x
+    if kind == to:
+        return x
+    if to == BOOL:
+        is_zero = (low == 0) & (high == 0)
+        return (low > 0) | (high < 0), ~is_zero
+    if kind == FLOAT:
+        unknown = low.isnan() | high.isnan() | (low.abs() > UNKNOWN) | (high.abs() > UNKNOWN)
+        return torch.where(unknown, -UNKNOWN, low.trunc()).long(), torch.where(
+            unknown, UNKNOWN, high.trunc()
+        ).long()
+    return low.to(_DTYPES[to]), high.to(_DTYPES[to])
+
+
+def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
+    always, sometimes = condition
+    low = torch.where(always, x[0], torch.where(sometimes, torch.minimum(x[0], y[0]), y[0]))
+    return low, torch.where(always, x[1], torch.where(sometimes, torch.maximum(x[1], y[1]), y[1]))
+
+
+def _widened(low: Tensor, high: Tensor) -> Interval:
+    """With what float32 may round; anything at all where an end is no number."""
+    unknown = low.isnan() | high.isnan()
+    low, high = low - low.abs() * ROUNDING - 1e-38, high + high.abs() * ROUNDING + 1e-38
+    return torch.where(unknown, torch.nan, low), torch.where(unknown, torch.nan, high)
+
+
+def _equal(x: Interval, y: Interval) -> Interval:
+    is_point = (x[0] == x[1]) & (y[0] == y[1])
+    return is_point & (x[0] == y[0]), ~((x[1] < y[0]) | (y[1] < x[0]))
+
+
+def _not(x: Interval) -> Interval:
+    return ~x[1], ~x[0]
+
+
+def _xor(x: Interval, y: Interval) -> Interval:
+    is_known = (x[0] == x[1]) & (y[0] == y[1])
+    return is_known & (x[0] != y[0]), ~is_known | (x[0] != y[0])
+
+
+def _corners(op: Callable[[Tensor, Tensor], Tensor], x: Interval, y: Interval) -> Interval:
+    """Of an operation that is monotonic in both operands, one way or the other."""
+    found = [op(a, b) for a in x for b in y]
+    low, high = found[0], found[0]
+    for other in found[1:]:
+        low, high = torch.minimum(low, other), torch.maximum(high, other)
+    return low, high
+
+
+def _product(x: Interval, y: Interval) -> Interval:
+    """Of integers; unknown where it would overflow."""
+    low, high = _corners(torch.mul, x, y)
+    size = [torch.maximum(a.abs(), b.abs()).double() for a, b in (x, y)]
+    overflows = size[0] * size[1] >= UNKNOWN
+    return torch.where(overflows, -UNKNOWN, low), torch.where(overflows, UNKNOWN, high)
+
+
+def _shift(op: str) -> Callable[[Interval, Interval], Interval]:
+    """As a product with a power of 2, or its quotient."""
+
+    def found(x: Interval, y: Interval) -> Interval:
+        by = tuple(torch.ones_like(s) << s.clamp(0, 62) for s in y)
+        return _product(x, by) if op == "shl" else _floordiv(x, by)  # type: ignore[arg-type]
+
+    return found
+
+
+def _abs(x: Interval) -> Interval:
+    low, high = x
+    crosses = (low <= 0) & (high >= 0)
+    a, b = low.abs(), high.abs()
+    return torch.where(crosses, 0, torch.minimum(a, b)), torch.maximum(a, b)
+
+
+def _floordiv(x: Interval, y: Interval) -> Interval:
+    """Of integers; where the divisor may be 0, which counts as 1, the quotient is not larger than x."""
+    low, high = _corners(lambda a, b: a // torch.where(b == 0, 1, b), x, y)
+    largest = torch.maximum(x[0].abs(), x[1].abs())
+    crosses = (y[0] <= 0) & (y[1] >= 0)
+    return torch.where(crosses, -largest, low), torch.where(crosses, largest, high)
+
+
+def _mod(x: Interval, y: Interval) -> Interval:
+    """Of integers: 0 to y - 1, or less where x stays between two multiples of one y."""
+    by = torch.where(y[0] == 0, 1, y[0])
+    is_same = (y[0] == y[1]) & (y[0] > 0) & (x[0] // by == x[1] // by)
+    largest = torch.maximum(y[0].abs(), y[1].abs()).clamp(min=1) - 1
+    low = torch.where(y[0] > 0, 0, -largest)
+    high = torch.where(y[1] < 0, 0, largest)
+    return torch.where(is_same, x[0] % by, low), torch.where(is_same, x[1] % by, high)
+
+
+def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interval], Interval]:
+    """Bitwise operations: exact of single numbers; of numbers from 0 on, below the next power of 2."""
+
+    def found(x: Interval, y: Interval) -> Interval:
+        is_point = (x[0] == x[1]) & (y[0] == y[1])
+        exact = op(x[0], y[0])
+        bound = torch.maximum(x[1], y[1]).clamp(0, UNKNOWN - 1)
+        for shift in (1, 2, 4, 8, 16, 32):
+            bound = bound | bound >> shift
+        is_positive = (x[0] >= 0) & (y[0] >= 0)
+        low = torch.where(is_positive, 0, -UNKNOWN)
+        high = torch.where(is_positive, bound, UNKNOWN)
+        return torch.where(is_point, exact, low), torch.where(is_point, exact, high)
+
+    return found
+
+
+def _grown(function: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
+    """Of a function that never decreases."""
+    return lambda x: (function(x[0]), function(x[1]))
+
+
+def _div(x: Interval, y: Interval) -> Interval:
+    low, high = _corners(torch.div, x, y)
+    crosses = (y[0] <= 0) & (y[1] >= 0)
+    return torch.where(crosses, torch.nan, low), torch.where(crosses, torch.nan, high)
+
+
+def _one(x: Interval) -> Interval:
+    """Of sin and cos."""
+    unknown = ~(x[0].isfinite() & x[1].isfinite())
+    return torch.where(unknown, torch.nan, -1.0), torch.where(unknown, torch.nan, 1.0)
+
+
+_COMPARISONS: dict[str, Callable[[Interval, Interval], Interval]] = {
+    "lt": lambda x, y: (x[1] < y[0], ~(x[0] >= y[1])),
+    "le": lambda x, y: (x[1] <= y[0], ~(x[0] > y[1])),
+    "eq": _equal,
+    "ne": lambda x, y: _not(_equal(x, y)),
+}
+_LOGIC: dict[str, Callable[..., Interval]] = {
+    "and": lambda x, y: (x[0] & y[0], x[1] & y[1]),
+    "or": lambda x, y: (x[0] | y[0], x[1] | y[1]),
+    "xor": _xor,
+    "not": _not,
+}
+_BOTH: dict[str, Callable[..., Interval]] = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "mul": lambda x, y: _corners(torch.mul, x, y),
+    "neg": lambda x: (-x[1], -x[0]),
+    "abs": _abs,
+    "minimum": lambda x, y: (torch.minimum(x[0], y[0]), torch.minimum(x[1], y[1])),
+    "maximum": lambda x, y: (torch.maximum(x[0], y[0]), torch.maximum(x[1], y[1])),
+}
+_INTEGERS: dict[str, Callable[..., Interval]] = _BOTH | {
+    "floordiv": _floordiv, "mod": _mod, "and": _bits(torch.bitwise_and), "or": _bits(torch.bitwise_or),
+    "xor": _bits(torch.bitwise_xor), "not": lambda x: (~x[1], ~x[0]),
+    "shl": _shift("shl"), "shr": _shift("shr"), "mul": _product,
+}  # fmt: skip
+_FLOATS: dict[str, Callable[..., Interval]] = _BOTH | {
+    "div": _div, "sin": _one, "cos": _one,
+    **{name: _grown(getattr(torch, name)) for name in (
+        "exp", "log", "log1p", "expm1", "tanh", "sqrt", "erf", "floor", "ceil", "round", "trunc",
+    )},
+}  # fmt: skip

@@ -1,0 +1,142 @@
+"""Which tiles of the score matrix functions leave empty, full or partial, by intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.expression import Functions
+from tilewise.core.functions.interval import Interval, Intervals, Ranges
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+TILES_AT_ONCE = 1 << 20  # whose intervals are in memory together
+PART = 16  # rows and columns of the parts that a tile is looked at by
+
+
+def edges(n: int, block: int, device: torch.device | str | None = None) -> Interval:
+    """First and last positions of blocks of a length n."""
+    first = torch.arange(0, n, block, device=device)
+    return first, (first + (block - 1)).clamp(max=n - 1)
+
+
+def tile_kinds(
+    functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+) -> Tensor:
+    """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
+
+    EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile. A key is hidden
+    too where the score function makes its score -inf for certain.
+
+    Args:
+        b, h, i, j: the first and last positions of each range: pairs of 1-D int64 tensors.
+
+    Returns:
+        uint8 [ranges of b, of h, of i, of j]; of size 1 where the functions don't depend on an index.
+
+    Example:
+        >>> from tilewise.core.functions.trace import trace
+        >>> causal = trace(lambda b, h, i, j: j <= i, None).functions
+        >>> one, blocks = edges(1, 1), edges(6, 2)
+        >>> tile_kinds(causal, Buffers(None, None, None), one, one, blocks, blocks)[0, 0].tolist()
+        [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+    """
+    needs = functions.depends_on
+    spans = {"b": b, "h": h, "i": i, "j": j}
+    sizes = [len(span[0]) if name in needs else 1 for name, span in spans.items()]
+    kinds = torch.empty(sizes, dtype=torch.uint8, device=i[0].device)
+    for rows in _chunks(sizes):
+        ranges = [_within(span, n, name in needs, rows) for n, (name, span) in enumerate(spans.items())]
+        always, sometimes = _visible(functions, buffers, Ranges(*ranges))
+        kinds[rows] = sometimes.to(torch.uint8) + (always & sometimes)
+    return kinds
+
+
+def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices of b, h and i whose tiles are few enough."""
+    row = max(1, sizes[3])
+    step = max(1, TILES_AT_ONCE // row)
+    whole = sizes[0] * sizes[1] * sizes[2] <= step
+    for b in range(1 if whole else sizes[0]):
+        for h in range(1 if whole else sizes[1]):
+            for i in range(0, sizes[2], sizes[2] if whole else step):
+                outer = slice(None) if whole else slice(b, b + 1)
+                yield (
+                    outer,
+                    slice(None) if whole else slice(h, h + 1),
+                    slice(i, i + step if not whole else None),
+                )
+
+
+def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Interval:
+    """The part of a span, in its own dimension of four; all of it as one range where it is not needed."""
+    shape = [1, 1, 1, 1]
+    shape[axis] = -1
+    first, last = span
+    if not is_needed and len(first):
+        first, last = first[:1], last[-1:]
+    elif axis < 3:
+        first, last = first[rows[axis]], last[rows[axis]]
+    return first.view(shape), last.view(shape)
+
+
+def _visible(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
+    """Whether keys are always visible, and whether sometimes."""
+    intervals = Intervals(functions.graph, functions, buffers, ranges)
+    always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i[0].device)
+    if functions.mask is not None:
+        always, sometimes = intervals(functions.mask)
+    if functions.score is not None:
+        sometimes = sometimes & ~(intervals(functions.score)[1] == -torch.inf)
+    return always, sometimes
+
+
+def refined(
+    kinds: Tensor, functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+) -> Tensor:
+    """`tile_kinds` of a mask function at single b and h, in which PARTIAL is certain too.
+
+    A partial tile is looked at by intervals of its parts; where these can't tell, by elements.
+    """
+    kinds = kinds.clone()
+    unsure = (kinds == PARTIAL).nonzero()
+    widths = [int((last - first).max()) + 1 for first, last in (b, h, i, j)]
+    for size in (PART, 1):
+        starts = [torch.arange(0, width, size, device=kinds.device) for width in widths]
+        left = [unsure[:0]]
+        for tiles in unsure.split(max(1, TILES_AT_ONCE // (len(starts[2]) * len(starts[3])))):
+            ranges = Ranges(*(
+                _parts(span, n, start, size, axis)
+                for axis, (span, n, start) in enumerate(zip((b, h, i, j), tiles.T, starts))
+            ))  # fmt: skip
+            look = _visible if size > 1 else _elements
+            always, sometimes = look(functions, buffers, ranges)
+            every, seldom = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in (always, sometimes))
+            is_full, is_empty = every.all(1), ~seldom.any(1)
+            is_sure = is_full | is_empty | (every.any(1) & ~seldom.all(1)) | (size == 1)
+            kind = PARTIAL + is_full.to(torch.uint8) - is_empty.to(torch.uint8)
+            kinds[tuple(tiles[is_sure].T)] = kind[is_sure]
+            left.append(tiles[~is_sure])
+        unsure = torch.cat(left)
+    return kinds
+
+
+def _parts(span: Interval, n: Tensor, start: Tensor, size: int, axis: int) -> Interval:
+    """Ranges of at most `size` positions of the n-th ranges of a span: [tiles, parts], in five dimensions."""
+    first, last = (t[n][:, None] for t in span)
+    first = torch.minimum(first + start, last)
+    last = torch.minimum(first + (size - 1), last)
+    shape = [len(n), 1, 1, 1, 1]
+    shape[axis + 1] = len(start)
+    return first.view(shape), last.view(shape)
+
+
+def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
+    """`_visible` of ranges that are single positions."""
+    assert functions.mask is not None
+    b, h, i, j = (first for first, _ in ranges)
+    values = Values(None, b, h, i, j, torch.float32)
+    visible = Evaluator(functions.graph, functions, buffers, values)(functions.mask)
+    return visible, visible

@@ -1,0 +1,215 @@
+"""A user's mask and score functions as an expression, traced once for functions that compute the same."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import functools
+import inspect
+from collections.abc import Callable
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.checks import shown
+from tilewise.core.functions.expression import FLOAT, INDICES, Captured, Functions
+from tilewise.core.functions.proxy import Proxy, Recorder, line_of_error
+
+MASK_ARGUMENTS, SCORE_ARGUMENTS = 4, 5
+MAX_TRACES = 1024
+
+
+class Trace(NamedTuple):
+    """What functions compute, and on which captured tensors in this call."""
+
+    functions: Functions
+    tensors: tuple[Tensor, ...]
+    lines: dict[int, str]  # of each load, the user's line
+
+
+class _Known(NamedTuple):
+    functions: Functions
+    places: tuple[int, ...]  # of each captured tensor, among those that the walk over the functions meets
+    lines: dict[int, str]
+
+
+_known: dict[Any, _Known] = {}
+
+
+def trace(
+    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., Any] | None,
+    wants_grad: bool = True,
+    device: torch.device | None = None,
+) -> Trace:
+    """The functions of one call.
+
+    A trace is kept by the functions' code, what they close over, their defaults and the globals that they
+    read; of tensors among these the dtype, rank and device count, not the values. Functions that hold
+    something else, as objects with attributes, are traced in every call.
+
+    Args:
+        wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
+        device: what the score and its indices say theirs is.
+
+    Raises:
+        TypeError, NotImplementedError, ...: see `tilewise.attention`; the message names the line.
+    """
+    walk = _Walk()
+    try:
+        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad, device)
+    except _Unknown:
+        key = None
+    known = _known.get(key) if key is not None else None
+    if known is not None:
+        tensors = tuple(walk.tensors[place] for place in known.places)
+        return Trace(known.functions, tensors, known.lines)
+    found = _traced(mask_mod, score_mod, wants_grad, device)
+    places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
+    if key is not None and len(places) == len(found.tensors):
+        if len(_known) >= MAX_TRACES:
+            _known.clear()
+        _known[key] = _Known(found.functions, tuple(places), found.lines)
+    return found
+
+
+def clear() -> None:
+    """Forget all traces."""
+    _known.clear()
+
+
+def _traced(
+    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., Any] | None,
+    wants_grad: bool,
+    device: torch.device | None,
+) -> Trace:
+    recorder = Recorder(device)
+    indices = [recorder.index(name) for name in INDICES]
+    mask = score = None
+    if mask_mod is not None:
+        mask = recorder.add("bool", _call("mask_mod", mask_mod, recorder, indices)).node
+    if score_mod is not None:
+        operands = [recorder.index("score"), *indices]
+        score = recorder.add(FLOAT, _call("score_mod", score_mod, recorder, operands)).node
+    captured = tuple(
+        Captured(_kind(t), t.ndim, wants_grad and t.dtype.is_floating_point and t.requires_grad)
+        for t in recorder.tensors
+    )
+    return Trace(Functions(recorder.graph, score, mask, captured), tuple(recorder.tensors), recorder.lines)
+
+
+def _kind(t: Tensor) -> str:
+    return "float" if t.dtype.is_floating_point else "bool" if t.dtype == torch.bool else "int"
+
+
+def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands: list[Proxy]) -> Any:
+    """The function's result on proxies, one number."""
+    check_function(name, function)
+    try:
+        found = function(*operands)
+        recorder.number(found)
+    except Exception as error:
+        line = line_of_error(error.__traceback__) or _definition(function)
+        kind = type(error) if type(error) in (NotImplementedError, IndexError, ValueError) else TypeError
+        raise kind(f"{name} can't be traced: {error} (line {line})") from error
+    return found
+
+
+def check_function(name: str, function: Any) -> None:
+    """Raises TypeError if it is none, or takes another number of arguments."""
+    arguments = {"mask_mod": "(b, h, q_idx, kv_idx)", "score_mod": "(score, b, h, q_idx, kv_idx)"}[name]
+    if not callable(function):
+        raise TypeError(f"{name}={shown(function)} must be a function of {arguments}")
+    try:
+        inspect.signature(function).bind(*range(arguments.count(",") + 1))
+    except ValueError:  # a built-in one, which does not say
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{name}={getattr(function, '__name__', shown(function))} must take {arguments}: {error} "
+            f"(line {_definition(function)})"
+        ) from None
+
+
+def _definition(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else shown(function)
+
+
+class _Unknown(Exception):
+    """Something in a function's reach is not known to stay the same."""
+
+
+class _Walk:
+    """Over all that functions can read: their code and constants make the key, tensors are collected."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.open: list[int] = []  # functions being walked, as they may call themselves
+
+    def key(self, value: Any) -> Any:
+        if value is None or isinstance(
+            value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device
+        ):
+            return type(value), value
+        if isinstance(value, float):
+            return float, value.hex()
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            same = [n for n, t in enumerate(self.tensors) if t is value]
+            return Tensor, same[0], value.dtype, value.ndim, value.device, value.requires_grad
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(self.key, value))
+        if isinstance(value, dict):
+            return dict, tuple((self.key(k), self.key(v)) for k, v in value.items())
+        if isinstance(value, functools.partial):
+            return functools.partial, self.key((value.func, value.args, value.keywords))
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        is_known = isinstance(value, BuiltinFunctionType) or type(value) in _DESCRIPTORS
+        if is_known or _is_constant(value):
+            return type(value), value
+        raise _Unknown
+
+    def _function(self, function: FunctionType) -> Any:
+        if id(function) in self.open:
+            return FunctionType, self.open.index(id(function))
+        self.open.append(id(function))
+        cells = [self._cell(cell) for cell in function.__closure__ or ()]
+        names = _globals_of(function.__code__)
+        scope = function.__globals__
+        own = [(name, self.key(scope[name])) for name in names if name in scope]
+        missing = [name for name in names if name not in scope and not hasattr(builtins, name)]
+        if missing:
+            raise _Unknown
+        defaults = self.key(function.__defaults__), self.key(function.__kwdefaults__)
+        return FunctionType, function.__code__, tuple(cells), tuple(own), defaults
+
+    def _cell(self, cell: Any) -> Any:
+        try:
+            return self.key(cell.cell_contents)
+        except ValueError as error:  # empty
+            raise _Unknown from error
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a module or class whose attributes don't change: PyTorch's and Python's own."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(value, ModuleType | type) and str(name).split(".")[0] in ("torch", "math", "builtins")
+
+
+_DESCRIPTORS = (type(Tensor.add), type(torch.add), type(Tensor.__getitem__))
+
+
+@functools.lru_cache(maxsize=MAX_TRACES)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The globals that code reads, with that of functions defined in it."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_globals_of(constant))
+    return tuple(sorted(names))

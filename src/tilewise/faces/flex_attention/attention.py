@@ -1,0 +1,104 @@
+"""`flex_attention` with PyTorch's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+
+from tilewise.api import attention
+from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.functions.call import ScoreFunction
+from tilewise.faces.flex_attention.block_mask import mask_function
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: theirs.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: theirs.AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor | theirs.AuxOutput]:
+    """Drop-in for `torch.nn.attention.flex_attention.flex_attention`; needs no `torch.compile`.
+
+    Gradients reach query, key, value and the floating-point tensors that score_mod captures, on CPUs too,
+    with second derivatives, forward mode and `torch.func.grad`. Lengths may be any.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim).
+        key: (batch, num_kv_heads, seqlen_k, head_dim); with a block_mask also of batch 1, which all share.
+        value: (batch, num_kv_heads, seqlen_k, head_dim_v).
+        score_mod: (score, b, h, q_idx, kv_idx) -> score. See `tilewise.attention`.
+        block_mask: of `create_block_mask`, here or in PyTorch, or of `BlockMask.from_kv_blocks`: in full
+            blocks all is visible, in partial ones what its mask_mod says, elsewhere nothing.
+        scale: softmax scale; None is 1 / sqrt(head_dim).
+        enable_gqa: allow fewer key heads than query heads.
+        return_lse: also return lse, as PyTorch's older releases have it; excludes return_aux.
+        kernel_options: tile sizes and the like of PyTorch's kernels, which don't run here.
+        return_aux: `AuxRequest(lse=True)` also returns `AuxOutput(lse)`.
+
+    Returns:
+        out (batch, num_heads, seqlen_q, head_dim_v). With return_aux, also an `AuxOutput`; with return_lse,
+        also lse: (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64), differentiable. A
+        query that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; or as `tilewise.attention`.
+        NotImplementedError: `AuxRequest(max_scores=True)`, or a function that can't be traced.
+
+    Source: Dong et al., Flex Attention (2024).
+
+    Example:
+        >>> import torch
+        >>> from tilewise.flex_attention import create_block_mask, flex_attention
+        >>> causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 3, device="cpu")
+        >>> q = torch.ones(1, 1, 3, 8); v = torch.arange(3.0).view(1, 1, 3, 1)
+        >>> flex_attention(q, q, v, block_mask=causal).flatten()
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+    check_tensors(query=query, key=key, value=value)
+    check_flag("enable_gqa", enable_gqa)
+    check_flag("return_lse", return_lse)
+    wants_lse = _wants_lse(return_lse, return_aux)
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(f"kernel_options={shown(kernel_options)} must be None or a dict")
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.ndim != 4:
+            raise ValueError(f"{name} of shape {tuple(t.shape)} must be (batch, heads, seqlen, head_dim)")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: they must be equal, or enable_gqa=True"
+        )
+    mask_mod = None
+    if block_mask is not None:
+        mask_mod = mask_function(block_mask, query, key)
+        if key.shape[0] == value.shape[0] == 1:
+            key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    found: Any = attention(
+        query, key, value, mask_mod=mask_mod, score_mod=score_mod, scale=scale, layout="bhsd",
+        return_lse=wants_lse,
+    )  # fmt: skip
+    if return_aux is None:
+        return found  # type: ignore[no-any-return]
+    out, lse = found if wants_lse else (found, None)
+    return out, theirs.AuxOutput(lse=lse)
+
+
+def _wants_lse(return_lse: bool, return_aux: Any) -> bool:
+    """Raises TypeError, ValueError, NotImplementedError if what is asked for can't be had."""
+    if return_aux is None:
+        return return_lse
+    if not isinstance(return_aux, theirs.AuxRequest):
+        raise TypeError(f"return_aux={shown(return_aux)} must be None or an AuxRequest")
+    if return_lse:
+        raise ValueError("return_lse=True must be False when return_aux is given: AuxRequest(lse=True)")
+    if return_aux.max_scores:
+        raise NotImplementedError("AuxRequest(max_scores=True) is not served; AuxRequest(lse=True) is")
+    return bool(return_aux.lse)

@@ -1,0 +1,204 @@
+"""`BlockMask` and `create_block_mask` with PyTorch's arguments; a block mask as a mask function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+
+from tilewise.core.checks import shown
+from tilewise.core.functions.call import MaskFunction
+from tilewise.core.functions.captured import check_indices, pack
+from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, refined, tile_kinds
+from tilewise.core.functions.trace import trace
+
+INDEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+class BlockMask(theirs.BlockMask):
+    """PyTorch's `BlockMask`, with a picture in notebooks.
+
+    Example:
+        >>> mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, device="cpu")
+        >>> print(mask.to_string())
+        (0, 0)
+        ██
+        ████
+        ██████
+    """
+
+    # mask_mod, if the blocks are just what it says, the index tensors, and which of b, h, i, j it reads
+    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str]] | None = None
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        return _own(super().__getitem__(index))
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        return _own(super().to(device))
+
+    def _repr_html_(self) -> str:
+        """Up to four batch entries and heads as pictures: full blocks dark, partial ones light."""
+        kinds = _kinds(self).flatten(0, -3).cpu()
+        pictures = "".join(_svg(k) for k in kinds[:4])
+        rest = f"<p>and {len(kinds) - 4} more</p>" if len(kinds) > 4 else ""
+        empty = (kinds == EMPTY).float().mean().item()
+        sizes = f"shape {tuple(self.shape)}, blocks {tuple(self.BLOCK_SIZE)}, {empty:.0%} empty"
+        return f"<div><p>BlockMask: {sizes}</p>{pictures}{rest}</div>"
+
+
+def _own(mask: theirs.BlockMask) -> BlockMask:
+    return BlockMask(**vars(mask))
+
+
+def create_block_mask(
+    mask_mod: MaskFunction,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Drop-in for `torch.nn.attention.flex_attention.create_block_mask`, without its Q_LEN × KV_LEN tensor.
+
+    Blocks are decided by interval arithmetic, and by their elements, some blocks at once, where that can't
+    tell. The result is PyTorch's.
+
+    Args:
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, True = attend. It is traced: see `tilewise.attention`.
+        B, H: batch entries and query heads; None is 1, which all share.
+        Q_LEN, KV_LEN: lengths of query and key.
+        device: of the mask; None is the accelerator, or the CPU where there is none.
+        BLOCK_SIZE: of queries and keys, or one for both.
+        _compile: as in PyTorch; it changes nothing here.
+        separate_full_blocks: False: blocks without a hidden key count as partial too.
+        compute_dq_write_order, dq_kv_order: an index of PyTorch's flash backend, which is not made.
+
+    Raises:
+        ValueError, TypeError: a size is not an integer of at least 1; or as `tilewise.attention`.
+        NotImplementedError: compute_dq_write_order; or a function that can't be traced.
+
+    Example:
+        >>> window = lambda b, h, i, j: (i - j).abs() < 100
+        >>> create_block_mask(window, None, None, 100_000, 100_000, device="cpu").sparsity() > 99
+        True
+    """
+    if compute_dq_write_order:
+        raise NotImplementedError("compute_dq_write_order=True: torch.nn.attention.flex_attention makes it")
+    blocks: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
+    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for name, size in (*sizes.items(), *(("BLOCK_SIZE", size) for size in blocks)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={shown(size)} must be an integer of at least 1")
+    if len(blocks) != 2:
+        raise ValueError(f"BLOCK_SIZE={shown(BLOCK_SIZE)} must be an integer or two")
+    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    found = trace(mask_mod, None, wants_grad=False, device=device)
+    check_indices(found, tuple(sizes.values()))  # type: ignore[arg-type]
+    buffers = pack(found, torch.empty(0, device=device))
+    steps = (1, 1, *blocks)
+    spans = [edges(n, step, device) for n, step in zip(sizes.values(), steps)]
+    kinds = refined(tile_kinds(found.functions, buffers, *spans), found.functions, buffers, *spans)
+    kinds = kinds.expand([len(first) for first, _ in spans]).clone()
+    for axis, (n, step) in enumerate(zip(sizes.values(), steps)):
+        if n % step:  # PyTorch has it that a block which ends behind the last position is not full
+            kinds.select(axis, -1).clamp_(max=PARTIAL)
+    partial, full = (kinds == PARTIAL, kinds == FULL) if separate_full_blocks else (kinds > 0, None)
+    index = (*_ordered(partial), *_ordered(full))
+    by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
+    lengths = (Q_LEN, KV_LEN)
+    mask = BlockMask(lengths, *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)
+    mask._origin = (mask_mod, index, found.functions.depends_on)
+    return mask
+
+
+def mask_function(mask: theirs.BlockMask, query: Tensor, key: Tensor) -> MaskFunction:
+    """What a block mask lets (batch, heads, seqlen, dim) queries see, as a mask function.
+
+    Raises:
+        TypeError, ValueError: it is no `BlockMask`, or does not fit.
+    """
+    if not isinstance(mask, theirs.BlockMask):
+        raise TypeError(
+            f"block_mask={shown(mask)} must be None or a BlockMask, as create_block_mask makes of a mask_mod"
+        )
+    sizes, lengths = (query.shape[0], query.shape[1]), (query.shape[2], key.shape[2])
+    if tuple(mask.seq_lengths) != lengths:
+        raise ValueError(f"block_mask is of lengths {tuple(mask.seq_lengths)}, must be of {lengths}")
+    if mask.kv_indices.device != query.device:
+        raise ValueError(f"block_mask is on {mask.kv_indices.device}, must be on {query.device} as query")
+    shared = ((1,) * 4 + tuple(mask.kv_num_blocks.shape))[-3:-1]
+    if any(n not in (1, size) for n, size in zip(shared, sizes)):
+        raise ValueError(
+            f"block_mask is of (batch, heads)={shared}, each must be 1 or that of query: {sizes}"
+        )
+    origin = getattr(mask, "_origin", None)
+    if origin is not None and mask.mask_mod is origin[0]:
+        covers = all(n == size or name not in origin[2] for n, size, name in zip(shared, sizes, "bh"))
+        if covers and all(getattr(mask, name) is t for name, t in zip(INDEX, origin[1])):
+            return origin[0]  # type: ignore[no-any-return]
+    return _by_blocks(mask, shared)
+
+
+def _by_blocks(mask: theirs.BlockMask, shared: tuple[int, ...]) -> MaskFunction:
+    kinds = _kinds(mask)
+    kinds = kinds.view((1,) * (4 - kinds.ndim) + kinds.shape)
+    mask_mod, (rows, columns), (is_one_b, is_one_h) = mask.mask_mod, mask.BLOCK_SIZE, (n == 1 for n in shared)
+
+    def in_blocks(b: Any, h: Any, i: Any, j: Any) -> Any:
+        kind = kinds[0 if is_one_b else b, 0 if is_one_h else h, i // rows, j // columns]
+        return (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, i, j))
+
+    return in_blocks
+
+
+def _ordered(dense: Tensor | None) -> tuple[Any, Any]:
+    """Of each row of blocks, how many are set, and the numbers of these before those of the others."""
+    if dense is None:
+        return None, None
+    counts = dense.sum(-1, dtype=torch.int32)
+    rest = counts[..., None] + (~dense).cumsum(-1, dtype=torch.int32)
+    place = torch.where(dense, dense.cumsum(-1, dtype=torch.int32), rest) - 1
+    numbers = torch.arange(dense.shape[-1], dtype=torch.int32, device=dense.device)
+    order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
+    return counts, order.scatter_(-1, place.long(), numbers.expand(dense.shape))
+
+
+def _kinds(mask: theirs.BlockMask) -> Tensor:
+    """EMPTY, PARTIAL or FULL of each block: uint8, shaped like kv_indices but for all blocks of keys."""
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    kinds = mask.kv_indices.new_zeros((*mask.kv_indices.shape[:-1], columns + 1), dtype=torch.uint8)
+    pairs = (
+        (mask.kv_num_blocks, mask.kv_indices, PARTIAL),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, FULL),
+    )
+    for counts, indices, kind in pairs:
+        if counts is not None and indices is not None:
+            is_set = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+            kinds.scatter_(-1, torch.where(is_set, indices, columns).long(), kind)
+    return kinds[..., :columns].contiguous()
+
+
+def _svg(kinds: Tensor, cells: int = 64) -> str:
+    """A picture of one map of kinds, of at most `cells` a side."""
+    rows, columns = kinds.shape
+    step = max(1, -(-max(rows, columns) // cells))
+    shapes = []
+    for r in range(0, rows, step):
+        for c in range(0, columns, step):
+            shade = kinds[r : r + step, c : c + step].float().mean().item() / FULL
+            if shade:
+                shapes.append(
+                    f'<rect x="{c // step}" y="{r // step}" width="1" height="1" fill-opacity="{shade:.2f}"/>'
+                )
+    height, width = -(-rows // step), -(-columns // step)
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{min(256, 8 * width)}" fill="#3949ab" role="img" '
+        f'aria-label="block mask" style="outline:1px solid; margin:2px">{"".join(shapes)}</svg>'
+    )

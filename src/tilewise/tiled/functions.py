@@ -1,0 +1,176 @@
+"""Mask and score functions on tiles, in PyTorch operations: values, derivatives, kinds of tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.derivative import derivative, tangent
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.expression import decode
+from tilewise.core.functions.interval import Interval, Intervals, Ranges
+from tilewise.core.functions.tile_map import FULL, PARTIAL, tile_kinds
+from tilewise.core.problem import AttentionProblem, Inputs
+
+Tile = tuple[int, int, int, int]  # i0, i1, j0, j1
+
+
+class SegmentFunctions:
+    """The functions of some batch entries that have the same numbers of queries and keys."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, sequences: range, lengths: tuple[int, int]):
+        assert problem.functions is not None
+        self.functions = decode(problem.functions)
+        self.buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+        self.dtype, self.device = problem.compute_dtype, inputs.query.device
+        self.b, self.h = self._range(sequences.start, sequences.stop), self._range(0, problem.num_heads)
+        self.kinds: dict[Tile, int] = {}
+        self.guarded = self._guarded(*lengths)
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.device)
+
+    def _guarded(self, seqlen_q: int, seqlen_k: int) -> list[int]:
+        """The loads whose indices are not known to be in range by intervals."""
+        if 0 in (len(self.b), len(self.h), seqlen_q, seqlen_k):
+            return []
+        ends = (self.b[0], self.b[-1]), (self.h[0], self.h[-1])
+        zero = self.b.new_zeros(())
+        ranges = Ranges(*ends, (zero, zero + (seqlen_q - 1)), (zero, zero + (seqlen_k - 1)))
+        graph, places = self.functions.graph, self.buffers.places(self.functions.tensors)
+        found = Intervals(graph, self.functions, self.buffers, ranges)
+        loads = [n for n in graph.reachable(self.functions.roots) if graph.nodes[n].op == "load"]
+
+        def is_inside(interval: Interval, size: int) -> bool:
+            return bool((interval[0] >= -size) & (interval[1] < size))
+
+        return [
+            n for n in loads
+            if not all(map(is_inside, map(found, graph.nodes[n].args), places[graph.nodes[n].value][1]))
+        ]  # fmt: skip
+
+    def visible_tiles(self, i0: int, i1: int, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those tiles of keys of which some query [i0, i1) may see some key."""
+        if not tiles:
+            return []
+        first, last = torch.tensor(tiles, device=self.device).unbind(1)
+        rows = torch.tensor([[i0], [i1 - 1]], device=self.device)
+        spans = (self.b, self.b), (self.h, self.h), (rows[0], rows[1]), (first, last - 1)
+        kinds = tile_kinds(self.functions, self.buffers, *spans).flatten(0, 2)
+        least, greatest = kinds.amin(0).tolist(), kinds.amax(0).tolist()
+        n = len(tiles) // len(least)  # one kind for all, if the functions depend on no key
+        for tile, low, high in zip(tiles, least * n, greatest * n):
+            self.kinds[i0, i1, *tile] = high and (FULL if low == FULL else PARTIAL)
+        return [tile for tile in tiles if self.kinds[i0, i1, *tile]]
+
+    def at(self, by_head: Tensor, tile: Tile) -> FunctionTile:
+        """The tile's functions, applied to its scores (batch, heads, rows, keys) in place."""
+        return FunctionTile(self, by_head, tile)
+
+
+class FunctionTile:
+    """One tile's functions, at its scores before them."""
+
+    def __init__(self, segment: SegmentFunctions, by_head: Tensor, tile: Tile) -> None:
+        self.segment, self.functions = segment, segment.functions
+        i0, i1, j0, j1 = tile
+        self.shape = by_head.shape
+        indices = (
+            segment.b.view(-1, 1, 1, 1), segment.h.view(1, -1, 1, 1),
+            segment._range(i0, i1).view(1, 1, -1, 1), segment._range(j0, j1).view(1, 1, 1, -1),
+        )  # fmt: skip
+        score = None if self.functions.score is None else by_head.clone()
+        self.values = Values(score, *indices, segment.dtype)
+        forward = Evaluator(self.functions.graph, self.functions, segment.buffers, self.values)
+        if self.functions.score is not None:
+            by_head.copy_(forward(self.functions.score))
+        if self.functions.mask is not None and segment.kinds.get(tile) != FULL:
+            by_head.masked_fill_(~forward(self.functions.mask), -torch.inf)
+        self._forward = forward
+
+    def check_indices(self, by_head: Tensor) -> None:
+        """Where a visible score has read an out-of-range index: raise on a CPU, make it NaN on a GPU.
+
+        Raises:
+            IndexError: which tensor it is.
+        """
+        for n in self.segment.guarded:
+            wrong = self._forward.is_wrong(n)
+            if wrong is None:
+                continue
+            wrong = wrong & (by_head != -torch.inf)
+            if wrong.device.type != "cpu":  # to look would wait for the GPU
+                by_head.masked_fill_(wrong, torch.nan)
+            elif wrong.any():
+                place = self.functions.graph.nodes[n].value
+                shape = self.segment.buffers.places(self.functions.tensors)[place][1]
+                raise IndexError(
+                    f"a mask or score function reads a captured tensor of shape {shape} out of range"
+                )
+
+    def backward(self, ds: Tensor, total: Tensor | None) -> Tensor:
+        """The gradient of the scores before the functions, from that after them, ds.
+
+        total: the gradient of the captured floats that want one, float64, added to in place.
+        """
+        if self.functions.score is None:
+            return ds
+        found = derivative(self.functions)
+        evaluate = self._evaluator(found.graph)
+        by_head = ds.view(self.shape)
+        for n, slope in found.loads.items() if total is not None else ():
+            if self.functions.tensors[found.graph.nodes[n].value].wants_grad:
+                _add_at(total, evaluate.position(n), _times(by_head, evaluate(slope)))  # type: ignore[arg-type]
+        if found.slope is None:
+            return torch.zeros_like(ds)
+        return _times(by_head, evaluate(found.slope)).view(ds.shape)
+
+    def tangent(self, p: Tensor, s_dot: Tensor, dot_floats: Tensor | None) -> Tensor:
+        """The tangent of the scores after the functions, from that before them; 0 where the weight is 0."""
+        if self.functions.score is None:
+            return s_dot
+        found = tangent(self.functions, dot_floats is not None)
+        self.values = self.values._replace(dot_score=s_dot.view(self.shape))
+        self._tangent = found, self._evaluator(found.graph, dot_floats)
+        value = self._tangent[1](found.value).expand(self.shape).reshape(p.shape)
+        return torch.where(p == 0, 0.0, value)
+
+    def second_backward(self, gs: Tensor, gs_dot: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`backward` of scores and tangents: their cotangents before the functions, from those after them."""
+        if self.functions.score is None:
+            return gs, gs_dot
+        first, (second, evaluate_second) = derivative(self.functions), self._tangent
+        evaluate_first = self._evaluator(first.graph)
+        shape, gs, gs_dot = gs.shape, gs.view(self.shape), gs_dot.view(self.shape)
+        parts = (first, evaluate_first, gs), (second, evaluate_second, gs_dot)
+        before = torch.zeros_like(gs)
+        for found, evaluate, g in parts:
+            for n, slope in found.loads.items() if total is not None else ():
+                _add_at(total, evaluate.position(n), _times(g, evaluate(slope)))  # type: ignore[arg-type]
+            if found.slope is not None:
+                before = before + _times(g, evaluate(found.slope))
+        by_score = torch.zeros_like(gs) if first.slope is None else evaluate_first(first.slope)
+        return before.view(shape), _times(gs_dot, by_score).view(shape)
+
+    def _evaluator(self, graph: object, dot_floats: Tensor | None = None) -> Evaluator:
+        return Evaluator(graph, self.functions, self.segment.buffers, self.values, dot_floats)  # type: ignore[arg-type]
+
+
+def new_captured_gradient(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
+    """A float64 sum for the gradient of the captured floats, if one of them wants it."""
+    if problem.functions is None or not decode(problem.functions).wants_grad or inputs.captured_floats is None:
+        return None
+    return torch.zeros_like(inputs.captured_floats, dtype=torch.float64)
+
+
+def _times(g: Tensor, slope: Tensor) -> Tensor:
+    """g * slope; 0 where g is, as at hidden keys, whatever the slope there."""
+    return torch.where(g == 0, 0.0, g * slope)
+
+
+def _add_at(total: Tensor, position: Tensor, terms: Tensor) -> None:
+    """total[position] += terms, which position broadcasts to; the same bits in every run."""
+    position = position.view((1,) * (terms.ndim - position.ndim) + position.shape)
+    shared = [d for d in range(terms.ndim) if position.shape[d] == 1 != terms.shape[d]]
+    terms = terms.sum(shared, keepdim=True, dtype=total.dtype) if shared else terms.to(total.dtype)
+    total.index_put_((position.expand(terms.shape),), terms, accumulate=True)

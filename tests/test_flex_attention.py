@@ -1,0 +1,186 @@
+"""The face against PyTorch's FlexAttention itself, and against the reference for gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as theirs
+
+from tilewise import flex_attention as ours, reference
+from tilewise.core.functions import tile_map
+
+torch.manual_seed(0)
+DOCUMENTS = (torch.rand(300) < 1 / 60).cumsum(0)
+TABLE = torch.randn(4, 600)
+MASKS = {
+    "causal": lambda b, h, i, j: i >= j,
+    "window": lambda b, h, i, j: (i - j).abs() <= 20 * (h + 1) + b,
+    "documents": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
+    "scattered": lambda b, h, i, j: (i * 7 + j * 5) % 11 < 2,
+    "combined": ours.or_masks(
+        lambda b, h, i, j: j < 9, ours.and_masks(lambda b, h, i, j: i - j < 40, lambda b, h, i, j: j <= i)
+    ),
+    "all": ours.noop_mask,
+}
+SCORES = {
+    "none": None,
+    "alibi": lambda s, b, h, i, j: s - (j - i).abs() * torch.exp2(-(h + 1.0)),
+    "softcap": lambda s, b, h, i, j: 5 * torch.tanh(s / 5),
+    "relative": lambda s, b, h, i, j: s + TABLE[h, i - j + 300] * (b + 1),
+}
+
+
+def tensors(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=300, dim=16):
+    return (
+        torch.randn(batch, heads, seqlen_q, dim),
+        torch.randn(batch, kv_heads, seqlen_k, dim),
+        torch.randn(batch, kv_heads, seqlen_k, dim),
+    )
+
+
+@pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
+def test_block_masks_are_pytorchs(mask_mod):
+    for sizes in ((2, 4, 300, 300), (None, 4, 200, 300), (2, None, 256, 128)):
+        for kwargs in ({}, {"BLOCK_SIZE": (32, 64)}, {"separate_full_blocks": False}):
+            found = ours.create_block_mask(mask_mod, *sizes, device="cpu", **kwargs)
+            exact = theirs.create_block_mask(mask_mod, *sizes, device="cpu", **kwargs)
+            for a, b in zip(found.as_tuple(), exact.as_tuple(), strict=True):
+                assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+            assert str(found) == str(exact) and found.shape == exact.shape
+
+
+@pytest.mark.parametrize("score_mod", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
+@pytest.mark.sample(8)
+def test_results_are_pytorchs(mask_mod, score_mod):
+    q, k, v = tensors()
+    request = ours.AuxRequest(lse=True)
+    block_mask = theirs.create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
+    with torch.no_grad():
+        out, aux = theirs.flex_attention(
+            q, k, v, score_mod, block_mask, scale=0.3, enable_gqa=True, return_aux=request
+        )
+    own = ours.create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
+    for mask in (block_mask, own):
+        found, found_aux = ours.flex_attention(
+            q, k, v, score_mod, mask, scale=0.3, enable_gqa=True, return_aux=request
+        )
+        torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_aux.lse, aux.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_without_a_function():
+    """Blocks that no mask function has made, of which one row has none, and a mask of one batch entry."""
+    q, k, v = tensors(kv_heads=4)
+    counts = torch.tensor([[[1, 0, 2]]], dtype=torch.int32)
+    order = torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
+    mask = ours.BlockMask.from_kv_blocks(counts, order, mask_mod=MASKS["scattered"], seq_lengths=(300, 300))
+    visible = torch.zeros(384, 384, dtype=torch.bool)
+    for row, blocks in ((0, [2]), (2, [1, 0])):
+        for block in blocks:
+            visible[128 * row : 128 * row + 128, 128 * block : 128 * block + 128] = True
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    visible = visible[:300, :300] & MASKS["scattered"](0, 0, i, j)
+    found, lse = ours.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    exact, exact_lse = reference.attention(*(t.double().transpose(1, 2) for t in (q, k, v)), mask=visible)
+    torch.testing.assert_close(found, exact.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-5, atol=1e-5)
+    assert (found[:, :, 128:256] == 0).all()
+
+
+def test_a_changed_mask_is_seen():
+    """A mask function put in later counts in partial blocks only; PyTorch's eager mode ignores blocks."""
+    q, k, v = (t[:1] for t in tensors(kv_heads=4))
+    mask = ours.create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu", BLOCK_SIZE=100)
+    mask.mask_mod = MASKS["scattered"]
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    visible = (j // 100 < i // 100) | ((j // 100 == i // 100) & MASKS["scattered"](0, 0, i, j))
+    sliced = ours.create_block_mask(MASKS["window"], 2, 4, 300, 300, device="cpu", BLOCK_SIZE=100)[1:, 2:3]
+    sliced.mask_mod = lambda b, h, i, j: MASKS["window"](1, 2, i, j)
+    assert isinstance(sliced, ours.BlockMask)
+    for m, seen in ((mask, visible), (sliced, MASKS["window"](1, 2, i, j))):
+        exact, _ = reference.attention(*(t.double().transpose(1, 2) for t in (q, k, v)), mask=seen)
+        found = ours.flex_attention(q, k, v, block_mask=m)
+        torch.testing.assert_close(found, exact.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients():
+    """PyTorch refuses them on a CPU."""
+    q, k, v = (t.double().requires_grad_() for t in tensors())
+    table = TABLE.double().requires_grad_()
+    score_mod = lambda s, b, h, i, j: s + table[h, i - j + 300]  # noqa: E731
+    mask = ours.create_block_mask(MASKS["documents"], 2, 4, 300, 300, device="cpu")
+    out, lse = ours.flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v, table), (dout, dlse))
+    with torch.no_grad():
+        grads = reference.attention_backward(
+            *(t.transpose(1, 2) for t in (dout, q, k, v)),
+            mask_mod=MASKS["documents"], score_mod=score_mod, captured=(table,), dlse=dlse,
+        )  # fmt: skip
+    exact = (*(t.transpose(1, 2) for t in grads[:3]), *grads.captured)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_keys_of_one_batch_entry():
+    q, k, v = tensors(kv_heads=4)
+    mask = ours.create_block_mask(MASKS["window"], 2, 4, 300, 300, device="cpu")
+    with torch.no_grad():
+        exact = theirs.flex_attention(q, k[:1], v[:1], block_mask=mask)
+    torch.testing.assert_close(ours.flex_attention(q, k[:1], v[:1], block_mask=mask), exact)
+
+
+def test_long_masks_take_no_square_of_memory(monkeypatch):
+    """Of 2^20 x 2^20 elements, a few tiles are looked at together."""
+    looked = []
+    elements = tile_map._elements
+    monkeypatch.setattr(
+        tile_map, "_elements", lambda f, b, r: looked.append(r.i[0].numel()) or elements(f, b, r)
+    )
+    mask = ours.create_block_mask(
+        lambda b, h, i, j: (i % 1000 <= j) & (j <= i),
+        None,
+        None,
+        1 << 20,
+        1 << 20,
+        device="cpu",
+        BLOCK_SIZE=4096,
+    )
+    assert looked and max(looked) * 4096 < 1 << 26 and mask.shape == (1, 1, 1 << 20, 1 << 20)
+
+
+def block_mask(batch, seqlen):
+    return ours.create_block_mask(MASKS["causal"], batch, 1, seqlen, seqlen, device="cpu")
+
+
+def test_picture():
+    picture = ours.create_block_mask(MASKS["causal"], 2, 4, 384, 384, device="cpu")._repr_html_()
+    assert picture.count("<svg") == 4 and "33% empty" in picture and "and 4 more" in picture
+    assert picture.count('fill-opacity="0.50"') == 4 * 3 and picture.count('fill-opacity="1.00"') == 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block_mask": MASKS["causal"]}, TypeError, "create_block_mask"),
+        ({"block_mask": block_mask(1, 64)}, ValueError, "lengths"),
+        ({"block_mask": block_mask(3, 300)}, ValueError, "batch"),
+        ({"enable_gqa": False}, ValueError, "enable_gqa=True"),
+        ({"return_aux": ours.AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
+        ({"return_aux": True}, TypeError, "AuxRequest"),
+        ({"return_aux": ours.AuxRequest(lse=True), "return_lse": True}, ValueError, "return_lse"),
+        ({"kernel_options": 3}, TypeError, "kernel_options"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        ours.flex_attention(*tensors(), **({"enable_gqa": True} | options))
+
+
+def test_bad_sizes():
+    for sizes in ((None, None, 0, 8), (None, True, 8, 8)):
+        with pytest.raises(ValueError, match="at least 1"):
+            ours.create_block_mask(MASKS["causal"], *sizes, device="cpu")
+    with pytest.raises(NotImplementedError, match="compute_dq_write_order"):
+        ours.create_block_mask(MASKS["causal"], 1, 1, 8, 8, device="cpu", compute_dq_write_order=True)

@@ -1,0 +1,166 @@
+"""Mask and score functions against the reference, which calls the functions themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import reference
+from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
+from tilewise.core.functions.trace import trace
+from tilewise.testing import check_attention
+
+
+def functions(table, slope, documents):
+    def mask_mod(b, h, i, j):
+        return (documents[i] == documents[j]) & (j <= i)
+
+    def score_mod(score, b, h, i, j):
+        return torch.tanh(score / 3 + table[h, (i - j).clamp(0, 19)]) * slope[h] * (b + 1)
+
+    return {"mask_mod": mask_mod, "score_mod": score_mod}
+
+
+def close(found, exact):
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_with_other_options():
+    documents = (torch.rand(300) < 1 / 50).cumsum(0)
+    q, k, v = (torch.randn(2, 300, heads, 8, dtype=torch.double, requires_grad=True) for heads in (4, 2, 2))
+    captured = tuple(torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((4, 20), (4,)))
+    options = functions(*captured, documents) | {"softcap": 5.0}
+    out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v, *captured), (dout, dlse))
+    with torch.no_grad():
+        exact = reference.attention(q, k, v, **options)
+        options |= {"captured": captured, "dlse": dlse}
+        grads = reference.attention_backward(dout, q, k, v, **options)
+    for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
+        close(ours, theirs)
+
+
+def test_packed_sequences_count_from_their_start():
+    q, k, v = (torch.randn(30, 2, 8, dtype=torch.double) for _ in range(3))
+    starts = torch.tensor([0, 7, 7, 30])
+    options = {"mask_mod": lambda b, h, i, j: (i - j) % (b + 2) == 0, "score_mod": None}
+    given = (q, k, v)
+    out = tilewise.attention_varlen(*given, starts, starts, mask_mod=options["mask_mod"])
+    exact, _ = reference.attention(*given, cu_seqlens_q=starts, cu_seqlens_k=starts, **options)
+    close(out, exact)
+
+
+def test_derivatives_of_both_orders():
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.double, requires_grad=True) for _ in range(3))
+    table, slope = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((2, 20), (2,)))
+
+    def call(q, k, v, table, slope):
+        return tilewise.attention(q, k, v, **functions(table, slope, torch.zeros(4).long()), return_lse=True)
+
+    arguments = (q, k, v, table, slope)
+    assert torch.autograd.gradcheck(call, arguments, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, arguments, fast_mode=True)
+
+
+def test_tile_map_agrees_with_every_element():
+    documents = (torch.rand(96) < 1 / 20).cumsum(0)
+    mask = functions(None, None, documents)["mask_mod"]
+    found = trace(mask, None)
+    one, blocks = edges(1, 1), edges(96, 8)
+    kinds = tile_kinds(
+        found.functions, Buffers(None, documents, torch.tensor([0, 96])), one, one, blocks, blocks
+    )
+    i, j = torch.arange(96)[:, None], torch.arange(96)
+    tiles = mask(0, 0, i, j).view(12, 8, 12, 8)
+    some, every = tiles.any(3).any(1), tiles.all(3).all(1)
+    assert not some[kinds[0, 0] == EMPTY].any() and every[kinds[0, 0] == FULL].all()
+    assert (kinds == EMPTY).sum() > 66 and (kinds == FULL).any()
+
+
+def test_new_values_and_closures_are_seen():
+    x = torch.randn(1, 6, 1, 4)
+    x = x.double()
+
+    def band(width, factor):
+        return {"mask_mod": lambda b, h, i, j: (i - j).abs() <= width, "score_mod": lambda s, *_: s * factor}
+
+    for width in (1, 2):
+        options = band(width, torch.full((), float(width)))
+        close(tilewise.attention(x, x, x, **options), reference.attention(x, x, x, **options)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask_mod": lambda b, h, i: i > 0}, TypeError, "must take"),
+        ({"mask_mod": lambda b, h, i, j: i > 0 and j > 0}, TypeError, "branch.*test_functions.py"),
+        (
+            {"score_mod": lambda s, b, h, i, j: torch.fft.fft(s)},
+            NotImplementedError,
+            "fft.*test_functions.py",
+        ),
+        ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i + 9] > 0}, IndexError, "index 9.*test_functions.py"),
+        ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0}, IndexError, "out of range"),
+    ],
+)
+def test_errors_name_the_line(options, error, message):
+    x = torch.randn(1, 6, 1, 4)
+    with pytest.raises(error, match=message):
+        tilewise.attention(x, x, x, **options)
+
+
+def test_other_backends_refuse():
+    x = torch.randn(1, 6, 1, 4)
+    with pytest.raises(NotImplementedError, match="mask or score functions; 'tiled' would serve"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i, backend="aten")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_stay_in_budget(dtype):
+    documents = (torch.rand(150) < 1 / 40).cumsum(0)
+    q, k, v = (torch.randn(2, 150, heads, 16).to(dtype) for heads in (4, 2, 2))
+    options = functions(torch.randn(4, 20), torch.rand(4), documents)
+    check_attention(q, k, v, **options, softcap=20.0)
+
+
+def test_compiled_models():
+    """The graph breaks at the call: the compiled rest, results and gradients are those of eager mode."""
+    layer, slope = torch.nn.Linear(8, 24).double(), torch.ones(2, dtype=torch.double, requires_grad=True)
+
+    def model(x):
+        q, k, v = layer(x).view(1, -1, 3, 2, 4).unbind(2)
+        options = {
+            "mask_mod": lambda b, h, i, j: j <= i, "score_mod": lambda s, b, h, i, j: s - slope[h] * (i - j)
+        }  # fmt: skip
+        return tilewise.attention(q, k, v, **options).flatten(2).sin()
+
+    for length in (20, 31):
+        x = torch.randn(1, length, 8, dtype=torch.double)
+        results = []
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            out = run(x)
+            results.append((out, *torch.autograd.grad(out.sum(), (*layer.parameters(), slope))))
+        for ours, theirs in zip(*results, strict=True):
+            close(ours, theirs)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with_functions"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_transforms():
+    """vmap over queries, over captured tensors; torch.func's gradients."""
+    x, slopes = torch.randn(3, 1, 9, 2, 4, dtype=torch.double), torch.randn(3, 2, dtype=torch.double)
+
+    def call(x, slope):
+        return tilewise.attention(
+            x, x, x, mask_mod=lambda b, h, i, j: j <= i, score_mod=lambda s, b, h, i, j: s * slope[h]
+        )  # fmt: skip
+
+    one_by_one = torch.stack([call(*pair) for pair in zip(x, slopes)])
+    close(torch.vmap(call)(x, slopes), one_by_one)
+    found = torch.func.grad(lambda s: call(x[0], s).sin().sum())(slopes[0])
+    leaf = slopes[0].clone().requires_grad_()
+    close(found, torch.autograd.grad(call(x[0], leaf).sin().sum(), leaf)[0])

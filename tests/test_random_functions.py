@@ -1,0 +1,131 @@
+"""Random mask and score functions, drawn as trees of operations, against the reference and every element."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import tilewise
+from tilewise import reference
+from tilewise.core.functions.captured import pack
+from tilewise.core.functions.tile_map import EMPTY, FULL, edges, refined, tile_kinds
+from tilewise.core.functions.trace import trace
+
+BATCH, HEADS, LENGTH = 2, 2, 21
+torch.manual_seed(0)
+NUMBERS = torch.randint(-9, 10, (LENGTH,))
+TABLE = torch.randn(HEADS, 7, dtype=torch.double, requires_grad=True)
+
+
+class Call:
+    """A node of a tree: a function of (score, b, h, i, j), printed as its operations."""
+
+    def __init__(self, name, function, *args):
+        self.name, self.function, self.args = name, function, args
+
+    def __call__(self, *at):
+        return self.function(at, *(a(*at) for a in self.args))
+
+    def __repr__(self):
+        return self.name + (f"({', '.join(map(repr, self.args))})" if self.args else "")
+
+
+def calls(name, function, *args):
+    return st.builds(lambda *drawn: Call(name, lambda at, *x: function(*x), *drawn), *args)
+
+
+def leaf(name, place):
+    return st.just(Call(name, lambda at: at[place]))
+
+
+def constants(values):
+    return values.map(lambda c: Call(str(c), lambda at: c))
+
+
+def integers(below):
+    positive = constants(st.integers(1, 9))
+    return st.one_of(
+        *(calls(op, getattr(operator, op), below, below) for op in ("add", "sub")),
+        calls("mul", operator.mul, below, constants(st.integers(-3, 3))),
+        calls("floordiv", operator.floordiv, below, positive),
+        calls("mod", operator.mod, below, positive),
+        calls("load", lambda n: NUMBERS[abs(n) % LENGTH], below),
+        calls("where", torch.where, booleans(below), below, below),
+    )
+
+
+def booleans(numbers):
+    compared = st.one_of(
+        *(calls(op, getattr(operator, op), numbers, numbers) for op in ("lt", "le", "gt", "ge", "eq", "ne"))
+    )
+    return st.one_of(
+        compared, calls("not", operator.invert, compared),
+        *(calls(op, getattr(operator, op), compared, compared) for op in ("and_", "or_", "xor")),
+    )  # fmt: skip
+
+
+def floats(below):
+    return st.one_of(
+        *(calls(op, getattr(operator, op), below, below) for op in ("add", "sub", "mul")),
+        *(calls(op, getattr(torch, op), below) for op in ("tanh", "sin", "cos")),
+        calls("decay", lambda x: torch.exp(-x.abs()), below),
+        calls("table", lambda h, n: TABLE[h, abs(n) % 7], leaf("h", 2), INTEGERS),
+        calls("scaled", lambda n: n * 0.125, INTEGERS),
+        calls("where", torch.where, booleans(INTEGERS), below, below),
+    )
+
+
+INDICES = st.one_of(*(leaf(name, n + 1) for n, name in enumerate("bhij")))
+INTEGERS = st.recursive(INDICES, integers, max_leaves=5)
+MASKS = booleans(INTEGERS)
+SCORES = st.recursive(leaf("score", 0), floats, max_leaves=6)
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def as_mask(tree):
+    return lambda b, h, i, j: tree(None, b, h, i, j)
+
+
+def as_score(tree):
+    return lambda s, b, h, i, j: tree(s, b, h, i, j)
+
+
+@FEW
+@given(MASKS)
+def test_tile_maps(tree):
+    """EMPTY and FULL are certain; refined, PARTIAL is too."""
+    functions = trace(as_mask(tree), None)
+    spans = [edges(n, step) for n, step in ((BATCH, 1), (HEADS, 1), (LENGTH, 4), (LENGTH, 4))]
+    buffers = pack(functions, torch.empty(0))
+    kinds = tile_kinds(functions.functions, buffers, *spans)
+    exact = refined(kinds, functions.functions, buffers, *spans)
+    indices = torch.meshgrid(*(torch.arange(n) for n in (BATCH, HEADS, LENGTH, LENGTH)), indexing="ij")
+    visible = as_mask(tree)(*indices)
+    padding = (0, -LENGTH % 4, 0, -LENGTH % 4)
+    some, hidden = (
+        torch.nn.functional.pad(x, padding).unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).any(5).any(3)
+        for x in (visible, ~visible)
+    )
+    true = some.to(torch.uint8) + (some & ~hidden)
+    kinds, exact = kinds.expand(true.shape), exact.expand(true.shape)
+    assert torch.equal(exact.long(), true.long())
+    assert ((kinds != EMPTY) | (true == EMPTY)).all() and ((kinds != FULL) | (true == FULL)).all()
+
+
+@FEW
+@given(MASKS, SCORES)
+def test_results_and_gradients(mask, score):
+    options = {"mask_mod": as_mask(mask), "score_mod": as_score(score)}
+    leaves = [torch.randn(BATCH, LENGTH, HEADS, 4, dtype=torch.double, requires_grad=True) for _ in range(3)]
+    out, lse = tilewise.attention(*leaves, return_lse=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad(
+        (out, lse), (*leaves, TABLE), (dout, dlse), allow_unused=True, materialize_grads=True
+    )
+    with torch.no_grad():
+        exact = reference.attention(*leaves, **options)
+        grads = reference.attention_backward(dout, *leaves, dlse=dlse, captured=(TABLE,), **options)
+    for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
