@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 from hypothesis import given, settings, strategies as st
 
 import tilewise
+import tilewise.nn
 from tilewise import Aux, reference
 from tilewise.dispatch.statistics import NAMES, SERVES, table
 from tilewise.testing import _rounding, compare
@@ -394,6 +396,8 @@ def test_wrong_calls_leave_the_cache_as_it_was():
 def test_the_table_names_every_statistic():
     assert set(SERVES["tiled"]) == set(NAMES) and all(served <= set(NAMES) for served in SERVES.values())
     assert all(f"`{name}`" in table() for name in NAMES)
+    page = Path(__file__).parents[1] / "docs" / "statistics.md"
+    assert f"begin -->\n{table()}\n<!-- statistics: end" in page.read_text()
 
 
 def test_statistics_and_their_gradients_with_functions():
@@ -417,3 +421,17 @@ def test_statistics_and_their_gradients_with_functions():
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-11, atol=1e-11)
     for a, b in zip(*(torch.autograd.grad(total, (q, k, table)) for total in sums)):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_of_a_layer(is_packed):
+    layer = tilewise.nn.FlashAttention(32, 4, 2, causal=True, rope=1e4).eval()
+    x = torch.randn(9, 32) if is_packed else torch.randn(1, 9, 32)
+    call = {"cu_seqlens": torch.tensor([0, 4, 9])} if is_packed else {}
+    out, aux = layer(x, return_aux=Aux(entropy=True), **call)
+    assert torch.equal(out, layer(x, **call)) and aux.entropy.shape[-2:] == (4, 9)
+    cache = layer.new_cache(1, 16)
+    with torch.no_grad():
+        rows = x[:4][None] if is_packed else x
+        _, of_cache = layer(rows, cache, return_aux=Aux(entropy=True))
+    torch.testing.assert_close(of_cache.entropy, aux.entropy[..., : rows.shape[1]].view_as(of_cache.entropy))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from tilewise.api import Window, attention, attention_varlen, attention_with_cac
 from tilewise.cache.contiguous import KVCache, check_sizes
 from tilewise.core.checks import check_flag, check_number
 from tilewise.core.rotary import apply_rotary, rotary_tables
+from tilewise.core.statistics import Aux
 
 
 class FlashAttention(torch.nn.Module):
@@ -87,7 +90,8 @@ class FlashAttention(torch.nn.Module):
         cache: KVCache | None = None,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
+        return_aux: Aux | None = None,
+    ) -> Any:
         """Attend within each sequence of x, or to a cache that x is appended to.
 
         Args:
@@ -97,9 +101,10 @@ class FlashAttention(torch.nn.Module):
             cu_seqlens: (batch + 1,) int32 or int64, each packed sequence's start, and the total.
             mask: bool, True = attend, as of `tilewise.attention`; padding (batch, seqlen) is
                 mask[:, None, None, :]. With a cache, as of `tilewise.attention_with_cache`.
+            return_aux: also return these statistics of the weights.
 
         Returns:
-            A tensor shaped like x.
+            A tensor shaped like x; with return_aux also a `tilewise.Statistics`.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it and says what does. The
@@ -117,19 +122,24 @@ class FlashAttention(torch.nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None:
             out = attention_with_cache(
-                query, cache, key, value, causal=self.causal, window=self.window, mask=mask
-            )
+                query, cache, key, value, causal=self.causal, window=self.window, mask=mask,
+                return_aux=return_aux,
+            )  # fmt: skip
         elif cu_seqlens is not None:
             out = attention_varlen(
                 query, key, value, cu_seqlens, cu_seqlens,
                 causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
+                return_aux=return_aux,
             )  # fmt: skip
         else:
             out = attention(
                 query, key, value,
                 causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
+                return_aux=return_aux,
             )  # fmt: skip
-        assert isinstance(out, Tensor)
+        if return_aux is not None:
+            out, aux = out
+            return self.out_proj(out.flatten(-2)), aux
         return self.out_proj(out.flatten(-2))
 
     def new_cache(self, batch: int, max_seqlen: int, *, dtype: torch.dtype | None = None) -> KVCache:

@@ -1,0 +1,45 @@
+"""examples/qk_clip.py: logits run away without the clip and do not with it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PATH = Path(__file__).parents[1] / "examples" / "qk_clip.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("qk_clip_example", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_clipped_run_learns_and_the_other_diverges(example, capsys):
+    runs = example.main(["--steps", "60"])
+    without, clipped = runs["without clip"], runs["with QK-clip"]
+    assert without.losses[0] == clipped.losses[0]
+    assert without.max_logits[-1] > 500 and max(clipped.max_logits) < 100
+    assert clipped.last < without.last - 0.05 and clipped.last < clipped.losses[0] - 2
+    assert "with QK-clip" in capsys.readouterr().out
+
+
+def test_a_clipped_head_has_the_threshold(example):
+    """Of two heads the one that is over is scaled to the threshold, the other is left alone."""
+    qkv, x = torch.randn(3 * 2 * 8, 12), torch.randn(1, 30, 12)
+
+    def max_logit():
+        q, k, _ = (x @ qkv.T).unflatten(-1, (3, 2, 8)).unbind(2)
+        return example.tilewise.attention_statistics(q, k, example.Aux(max_logit=True)).max_logit
+
+    before = max_logit()
+    threshold = before.mean().item()
+    example.clip(qkv, before, threshold)
+    torch.testing.assert_close(max_logit(), before.clamp(max=threshold))
+    before, values = max_logit(), qkv.clone()
+    example.clip(qkv, -before, threshold)  # negative logits are under it
+    assert torch.equal(qkv, values)
