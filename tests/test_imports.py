@@ -20,7 +20,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "faces", "nn", "testing", "warmup"],
+    ["distributed", "explain", "faces", "nn", "testing", "warmup"],
     ["lab"],
     ["cli"],
 ]

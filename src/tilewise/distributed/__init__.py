@@ -1,0 +1,6 @@
+"""One sequence across many devices, over `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.layout import positions, shard, unshard
+
+__all__ = ["context_parallel_attention", "positions", "shard", "unshard"]
