@@ -150,6 +150,7 @@ class Backward:
         self, work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, needs_bias: bool
     ) -> None:
         self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
+        self.is_whole = len(work.steps) == 1 and len(work.parts(work.steps[0], query.device)) == 1
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.dquery = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
         self.dkeys = self._zeros(key.shape[1], dtype)
@@ -203,8 +204,13 @@ class Backward:
         dlse: Tensor | None,
     ) -> None:
         work, block, needs_bias = self.work, part.block, self.dbias is not None
+        backend = work.backend
+        if key.device.type == "cpu" and not self.is_whole:
+            # The generated CPU kernels make the weights of their keys add up to 1, which these, some of all keys,
+            # must not: their backward is the tiles'.
+            backend = "tiled"
         grads = differentiate(
-            part, self.query, key, value, self.extras, work.options, work.backend,
+            part, self.query, key, value, self.extras, work.options, backend,
             results, dout, dlse, needs_bias,
         )  # fmt: skip
         self.dquery[:, block.q0 : block.q1] += grads.query

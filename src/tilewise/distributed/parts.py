@@ -120,9 +120,6 @@ def differentiate(
         distance = _row_distance(block, extras, lse)
         lse = lse if distance is None else lse + distance
     arguments: Any = (Results(out, lse), dout, dlse, options, backend, needs_bias_gradient)
-    if not plans.backward_plan(inputs, *arguments).saves.results:
-        # It would take the softmax again, of these keys alone. With a sink, here of weight 0, it does not.
-        inputs = inputs._replace(sinks=query.new_full((query.shape[2],), NEG_INF))
     grads = plans.differentiate(inputs, *arguments)
     if part.packing is not None:
         grads = Gradients(*(g[None] for g in grads[:3]))

@@ -1,0 +1,66 @@
+"""Worlds of gloo processes against the O(N^2) reference in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CASES = str(Path(__file__).parent / "cases.py")
+METHODS = ("ring", "all_gather", "ulysses", "2d")
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (7, 3)},
+    "causal window": {"causal": True, "window": (5, None)},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "sinks": {"causal": True, "sinks": True, "window": (9, None)},
+    "alibi": {"causal": True, "alibi": True},
+    "alibi both sides": {"alibi": True, "window": (20, 11)},
+    "bias row": {"bias": "row"},
+    "padding": {"mask": True, "causal": True},
+}
+DOCUMENTS = ([0, 50], [0, 1, 3, 40, 40, 50], [0, 6, 12, 18, 24, 30, 36, 43, 50])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_options(pool, method, world):
+    for n, options in enumerate(OPTIONS.values()):
+        balance = ("zigzag", "contiguous")[n % 2]
+        heads, kv_heads = (12, (1, 4, 12)[n % 3]) if world != 3 else (12, (1, 3, 12)[n % 3])
+        pool.run(world, CASES, "check", n, method, balance, options, 37, heads, kv_heads)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_bias_by_rows(pool, method):
+    pool.run(3, CASES, "check", 5, method, "zigzag", {"bias": "rows", "causal": True, "alibi": True}, 29, 4, 2)
+
+
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
+@pytest.mark.parametrize("method", METHODS)
+def test_documents(pool, method, balance):
+    for n, starts in enumerate(DOCUMENTS):
+        for options in ({"causal": True}, {}, {"causal": True, "window": (4, None), "alibi": n == 1}):
+            pool.run(2 + n, CASES, "check", n, method, balance, options, 50, 12, 12, starts)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_problems(pool, world):
+    pool.run(world, CASES, "random_checks", list(range(world * 100, world * 100 + 25)))
+
+
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
+def test_layouts(pool, balance):
+    for world, n, starts in ((2, 9, None), (3, 2, None), (4, 50, DOCUMENTS[1]), (4, 16, None)):
+        lengths = pool.run(world, CASES, "round_trip", n, balance, starts)
+        assert sum(lengths) == n and max(lengths) - min(lengths) <= 1 + (balance == "documents")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [("dtype", "query must"), ("option", "causal must"), ("length", "seqlen"), ("error", "window")],
+)
+def test_ranks_that_disagree_all_raise(pool, change, words):
+    for message in pool.run(2, CASES, "disagree", change):
+        assert message is not None and words in message
