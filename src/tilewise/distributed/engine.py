@@ -188,8 +188,8 @@ class Backward:
         bias, dbias = self.extras.bias, self.dbias
         return (
             self.dquery.to(self.query.dtype),
-            dkey.to(key.dtype, memory_format=torch.contiguous_format),
-            dvalue.to(key.dtype, memory_format=torch.contiguous_format),
+            dkey.to(key.dtype).contiguous(),
+            dvalue.to(key.dtype).contiguous(),
             None if bias is None or dbias is None else dbias.to(bias.dtype),
         )
 
