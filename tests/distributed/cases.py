@@ -45,9 +45,7 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
         else:
             own[name] = shard(t, dim=2 if name == "bias" else dim, **where)
     own = {name: t.requires_grad_() for name, t in own.items()}
-    out, lse = context_parallel_attention(
-        **own, **options, **where, method=method, seqlen=n, return_lse=True
-    )
+    out, lse = context_parallel_attention(**own, **options, **where, method=method, seqlen=n, return_lse=True)
     torch.manual_seed(seed + 1)
     q, v = tensors["query"], tensors["value"]
     dout = torch.randn(*q.shape[:-1], v.shape[-1], dtype=torch.float64)

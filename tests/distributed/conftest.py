@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool import Pool  # noqa: E402
+from pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,9 @@ def test_options(pool, method, world):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_bias_by_rows(pool, method):
-    pool.run(3, CASES, "check", 5, method, "zigzag", {"bias": "rows", "causal": True, "alibi": True}, 29, 4, 2)
+    pool.run(
+        3, CASES, "check", 5, method, "zigzag", {"bias": "rows", "causal": True, "alibi": True}, 29, 4, 2
+    )
 
 
 @pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])

@@ -101,9 +101,7 @@ def _keys_and_values(packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rows[..., :head_dim], rows[..., head_dim:]
 
 
-def _forward(
-    work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras
-) -> tuple[Tensor, Tensor]:
+def _forward(work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
     """out, in lse's dtype or query's, and lse, without sinks."""
     steps, head_dim = work.steps, key.shape[-1]
     is_single = len(steps) == 1 and len(work.parts(steps[0], query.device)) == 1
@@ -150,7 +148,6 @@ class Backward:
         self, work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, needs_bias: bool
     ) -> None:
         self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
-        self.is_whole = len(work.steps) == 1 and len(work.parts(work.steps[0], query.device)) == 1
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.dquery = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
         self.dkeys = self._zeros(key.shape[1], dtype)
@@ -205,8 +202,8 @@ class Backward:
     ) -> None:
         work, block, needs_bias = self.work, part.block, self.dbias is not None
         backend = work.backend
-        if key.device.type == "cpu" and not self.is_whole:
-            # The generated CPU kernels make the weights of their keys add up to 1, which these, some of all keys,
+        if key.device.type == "cpu":
+            # The generated CPU kernels make the weights of their keys add up to 1, which those of some keys, or beside a sink,
             # must not: their backward is the tiles'.
             backend = "tiled"
         grads = differentiate(

@@ -159,7 +159,13 @@ def document_starts(cu_seqlens: Any) -> tuple[int, ...]:
 
 
 def shard(
-    x: Tensor, *, dim: int = 1, group: Any = None, mesh: Any = None, balance: str = "zigzag", cu_seqlens: Any = None
+    x: Tensor,
+    *,
+    dim: int = 1,
+    group: Any = None,
+    mesh: Any = None,
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
 ) -> Tensor:
     """This rank's tokens of a tensor that every rank has. Differentiable.
 

@@ -59,7 +59,9 @@ def parts_of(blocks: tuple[Block, ...], packs: bool, device: Any) -> tuple[Part,
         else:
             waves.append([block])
     return tuple(
-        _packed(wave, device) if len(wave) > 1 else Part(wave[0]) for waves in calls.values() for wave in waves
+        _packed(wave, device) if len(wave) > 1 else Part(wave[0])
+        for waves in calls.values()
+        for wave in waves
     )
 
 
@@ -80,7 +82,13 @@ def _packed(wave: Sequence[Block], device: Any) -> Part:
 
 
 def attend(
-    part: Part, query: Tensor, key: Tensor, value: Tensor, extras: Extras, options: Options, backend: str | None
+    part: Part,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extras: Extras,
+    options: Options,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 

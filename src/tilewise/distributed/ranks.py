@@ -83,7 +83,9 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
             return ALONE
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group={shown(group)} must be a ProcessGroup of torch.distributed that has this rank")
+        raise TypeError(
+            f"group={shown(group)} must be a ProcessGroup of torch.distributed that has this rank"
+        )
     peers = tuple(dist.get_process_group_ranks(group))
     return Ranks(group, dist.get_rank(group), len(peers), peers)
 
