@@ -119,6 +119,14 @@ def run_script(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="module")
-def compiled_by(run_script: Callable[..., list[str]]) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a script that compiles kernels; what it says of each."""
-    return lambda name, *arguments: [json.loads(line) for line in run_script(name, *arguments)]
+def compiled_by(
+    run_script: Callable[..., list[str]], request: pytest.FixtureRequest
+) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a script that compiles kernels; what it says of each. `make test` draws some of the cases."""
+
+    def run(name: str, *arguments: str, draw: int | None = None) -> list[dict[str, Any]]:
+        if draw is not None and request.config.getoption("-m") == "not slow":
+            arguments = ("--draw", str(draw), request.config.option.sample)
+        return [json.loads(line) for line in run_script(name, *arguments)]
+
+    return run

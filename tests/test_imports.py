@@ -21,8 +21,10 @@ LAYERS = [
     ["cache"],
     ["api"],
     ["distributed", "explain", "faces", "nn", "testing", "warmup"],
+    ["compat"],
     ["lab"],
     ["cli"],
+    ["__main__"],
 ]
 BACKENDS = {"cpu.aten", "tiled", "cpu", "gpu.triton", "gpu.hopper"}
 
@@ -117,3 +119,9 @@ def test_importing_tilewise_is_light():
 def test_public_names_are_documented():
     for name in tilewise.__all__:
         assert (getattr(tilewise, name).__doc__ or "").strip(), name
+
+
+def test_module_is_the_command():
+    """Without its extra, it says what to install."""
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage: tilewise" in done.stdout, done.stderr

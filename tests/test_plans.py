@@ -476,3 +476,23 @@ def test_sdpa_face_repeats_dropout_and_rectangular_masks_as_they_are():
     for _ in range(3):
         found = tilewise.scaled_dot_product_attention(q, *short, is_causal=True)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_pytorchs_deterministic_mode_is_in_the_signature(warn_only):
+    """As in PyTorch's own attention, warn_only keeps the faster gradient."""
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    plans.clear()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    tilewise.attention(x, x, x).sum().backward()
+    tilewise.scaled_dot_product_attention(x, x, x).sum().backward()
+    tilewise.flash_attn.flash_attn_func(x, x, x).sum().backward()
+    torch.func.grad(lambda t: tilewise.attention(t, t, t).sum())(x)
+    compiled = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)
+    compiled(x, x, x).sum().backward()
+    found = {signature.options.deterministic for signature in plans._entries}
+    assert found == {not warn_only}
+    plans.clear()
+    torch.use_deterministic_algorithms(True, warn_only=not warn_only)
+    compiled(x, x, x).sum().backward()  # compiled again
+    assert {signature.options.deterministic for signature in plans._entries} == {warn_only}

@@ -15,7 +15,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
-    _app()()
+    _app()(prog_name="tilewise")
 
 
 def _app():  # type: ignore[no-untyped-def]

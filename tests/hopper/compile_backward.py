@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
+    "d256_128_softcap": (256, 128, torch.bfloat16, False, {"softcap": 20.0}),
     "d192_128": (192, 128, torch.bfloat16, False, {}),
     "d192_128_softcap": (192, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d192_128_causal": (192, 128, torch.float16, True, {"causal": True}),
@@ -65,4 +66,4 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(CompileOnlyDriver(90))
-    print_rows(compile_case, sys.argv[1:] or CASES)
+    print_rows(compile_case, CASES, sys.argv[1:])

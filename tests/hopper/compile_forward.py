@@ -42,6 +42,9 @@ CASES = {
     "d192": Case(192, 192),
     "d192_128_causal": Case(192, 128, options={"causal": True}),
     "d256": Case(256, 256),
+    "d256_128": Case(256, 128),
+    "d256_64_causal": Case(256, 64, options={"causal": True}),
+    "d256_128_softcap_sinks": Case(256, 128, options={"softcap": 20.0}, extras=("sinks",), kv_heads=2),
     "d256_causal": Case(256, 256, options={"causal": True}),
     "window_softcap_sinks": Case(
         128,
@@ -85,4 +88,4 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(CompileOnlyDriver(90))
-    print_rows(compile_case, sys.argv[1:] or CASES)
+    print_rows(compile_case, CASES, sys.argv[1:])

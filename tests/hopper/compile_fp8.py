@@ -52,4 +52,4 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(CompileOnlyDriver(90))
-    print_rows(compile_case, sys.argv[1:] or CASES)
+    print_rows(compile_case, CASES, sys.argv[1:])

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "d80": (150, 150, 2, 2, 80, 80, {}),
     "d192_128": (300, 300, 4, 4, 192, 128, {"causal": True}),
     "d192": (300, 200, 4, 4, 192, 192, {}),
+    "d256_128": (300, 200, 4, 2, 256, 128, {"softcap": 3.0, "sinks": True}),
     "d256": (300, 300, 5, 5, 256, 256, {"causal": True}),
     "large": (200, 300, 2, 2, 128, 128, {"scale": 3e5, "causal": True}),
     "large_sinks": (200, 300, 2, 1, 64, 64, {"scale": 3e5, "sinks": True}),

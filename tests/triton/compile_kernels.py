@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -210,8 +211,13 @@ def variants_over_lengths(capability: int) -> dict[str, int]:
     }
 
 
-def print_rows(compile_case: Callable[[str], list[dict[str, Any]]], names: Iterable[str]) -> None:
-    """The reports of some cases, as JSON."""
+def print_rows(
+    compile_case: Callable[[str], list[dict[str, Any]]], cases: Iterable[str], arguments: list[str]
+) -> None:
+    """The reports of the cases named, as JSON; of all, or after `--draw N SEED` of N of them."""
+    names = arguments or list(cases)
+    if arguments[:1] == ["--draw"]:
+        names = random.Random(arguments[2]).sample(list(cases), int(arguments[1]))
     for name in names:
         for row in compile_case(name):
             print(json.dumps(row), flush=True)
@@ -223,7 +229,7 @@ def main() -> None:
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:
-        print_rows(lambda name: compile_case(name, capability), sys.argv[2:] or CASES)
+        print_rows(lambda name: compile_case(name, capability), CASES, sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import LazyTensor, NoMemory, Request
-from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply
+from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
@@ -28,6 +28,16 @@ from tilewise.dispatch.plans import Entry
 _NEEDED = ("query", "key", "value")
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 _NO_LSE, _LSE = Request(lse=False), Request()
+
+
+def obeying_torch(options: Options) -> Options:
+    """The options, deterministic if `torch.use_deterministic_algorithms(True)` asks for it.
+
+    With warn_only=True it does not: as in PyTorch's own attention, the faster gradient is kept.
+    """
+    if options.deterministic is False and wants_deterministic():
+        return options._replace(deterministic=True)
+    return options
 
 
 def attention(
@@ -51,6 +61,7 @@ def attention(
         ValueError, TypeError: see `core.problem.describe` and `core.values.check_values`.
         NotImplementedError: see `dispatch.choice.choose`.
     """
+    options = obeying_torch(options)
     if entry is None:
         if not is_plain_eager(inputs.query):
             return _watched_attention(inputs, options, backend, order)

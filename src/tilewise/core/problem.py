@@ -112,6 +112,7 @@ class AttentionProblem:
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+    is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -195,6 +196,7 @@ def describe_signature(signature: Signature) -> AttentionProblem:
         problem,
         bias_needs_grad=signature.needs_bias_gradient,
         lse_needs_grad=signature.results[-1] is not None,
+        is_partial=signature.is_partial,
     )
 
 

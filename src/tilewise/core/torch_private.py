@@ -60,3 +60,14 @@ def is_any_autocast_enabled() -> bool:
     """Whether autocast is on for some device: the public function asks for one."""
     ask = getattr(torch._C, "_is_any_autocast_enabled", None)
     return bool(ask()) if ask else torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+def wants_deterministic() -> bool:
+    """Whether `torch.use_deterministic_algorithms(True)` is on, and not only to warn."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Compiled code is guarded by both modes, but cannot trace the second. `torch.compiler.assume_constant_result`
+# sets this too, and imports Dynamo and Triton for it.
+wants_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]

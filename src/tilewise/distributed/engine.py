@@ -201,13 +201,8 @@ class Backward:
         dlse: Tensor | None,
     ) -> None:
         work, block, needs_bias = self.work, part.block, self.dbias is not None
-        backend = work.backend
-        if key.device.type == "cpu":
-            # The generated CPU kernels make the weights of their keys add up to 1, which those of some keys, or beside a sink,
-            # must not: their backward is the tiles'.
-            backend = "tiled"
         grads = differentiate(
-            part, self.query, key, value, self.extras, work.options, backend,
+            part, self.query, key, value, self.extras, work.options, work.backend,
             results, dout, dlse, needs_bias,
         )  # fmt: skip
         self.dquery[:, block.q0 : block.q1] += grads.query

@@ -128,7 +128,7 @@ def differentiate(
         distance = _row_distance(block, extras, lse)
         lse = lse if distance is None else lse + distance
     arguments: Any = (Results(out, lse), dout, dlse, options, backend, needs_bias_gradient)
-    grads = plans.differentiate(inputs, *arguments)
+    grads = plans.differentiate(inputs, *arguments, is_partial=True)
     if part.packing is not None:
         grads = Gradients(*(g[None] for g in grads[:3]))
     return grads

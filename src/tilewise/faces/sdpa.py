@@ -38,7 +38,8 @@ def scaled_dot_product_attention(
         key: (..., num_kv_heads, seqlen_k, head_dim).
         value: (..., num_kv_heads, seqlen_k, head_dim_v).
         attn_mask: bool (True = attend) or float added to the scores, broadcastable to
-            (..., num_heads, seqlen_q, seqlen_k); differentiable if float.
+            (..., num_heads, seqlen_q, seqlen_k); differentiable if float. Or `causal_upper_left` or
+            `causal_lower_right` of `torch.nn.attention.bias`, for which no mask is made.
         dropout_p: probability in [0, 1] of dropping a weight; applied whenever it is not 0, as torch does.
         is_causal: top-left causal mask; excludes attn_mask.
         scale: softmax scale; None is 1 / sqrt(head_dim).
@@ -58,6 +59,10 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0].flatten()
         tensor([0.0000, 0.5000, 1.0000])
     """
+    is_lower_right = False
+    if hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
+        is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
+        attn_mask, is_causal = None, True
     if is_any_autocast_enabled():
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
     if is_jagged(query, key, value):
@@ -79,7 +84,7 @@ def scaled_dot_product_attention(
         )
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     right = None
-    if is_causal and q.shape[2] != k.shape[2]:
+    if is_causal and not is_lower_right and q.shape[2] != k.shape[2]:
         # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
         # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
@@ -96,6 +101,20 @@ def scaled_dot_product_attention(
     if max(query.ndim, key.ndim, value.ndim) == 2:
         return out[0, 0]
     return out.reshape(*leading, *out.shape[1:])
+
+
+def _is_lower_right(bias: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+    """Whether a `CausalBias` is aligned at the end. Raises TypeError, ValueError if it does not fit.
+
+    It is known by what it has: importing its class imports Dynamo and Triton.
+    """
+    check_tensors(query=query, key=key)
+    if is_causal:
+        raise ValueError("is_causal=True must be False when attn_mask is given")
+    sizes, wanted = (bias.seq_len_q, bias.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    if sizes != wanted:
+        raise ValueError(f"attn_mask is a causal bias of {sizes}, must be of (seqlen_q, seqlen_k)={wanted}")
+    return bool(bias.variant.name == "LOWER_RIGHT")
 
 
 def _batched(

@@ -50,6 +50,7 @@ class Config:
     row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
+    is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages
     has_leftpad: bool = False  # of pages
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
@@ -57,11 +58,11 @@ class Config:
     short: str = ""  # "forward" or "backward" of `short.py`
     is_narrow: bool = False  # not the widest vectors
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
-    # bfloat16 numbers that a number is cut into for products in tile registers; 0: in vectors
+    # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
     pieces: int = 0
 
     @property
-    def has_amx(self) -> bool:
+    def has_bf16_products(self) -> bool:
         return self.pieces > 0
 
 

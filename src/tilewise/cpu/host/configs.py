@@ -15,9 +15,11 @@ from tilewise.cpu.host.compile import current_target
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Speed of a tile of 1, 2 or 3 query vectors, full, relative to 3: fewer accumulators hide less latency.
 VECTOR_SPEED = {1: 0.7, 2: 0.93, 3: 1.0}
-# query vectors of a tile with tile registers, by pieces
-AMX_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
-AMX_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
+BF16_PRODUCTS = ("amx", "avx512_bf16")  # instruction sets that multiply bfloat16
+CUTTING = ("amx",)  # and those so fast at it that float32 and float16 are cut into bfloat16 numbers
+# query vectors of a tile with products of bfloat16, by pieces
+BF16_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
+BF16_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
 CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
@@ -29,14 +31,14 @@ SHORT_KEYS = 32  # at most
 RECOMPUTED_ROWS = 24  # at most: of a backward that takes the softmax again
 NARROW_WORK = 1 << 14  # multiply-adds of a product
 FORK_WORK = 1 << 18  # multiply-adds in the time of a fork and a join
-AMX_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
+BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
 def is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     most = 12 if problem.seqlen_k < 512 else 16
     if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
-        most = 6 if has_amx(problem) else 8
+        most = 6 if has_bf16_products(problem) else 8
     return _has_few_rows(problem, DECODE_ROWS) and problem.seqlen_q <= most
 
 
@@ -49,7 +51,7 @@ def _has_few_rows(problem: AttentionProblem, most: int) -> bool:
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
-    pieces = int(has_amx(problem) and may_cut)
+    pieces = int(may_cut and current_target().isa == "amx" and has_bf16_products(problem))
     return replace(_config(problem, inputs, 1, pieces), rows=rows)
 
 
@@ -65,8 +67,8 @@ def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> C
 
 def recomputes(problem: AttentionProblem) -> bool:
     """A few queries and keys that are all at hand at once: the backward then needs neither out nor lse."""
-    is_plain = not (problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged)
-    return problem.seqlen_k <= SHORT_KEYS and is_plain and _has_few_rows(problem, RECOMPUTED_ROWS)
+    is_other = problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged or problem.is_partial
+    return problem.seqlen_k <= SHORT_KEYS and not is_other and _has_few_rows(problem, RECOMPUTED_ROWS)
 
 
 def is_short(problem: AttentionProblem) -> bool:
@@ -77,7 +79,7 @@ def is_short(problem: AttentionProblem) -> bool:
 def forward_config(
     problem: AttentionProblem, inputs: Inputs, may_cut: bool = True, threads: int = 1
 ) -> Config:
-    config = _tile_config(problem, inputs, AMX_FORWARD, _pieces(problem, may_cut), threads)
+    config = _tile_config(problem, inputs, BF16_FORWARD, _pieces(problem, may_cut), threads)
     keys = KEY_BLOCK if problem.seqlen_k <= KEY_BLOCK else 2 * KEY_BLOCK
     if config.pieces:  # with small heads it costs less to turn V around than P
         is_one_block = problem.seqlen_k <= min(keys, 2 * problem.head_dim_v) and not problem.has_packed_keys
@@ -87,13 +89,13 @@ def forward_config(
 
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    is_short = max(problem.seqlen_q, problem.seqlen_k) <= AMX_TOO_SHORT
-    return _tile_config(problem, inputs, AMX_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= BF16_TOO_SHORT
+    return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
 
 
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
-    if problem.dtype in CUT and current_target().isa == "amx" and problem.scale > 0:
+    if problem.dtype in CUT and current_target().isa in CUTTING and problem.scale > 0:
         queries, keys, window = CUT_FEWEST[problem.dtype]
         if problem.dtype == torch.float32 and problem.batch * problem.num_heads < FEW_HEADS:
             queries *= FEW_HEADS_QUERIES
@@ -101,13 +103,13 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
         is_wide = seen.left is None or seen.right is None or seen.left + 1 + seen.right >= window
         is_long = problem.seqlen_q >= queries and problem.seqlen_k >= keys and is_wide
         return CUT[problem.dtype] if may_cut and is_long else 0
-    return int(has_amx(problem))
+    return int(has_bf16_products(problem))
 
 
 def _tile_config(
     problem: AttentionProblem,
     inputs: Inputs,
-    amx_vectors: Mapping[int, tuple[int, ...]],
+    bf16_vectors: Mapping[int, tuple[int, ...]],
     pieces: int,
     threads: int = 1,
 ) -> Config:
@@ -115,13 +117,13 @@ def _tile_config(
     if not pieces:
         return _config(problem, inputs, _vectors(problem, threads))
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in amx_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, amx_vectors[pieces][-1]), pieces)
+    wide_enough = (v for v in bf16_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, bf16_vectors[pieces][-1]), pieces)
 
 
-def has_amx(problem: AttentionProblem) -> bool:
-    """Whether numbers are multiplied in tile registers as they are, and scaled after the maximum is taken."""
-    return current_target().isa == "amx" and problem.dtype == torch.bfloat16 and problem.scale > 0
+def has_bf16_products(problem: AttentionProblem) -> bool:
+    """Whether numbers are multiplied as bfloat16, which they are, and scaled after the maximum is taken."""
+    return current_target().isa in BF16_PRODUCTS and problem.dtype == torch.bfloat16 and problem.scale > 0
 
 
 def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int = 0) -> Config:
@@ -137,6 +139,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         row_scores=tuple(name for name in ("mask", "bias") if _is_of_rows(getattr(inputs, name))),
         has_dropout=problem.dropout_p > 0,
+        is_partial=problem.is_partial,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,
         pieces=pieces,

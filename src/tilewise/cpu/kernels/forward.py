@@ -60,7 +60,7 @@ class Tile:
         self.q0 = q0  # its first query
         self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
         self.scratch = Scratch(shape, base)
-        height = shape.config.pieces * shape.pad // 2 if shape.config.has_amx else shape.pad
+        height = shape.config.pieces * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum

@@ -54,7 +54,7 @@ class Shape:
         self.rows = target.rows
         self.vectors = config.vectors
         self.block_q = self.lanes * config.vectors  # queries of a tile
-        step = 2 * self.lanes if config.has_amx else max(self.lanes, self.rows)
+        step = 2 * self.lanes if config.has_bf16_products else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         sizes = key_blocks[min(config.pieces, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]

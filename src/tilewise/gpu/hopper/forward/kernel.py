@@ -52,6 +52,7 @@ from tilewise.gpu.hopper.common.softmax import (
     exact_lse,
     exp2,
     finite_or_zero,
+    log2,
     log2_parts,
     online_softmax,
     partial_sums,
@@ -335,7 +336,9 @@ def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg
         heads = sizes.num_bh if cfg.IS_CACHED else sizes.num_bh // sizes.batch
         num_heads = heads * cfg.PACK
         stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    if residual_ptr is None:
+    if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
+        lse = (m + log2(l)) * LN_2
+    elif residual_ptr is None:
         whole, log2_rest = log2_parts(l)
         lse = ((m + whole) + log2_rest) * LN_2
     else:

@@ -163,10 +163,11 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
-    if block_dv <= 128:  # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB
+    # size 128: 4 x 16 KB of Q, 2 x 64 KB: 192 KB; 192/128: 2 x 32 KB, 2 x 80 KB: 224 KB; 256/128 would be 256
+    if block_dv <= 128 and problem.head_dim <= 192:
         block_n, stages = (64, 4) if window <= 512 else (128, 2)
         return block_n, 2, stages, 4 if problem.head_dim <= 128 else 2, 240, 1
-    return 64, 2, 2, 2, 240, 1  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB
+    return 64, 2, 2, 2, 240, 1  # 2 x 32 KB of Q, 2 x 64 KB of K and V: 192 KB; 256/128: 160 KB
 
 
 def _pack(problem: AttentionProblem) -> int:

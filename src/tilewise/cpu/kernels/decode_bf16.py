@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tilewise.cpu.dsl.amx import (
+from tilewise.cpu.dsl.bf16_products import (
     ROW,
     ROWS,
     TILE,

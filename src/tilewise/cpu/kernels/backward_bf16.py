@@ -1,4 +1,4 @@
-"""The backward's products in tile registers: `backward.py` with other factors, sums and weights.
+"""The backward with products of bfloat16: `backward.py` with other factors, sums and weights.
 
 A tile of queries is made of parts of 32; a part meets the keys that it sees, its P and dS are rounded to
 bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, as either factor. With float32
@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tilewise.cpu.dsl.amx import (
+from tilewise.cpu.dsl.bf16_products import (
     LANES,
     ROWS,
     TILE,
     cut,
     pair_rows,
     paired,
+    product_of,
     rounded,
     row_taker,
     tile_registers,
-    tile_sums,
     words,
 )
 from tilewise.cpu.dsl.control import either, loop, when
@@ -38,12 +38,12 @@ from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.backward import BackwardKernel, fill_zero
 from tilewise.cpu.kernels.dropout import TileDropout
-from tilewise.cpu.kernels.forward_amx import DEGREES, FAR, any_of, finish_scores, score_unit
+from tilewise.cpu.kernels.forward_bf16 import DEGREES, FAR, any_of, finish_scores, score_unit
 from tilewise.cpu.kernels.scores import Scores, TileScores
 from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 
 
-class AmxBackwardKernel(BackwardKernel):
+class BFloat16BackwardKernel(BackwardKernel):
     """The steps that differ."""
 
     has_rows = False
@@ -52,6 +52,7 @@ class AmxBackwardKernel(BackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         shape, block_q = self.shape, self.shape.block_q
+        self.product = product_of(shape.target)
         self.key_group = TILE
         self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.key_blocks)
 
@@ -132,8 +133,8 @@ class AmxBackwardKernel(BackwardKernel):
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            tile_sums(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
-            tile_sums(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
+            self.product(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
+            self.product(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
             self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
@@ -220,10 +221,10 @@ class AmxBackwardKernel(BackwardKernel):
                     self.add_sums(gradient.at(j + r, c), at(weights, r, 0), at(pairs, 0, c), queries)
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
-        tile_sums(target, a, b, k, 2, True)
+        self.product(target, a, b, k, 2, True)
 
 
-class CutBackwardKernel(AmxBackwardKernel):
+class CutBackwardKernel(BFloat16BackwardKernel):
     """float32 and float16, whose numbers are cut into three and two of bfloat16: see `CutForwardKernel`.
 
     q is scaled before it is cut here too, so that scores are the forward's to the last bit, however large;
@@ -263,7 +264,7 @@ class CutBackwardKernel(AmxBackwardKernel):
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         """Sums of a block start from 0: float32 rounds less in two levels of sums."""
-        tile_sums(self.sums, a, b, k, 2, False)
+        self.product(self.sums, a, b, k, 2, False)
         for r in loop(0, TILE):
             for c in (0, LANES):
                 cell = target[r, c]
@@ -277,4 +278,4 @@ def at(parts: list[Rows], row: Scalar, column: Scalar) -> list[Rows]:
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """See `build_kernel`."""
-    return build_kernel(AmxBackwardKernel if config.pieces == 1 else CutBackwardKernel, config, target)
+    return build_kernel(BFloat16BackwardKernel if config.pieces == 1 else CutBackwardKernel, config, target)

@@ -1,8 +1,10 @@
-"""Matrix products in Intel's tile registers (AMX): float32 sums of products of bfloat16.
+"""Matrix products of bfloat16 with float32 sums, by two instructions: AMX's tiles and AVX-512's dot product.
 
-A tile register is 16 rows of 64 bytes. One instruction adds a[16, 32] b[32, 16] to c[16, 16]:
+A tile register is 16 rows of 64 bytes. One instruction (`tdpbf16ps`) adds a[16, 32] b[32, 16] to c[16, 16]:
 
     c[i, n] += sum over p < 16 of  a[i, 2p] b[2p, n] + a[i, 2p + 1] b[2p + 1, n]
+
+The dot product (`vdpbf16ps`) adds one term of that sum, of one pair of a and 16 pairs of b, to a vector.
 
 A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the
 matrix interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Transposing words turns one kind
@@ -38,11 +40,12 @@ from tilewise.cpu.dsl.vector import (
     maximum,
     minimum,
 )
+from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.tiles import Scratch, Shape, load_rows, pieces
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
-LANES = 16
+LANES, HEIGHT = 16, 8
 C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
 # Which pieces of a and b are multiplied, so that each product loads one of them anew. What is left out is of
 # either sign and small beside a rounding of the number itself: of three pieces the middle one times the last,
@@ -55,14 +58,19 @@ TERMS = {
 # Where cutting works: pieces of smaller numbers, and their products, come near 2^-126, below which the tile
 # unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in pieces.
 SMALLEST, LARGEST = 2.0**-80, 2.0**59
+Product = Callable[[Rows, Sequence[Rows], Sequence[Rows], tuple[Scalar, Scalar], int, bool], None]
 VOID = ir.VoidType()
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which only the conversion's signature needs."""
+    """LLVM's bfloat, which only the signatures of intrinsics need."""
 
     def _to_string(self) -> str:
         return "bfloat"
+
+
+BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+HALF_BFLOATS = ir.VectorType(BFLOATS.element, LANES)
 
 
 @contextmanager
@@ -71,8 +79,12 @@ def tile_registers(
 ) -> Iterator[None]:
     """Give this thread eight tile registers, of full size or as said; at the end, whatever it had before.
 
-    PyTorch keeps its own configuration between calls in places, and counts on finding it.
+    PyTorch keeps its own configuration between calls in places, and counts on finding it. Nothing to do
+    where the instruction set has no tiles.
     """
+    if scratch.shape.target.isa != "amx":
+        yield
+        return
     mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))
     palette = [1] + [0] * 15
     row_bytes = [byte for width in widths for byte in (width, 0)] + [0] * 16
@@ -81,6 +93,11 @@ def tile_registers(
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
     yield
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
+
+
+def product_of(target: Target) -> Product:
+    """The instruction set's product; see `tile_sums`."""
+    return tile_sums if target.isa == "amx" else dot_sums
 
 
 def tile_sums(
@@ -111,6 +128,36 @@ def tile_sums(
             held = left, right
     for register, r, c in sums:
         store_tile(register, out, r, c)
+
+
+def dot_sums(
+    out: Rows, a: Sequence[Rows], b: Sequence[Rows], k: tuple[Scalar, Scalar], columns: int, adds: bool
+) -> None:
+    """The same in vectors: `vdpbf16ps` adds to 16 sums the products of a pair of a with 16 pairs of b."""
+    first, last = k[0] // 2, (k[1] + 1) // 2
+    at = [LANES * c for c in range(columns)]
+    for r0 in loop(0, TILE, HEIGHT):
+        cells = [[out.at(r0, 0)[r, c] for c in at] for r in range(HEIGHT)]
+        zero = Value(ir.Constant(ir.VectorType(F32, LANES), [0.0] * LANES))
+        sums = [[Var(cell.load(LANES) if adds else zero) for cell in row] for row in cells]
+        for i, j in TERMS[len(a)]:
+            left, right = words(a[i]).at(r0, 0), b[j]
+            for p in loop(first, last):
+                pairs = [right[p, c].load(LANES) for c in at]
+                for r, row in enumerate(sums):
+                    x = left[r, p].splat(LANES)
+                    for total, y in zip(row, pairs):
+                        total.set(_dot(total, x, y))
+        for out_row, totals in zip(cells, sums):
+            for cell, total in zip(out_row, totals):
+                cell.store(total)
+
+
+def _dot(total: Operand, x: Operand, y: Operand) -> Value:
+    """total + x y, in each lane the two products of a pair."""
+    pairs = (builder().bitcast(z.raw, BFLOATS) for z in (x, y))
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return Value(emitter().intrinsic(name, total.type, total.raw, *pairs))
 
 
 def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
@@ -223,15 +270,14 @@ def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., Non
 
 def rounded(low: Operand, high: Operand) -> Value:
     """Two float32 vectors as 32 bfloat16 numbers, low's first, rounded to nearest even."""
-    result = ir.VectorType(_BFloat(), 2 * LANES)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    both = emitter().intrinsic(name, result, high.raw, low.raw)
+    both = emitter().intrinsic(name, BFLOATS, high.raw, low.raw)
     return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
 
 
 def rounded_words(x: Operand) -> Value:
     """A float32 vector rounded to bfloat16, a number in the low half of each word."""
-    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFloat(), LANES), x.raw)
+    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", HALF_BFLOATS, x.raw)
     bits = builder().bitcast(half, ir.VectorType(I16, LANES))
     return Value(builder().zext(bits, ir.VectorType(I32, LANES)))
 

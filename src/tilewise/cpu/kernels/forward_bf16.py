@@ -1,4 +1,4 @@
-"""The forward's products in tile registers: `forward.py` with other factors, sums and weights.
+"""The forward with products of bfloat16: `forward.py` with other factors, sums and weights.
 
 K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
 float32 and float16 each of these is several matrices, the numbers' pieces (`CutForwardKernel`):
@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from tilewise.cpu.dsl.amx import (
+from tilewise.cpu.dsl.bf16_products import (
     LANES,
     TILE,
     cut,
     pair_rows,
     paired,
+    product_of,
     row_taker,
     tile_registers,
-    tile_sums,
     words,
 )
 from tilewise.cpu.dsl.control import either, loop, when
@@ -42,7 +42,7 @@ DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
-class AmxForwardKernel(ForwardKernel):
+class BFloat16ForwardKernel(ForwardKernel):
     """The steps that differ."""
 
     # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
@@ -55,6 +55,7 @@ class AmxForwardKernel(ForwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         shape = self.shape
+        self.product = product_of(shape.target)
         self.key_group = TILE
         key_bytes = (
             shape.target.l2_bytes // self.key_share
@@ -118,7 +119,7 @@ class AmxForwardKernel(ForwardKernel):
         scale, q_t = self.scale, self.query_pieces(tile)
         for j in loop(first, n, TILE):
             k = [part.at(j, 0) for part in self.k]
-            tile_sums(self.s_t.at(j, 0), k, q_t, (0, shape.pad), shape.vectors, False)
+            self.product(self.s_t.at(j, 0), k, q_t, (0, shape.pad), shape.vectors, False)
             for r in loop(j, j + TILE, shape.rows):
                 finish_scores(shape, scores, self.s_t.at(r, 0), r, scale)
                 for i in range(shape.rows):
@@ -182,10 +183,10 @@ class AmxForwardKernel(ForwardKernel):
                     acc.store(acc.load(shape.lanes) * correction[v])
         for d in loop(0, shape.pad_v, TILE):
             v_t = [part.at(d, 0) for part in self.v_t]
-            tile_sums(tile.acc_t.at(d, 0), v_t, self.p_t, (first, n), shape.vectors, True)
+            self.product(tile.acc_t.at(d, 0), v_t, self.p_t, (first, n), shape.vectors, True)
 
 
-class CutForwardKernel(AmxForwardKernel):
+class CutForwardKernel(BFloat16ForwardKernel):
     """float32 and float16, whose numbers are cut into three and two of bfloat16.
 
     Products are as exact as in float32, of which rounding them takes none: q is scaled before it is cut, and
@@ -216,7 +217,7 @@ class CutForwardKernel(AmxForwardKernel):
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
         shape = self.shape
         for d in loop(0, shape.pad_v, TILE):
-            tile_sums(
+            self.product(
                 self.pv, [part.at(d, 0) for part in self.v_t], self.p_t, (first, n), shape.vectors, False
             )
             for r in loop(0, TILE):
@@ -225,7 +226,7 @@ class CutForwardKernel(AmxForwardKernel):
                     acc.store(fma(acc.load(shape.lanes), correction[v], self.pv[r, c].load(shape.lanes)))
 
 
-class OneBlockForwardKernel(AmxForwardKernel):
+class OneBlockForwardKernel(BFloat16ForwardKernel):
     """All keys are in one block: P is turned around instead of V, and out comes as rows.
 
     v   : pairs of v                                                             [block_k / 2, head_dim_v]
@@ -261,7 +262,7 @@ class OneBlockForwardKernel(AmxForwardKernel):
             transpose_rows(shape, words(p), p_t, height, shape.block_q)
         for c in loop(0, shape.pad_v, 2 * LANES):
             v = [pairs.at(0, c) for pairs in self.pairs]
-            tile_sums(self.out.at(0, c), self.p, v, (first, n), 2, False)
+            self.product(self.out.at(0, c), self.p, v, (first, n), 2, False)
         target, divided = head.query_rows("out", tile.q0), self.divider(tile)
         for i in loop(0, minimum(head.seqlen_q - tile.q0, shape.block_q)):
             row = target(i)
@@ -316,7 +317,7 @@ def _store(rows: Rows, grid: Grid) -> None:
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """See `build_kernel`."""
     among, alone = (
-        (AmxForwardKernel, OneBlockForwardKernel)
+        (BFloat16ForwardKernel, OneBlockForwardKernel)
         if config.pieces == 1
         else (CutForwardKernel, OneBlockCutForwardKernel)
     )
