@@ -170,7 +170,8 @@ def differentiate(
 ) -> Gradients:
     """A backward, from what its forward took and gave. Results that nobody saved are computed again.
 
-    `is_partial`: the call has some of the keys only, and results are those of all: its share of the gradients.
+    `is_partial`: the call has some of the keys only, and results are those of all: its share of the
+    gradients.
     """
     arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial)
     entry = backward_plan(inputs, results, *arguments)

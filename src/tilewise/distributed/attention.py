@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tilewise.api import Window, canonical_inputs, to_bshd, window_bounds
 from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch.choice import choose
 from tilewise.distributed import engine
 from tilewise.distributed.faults import agree
 from tilewise.distributed.heads import Swap, heads_to_tokens, tokens_to_heads
@@ -49,8 +51,8 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over one sequence, of which each rank has the tokens that `shard` gives it.
 
-    Every rank of the group has to call it, with the same options. The result is that of `tilewise.attention` on
-    one device, this rank's rows of it; partial results are merged in float32.
+    Every rank of the group has to call it, with the same options. The result is that of `tilewise.attention`
+    on one device, this rank's rows of it; partial results are merged in float32.
 
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
@@ -64,30 +66,31 @@ def context_parallel_attention(
             ranks that follow each other, a ring across. "auto" is "ring".
         balance: how `shard` dealt the tokens out.
         seqlen: the total number of tokens; None: all ranks have as many as this one.
-        cu_seqlens: (documents + 1,) offsets of packed documents in the whole sequence, the same on all ranks: a
-            list or a tensor. A tensor on a GPU is read in every call, which waits.
+        cu_seqlens: (documents + 1,) offsets of packed documents in the whole sequence, the same on all ranks:
+            a list or a tensor. A tensor on a GPU is read in every call, which waits.
         causal, window, softcap, scale, layout, deterministic, precision, backend: as of `tilewise.attention`;
             positions are those in the whole sequence, or in the document.
-        mask, bias: with a row for each of the rank's tokens (or one for all) and a column for each token of the
-            whole sequence (or one): (batch or 1, num_heads or 1, tokens of the rank or 1, seqlen or 1). Not with
-            cu_seqlens; with "ulysses" and "2d" of one row only.
+        mask, bias: with a row for each of the rank's tokens (or one for all) and a column for each token of
+            the whole sequence (or one): (batch or 1, num_heads or 1, tokens of the rank or 1, seqlen or 1).
+            Not with cu_seqlens; with "ulysses" and "2d" of one row only.
         alibi_slopes: (num_heads,) or (batch, num_heads).
         sinks: (num_heads,).
         dropout_p: must be 0: the mask of one device is not served yet.
 
     Returns:
-        out like query with head_dim_v; with return_lse also lse (batch, num_heads, tokens of the rank), or packed
-        (num_heads, tokens of the rank), float32 (float64 for float64).
+        out like query with head_dim_v; with return_lse also lse (batch, num_heads, tokens of the rank), or
+        packed (num_heads, tokens of the rank), float32 (float64 for float64).
 
-        Gradients of query, key and value are those of this rank's tokens. What every rank has, as sinks and a bias
-        of one row, gets this rank's share: summed over ranks as the gradients of parameters are.
+        Gradients of query, key and value are those of this rank's tokens. What every rank has, as sinks and a
+        bias of one row, gets this rank's share: summed over ranks as the gradients of parameters are.
 
     Raises:
-        ValueError, TypeError: an argument does not fit. Where ranks disagree, each of them raises, on CPU groups
-            in every call, on others if TILEWISE_DEBUG=1.
+        ValueError, TypeError: an argument does not fit. Where ranks disagree, each of them raises, on CPU
+            groups in every call, on others if TILEWISE_DEBUG=1.
         NotImplementedError: an option that the method does not serve; the message names one that does.
 
-    Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023); Fang and Zhao, USP (2024).
+    Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023); Fang and Zhao, Unified
+        Sequence Parallelism (2024).
 
     Example:
         >>> from tilewise.distributed import shard
@@ -110,7 +113,7 @@ def context_parallel_attention(
             causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, None, None, precision
         )
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
-        _check(inputs, options, tokens, cu_seqlens is not None)
+        _check(inputs, options, tokens, cu_seqlens is not None, backend)
         degree = _ulysses_degree(method, inner, ranks, inputs, options, tokens)
         call = inputs, options, tokens, degree
     except (ValueError, TypeError, NotImplementedError) as found:
@@ -198,7 +201,8 @@ def _ulysses_degree(
         inner = max(d for d in range(1, ranks.world) if ranks.world % d == 0 and heads % d == 0)
     if heads % inner:
         raise ValueError(
-            f"query heads {heads} must be divisible by the {inner} ranks that exchange heads: method='ring' serves"
+            f"query heads {heads} must be divisible by the {inner} ranks that exchange heads: "
+            "method='ring' serves"
         )
     kv_heads = inputs.key.shape[2]
     if kv_heads % inner and inner % kv_heads:
@@ -215,19 +219,25 @@ def _ulysses_degree(
     return inner
 
 
-def _check(inputs: Inputs, options: Options, tokens: Layout, is_packed: bool) -> None:
+def _check(inputs: Inputs, options: Options, tokens: Layout, is_packed: bool, backend: str | None) -> None:
     """What `describe` cannot see: masks have columns for the whole sequence."""
     query, key = inputs.query, inputs.key
     if options.dropout_p:
         raise NotImplementedError(
-            f"dropout_p={shown(options.dropout_p)} is not served over several ranks: 0 is; dropout outside of "
-            "attention needs no mask of one device"
+            f"dropout_p={shown(options.dropout_p)} is not served over several ranks: 0 is; dropout "
+            "outside of attention needs no mask of one device"
         )
     problem = describe(inputs._replace(mask=None, bias=None), options)
+    if backend is not None:
+        mask, bias = (None if t is None else tuple(t.shape) for t in (inputs.mask, inputs.bias))
+        problem = replace(problem, mask_shape=mask, bias_shape=bias, has_sinks=False)
+        choose(problem, backend)
+        if problem.needs_grad:
+            choose(problem, backend, is_backward=True)
     if key.shape[1] != query.shape[1]:
         raise ValueError(
-            f"key has {key.shape[1]} tokens, must have those of query, {query.shape[1]}: each rank holds the same "
-            "tokens of both"
+            f"key has {key.shape[1]} tokens, must have those of query, {query.shape[1]}: each rank holds "
+            "the same tokens of both"
         )
     if problem.precision == "fp8":
         raise NotImplementedError("precision='fp8' is not served over several ranks: 'ieee' is")
@@ -242,7 +252,8 @@ def _check(inputs: Inputs, options: Options, tokens: Layout, is_packed: bool) ->
         shape = (query.shape[0], query.shape[2], query.shape[1], tokens.total)
         if t.ndim != 4 or any(size not in (1, full) for size, full in zip(t.shape, shape)):
             raise ValueError(
-                f"{name}.shape={tuple(t.shape)} must broadcast to (batch, heads, tokens of the rank, seqlen)={shape}"
+                f"{name}.shape={tuple(t.shape)} must broadcast to (batch, heads, tokens of the rank, seqlen)="
+                f"{shape}"
             )
 
 

@@ -19,7 +19,8 @@ class Disagreement(ValueError):
 def agree(ranks: Ranks, facts: dict[str, Any], error: Exception | None, device: torch.device) -> None:
     """Raise on every rank if facts differ between ranks, or if a rank has an error; `error` is this rank's.
 
-    Checked in every call on CPU groups, and on others if TILEWISE_DEBUG=1. Without that only this rank raises.
+    Checked in every call on CPU groups, and on others if TILEWISE_DEBUG=1. Without that only this rank
+    raises.
 
     Raises:
         Disagreement: naming the argument, its values and their ranks.

@@ -1,7 +1,7 @@
 """Ulysses: an all-to-all after which a rank has all tokens of its group, and some of the heads.
 
-Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as key heads do that
-are fewer than ranks; their gradients are summed.
+Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as key heads do
+that are fewer than ranks; their gradients are summed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -67,7 +66,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_gather(*ctx.call, grads)
+        swap, heads = ctx.call
+        return None, None, *_gather(swap, heads, grads)
 
 
 class _Gather(torch.autograd.Function):
@@ -79,7 +79,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_scatter(*ctx.call, grads)
+        swap, heads = ctx.call
+        return None, None, *_scatter(swap, heads, grads)
 
 
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -124,4 +125,10 @@ def _split(rows: Tensor, kinds: list[tuple[slice, int]]) -> tuple[Tensor, ...]:
 
 
 def _all_to_all(ranks: Ranks, out: Tensor, rows: Tensor, arriving: list[int], leaving: list[int]) -> None:
-    dist.all_to_all_single(out, rows.contiguous(), arriving, leaving, group=ranks.group)
+    incoming, outgoing = out.split(arriving), rows.contiguous().split(leaving)
+    sends = [(r, t) for r, t in enumerate(outgoing) if r != ranks.rank and len(t)]
+    receives = [(r, t) for r, t in enumerate(incoming) if r != ranks.rank and len(t)]
+    works = ranks.exchange(sends, receives)
+    incoming[ranks.rank].copy_(outgoing[ranks.rank])
+    for work in works:
+        work.wait()

@@ -146,8 +146,8 @@ def document_starts(cu_seqlens: Any) -> tuple[int, ...]:
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(
-                f"cu_seqlens of {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)} must be int32 or int64, "
-                "(documents + 1,)"
+                f"cu_seqlens of {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)} must be int32 or "
+                "int64, (documents + 1,)"
             )
         cu_seqlens = cu_seqlens.tolist()
     starts = tuple(cu_seqlens) if isinstance(cu_seqlens, Sequence) else None
@@ -204,7 +204,9 @@ def unshard(
     cu_seqlens: Any = None,
     seqlen: int | None = None,
 ) -> Tensor:
-    """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks.
+    """The whole tensor, on every rank, from the shards of all.
+
+    Differentiable: gradients are summed over ranks.
 
     Args:
         x: this rank's tokens, as `shard` gives them; the other arguments as there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,11 +75,11 @@ def _packed(wave: Sequence[Block], device: Any) -> Part:
                 starts_q.append(q - first.q0)
                 starts_k.append(k - first.k0)
     longest = max(b.q1 - b.q0 for b in wave), max(b.k1 - b.k0 for b in wave)
-    gaps = [(a.q1, b.q0, a.k1, b.k0) for a, b in zip(wave, wave[1:])]
+    gaps = [(a.q1, b.q0, a.k1, b.k0) for a, b in itertools.pairwise(wave)]
     longest_q = max(longest[0], *(b - a for a, b, _, _ in gaps))
     longest_k = max(longest[1], *(b - a for _, _, a, b in gaps))
-    offsets = (torch.tensor(s, dtype=torch.int32).to(device) for s in (starts_q, starts_k))
-    return Part(first._replace(q1=last.q1, k1=last.k1), Packing(*offsets, longest_q, longest_k))
+    cu_q, cu_k = (torch.tensor(s, dtype=torch.int32).to(device) for s in (starts_q, starts_k))
+    return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
 
 
 def attend(
@@ -127,8 +128,9 @@ def differentiate(
     else:
         distance = _row_distance(block, extras, lse)
         lse = lse if distance is None else lse + distance
-    arguments: Any = (Results(out, lse), dout, dlse, options, backend, needs_bias_gradient)
-    grads = plans.differentiate(inputs, *arguments, is_partial=True)
+    grads = plans.differentiate(
+        inputs, Results(out, lse), dout, dlse, options, backend, needs_bias_gradient, is_partial=True
+    )
     if part.packing is not None:
         grads = Gradients(*(g[None] for g in grads[:3]))
     return grads
@@ -161,10 +163,10 @@ def tile(t: Tensor, block: Block) -> Tensor:
     return t[..., block.column : block.column + block.k1 - block.k0] if t.shape[3] > 1 else t
 
 
-# ALiBi adds -slope * |query - key|. A kernel counts distances from the aligned ends of its queries and keys, so
-# where these ends are one token it is right. Any other block's keys are all before, or all behind, its queries:
-# the distance is that of the key from the nearest key of the block, a bias of one row, and the rest, which is
-# equal for all keys of a query and so only shifts lse.
+# ALiBi adds -slope * |query - key|. A kernel counts distances from the aligned ends of its queries and keys,
+# so where these ends are one token it is right. Any other block's keys are all before, or all behind, its
+# queries: the distance is that of the key from the nearest key of the block, a bias of one row, and the rest,
+# which is equal for all keys of a query and so only shifts lse.
 
 
 def _is_aligned(block: Block) -> bool:

@@ -14,12 +14,12 @@ from tilewise.core.checks import shown
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as the rest of the folder sees it."""
+    """Members of a process group, all or some, as the rest of the folder sees them."""
 
     group: Any  # a ProcessGroup; None: this process alone
     rank: int
     world: int
-    peers: tuple[int, ...]  # the global rank of each member, which point-to-point calls want
+    peers: tuple[int, ...]  # the global rank of each, which point-to-point calls want
 
     @property
     def is_cpu(self) -> bool:
@@ -32,18 +32,13 @@ class Ranks:
         operations += [dist.P2POp(dist.irecv, t, self.peers[peer], self.group) for peer, t in receives]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def subgroup(self, members: tuple[int, ...]) -> Ranks:
-        """Those of these ranks, this one among them. Made once; only the members take part in making it."""
-        if members == tuple(range(self.world)):
-            return self
-        if len(members) == 1:
-            return Ranks(None, 0, 1, (self.peers[members[0]],))
+    def some(self, members: tuple[int, ...]) -> Ranks:
+        """Those of these ranks, this one among them, in the same group: for `exchange`.
+
+        A group of their own would want all processes to have made as many groups before.
+        """
         peers = tuple(self.peers[m] for m in members)
-        key = (self.group, peers)
-        if key not in _subgroups:
-            backend = dist.get_backend(self.group)
-            _subgroups[key] = dist.new_group(list(peers), backend=backend, use_local_synchronization=True)
-        return Ranks(_subgroups[key], members.index(self.rank), len(members), peers)
+        return Ranks(self.group, members.index(self.rank), len(members), peers)
 
     def connect(self, device: torch.device) -> None:
         """NCCL makes a communicator in the first call of a group, in which all ranks have to take part."""
@@ -56,10 +51,9 @@ class Ranks:
         first = self.rank // inner * inner
         columns = tuple(range(first, first + inner))
         rows = tuple(range(self.rank % inner, self.world, inner))
-        return self.subgroup(columns), self.subgroup(rows)
+        return self.some(columns), self.some(rows)
 
 
-_subgroups: dict[tuple[Any, tuple[int, ...]], Any] = {}
 _connected: set[Any] = set()
 ALONE = Ranks(None, 0, 1, (0,))
 
@@ -95,5 +89,5 @@ def gather(t: Tensor, ranks: Ranks) -> Tensor:
     if ranks.group is None:
         return t[None]
     gathered = t.new_empty((ranks.world, *t.shape))
-    dist.all_gather_into_tensor(gathered.flatten(), t.contiguous().flatten(), group=ranks.group)
+    dist.all_gather(list(gathered), t.contiguous(), group=ranks.group)
     return gathered

@@ -1,15 +1,17 @@
-"""Who sends which keys to whom, and which blocks of scores each rank computes when: data, made by a pure function.
+"""Who sends which keys to whom, and which blocks each rank computes when: data, made by a pure function.
 
-A schedule is a list of steps. In the first a rank computes with its own keys. In each other it receives keys from
-some ranks, those that a query of it can see and no others, while it computes the blocks of the step before.
+A schedule is a list of steps. In the first a rank computes with its own keys. In each other it receives keys
+from some ranks, those that a query of it can see and no others, while it computes the blocks of the step
+before.
 
     method         keys of
     "ring"         one rank a step: at most two steps' keys are held
     "all_gather"   all ranks in one step
 
-Every rank makes the same schedule of all ranks, so both ends of a message agree on its rows. A block is a call of
-one-device attention: rows of queries against rows of keys, with a window that is aligned at their ends. The
-keys of a step lie in the order of the sequence, so that neighbouring blocks can be joined into few long ones.
+Every rank makes the same schedule of all ranks, so both ends of a message agree on its rows. A block is a
+call of one-device attention: rows of queries against rows of keys, with a window that is aligned at their
+ends. The keys of a step lie in the order of the sequence, so that neighbouring blocks can be joined into few
+long ones.
 """
 
 from __future__ import annotations

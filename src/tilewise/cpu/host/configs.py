@@ -67,7 +67,9 @@ def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> C
 
 def recomputes(problem: AttentionProblem) -> bool:
     """A few queries and keys that are all at hand at once: the backward then needs neither out nor lse."""
-    is_other = problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged or problem.is_partial
+    is_other = (
+        problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged or problem.is_partial
+    )
     return problem.seqlen_k <= SHORT_KEYS and not is_other and _has_few_rows(problem, RECOMPUTED_ROWS)
 
 
