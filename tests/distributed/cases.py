@@ -88,7 +88,7 @@ def random_check(group, seed):
     cu_seqlens = None
     if draw.random() < 0.5:
         cu_seqlens = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 5))), n]
-    method = draw.choice(["ring", "all_gather", "ulysses", "2d"])
+    method = draw.choice(["ring", "all_gather", "ulysses", "2d", "auto"])
     balance = draw.choice(["contiguous", "zigzag", "documents"])
     if method in ("ulysses", "2d"):
         kv_heads = 12

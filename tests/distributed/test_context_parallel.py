@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 CASES = str(Path(__file__).parent / "cases.py")
-METHODS = ("ring", "all_gather", "ulysses", "2d")
+METHODS = ("ring", "all_gather", "ulysses", "2d", "auto")
 OPTIONS = {
     "full": {},
     "causal": {"causal": True},

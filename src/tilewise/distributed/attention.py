@@ -13,6 +13,7 @@ from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch.choice import choose
 from tilewise.distributed import engine
+from tilewise.distributed.cost import Network, Sizes, choose as choose_method, fits, measured
 from tilewise.distributed.faults import agree
 from tilewise.distributed.heads import Swap, heads_to_tokens, tokens_to_heads
 from tilewise.distributed.layout import Layout, layout_of
@@ -31,6 +32,7 @@ def context_parallel_attention(
     group: Any = None,
     mesh: Any = None,
     method: str = "auto",
+    network: Network | None = None,
     balance: str = "zigzag",
     seqlen: int | None = None,
     cu_seqlens: Any = None,
@@ -63,7 +65,9 @@ def context_parallel_attention(
         mesh: the same as a DeviceMesh of one dimension; or of two, (ring, ulysses), for method="2d".
         method: "ring": keys travel a step at a time. "all_gather": all at once, in more memory. "ulysses":
             heads are exchanged for tokens; the group's size must divide num_heads. "2d": ulysses within
-            ranks that follow each other, a ring across. "auto" is "ring".
+            ranks that follow each other, a ring across. "auto" is what `explain` says to be fastest.
+        network: for "auto", the speed of messages and of a device, the same on all ranks; None: measured in
+            the first call of a group, which takes some messages and a small attention more.
         balance: how `shard` dealt the tokens out.
         seqlen: the total number of tokens; None: all ranks have as many as this one.
         cu_seqlens: (documents + 1,) offsets of packed documents in the whole sequence, the same on all ranks:
@@ -114,8 +118,10 @@ def context_parallel_attention(
         )
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
         _check(inputs, options, tokens, cu_seqlens is not None, backend)
-        degree = _ulysses_degree(method, inner, ranks, inputs, options, tokens)
-        call = inputs, options, tokens, degree
+        if network is not None and not isinstance(network, Network):
+            raise TypeError(f"network={shown(network)} must be a tilewise.distributed.Network")
+        degree = _ulysses_degree(method, inner, ranks, inputs)
+        call = inputs, options, tokens
     except (ValueError, TypeError, NotImplementedError) as found:
         error = found
     facts = {
@@ -123,13 +129,15 @@ def context_parallel_attention(
         "sinks": _fact(sinks), "alibi_slopes": _fact(alibi_slopes), "bias": bias is not None,
         "mask": mask is not None, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
         "method": method, "balance": balance, "seqlen": seqlen, "layout": layout, "return_lse": return_lse,
-        "precision": precision,
+        "precision": precision, "network": network,
     }  # fmt: skip
     if seqlen is None and cu_seqlens is None and isinstance(query, Tensor):
         facts["tokens of a rank (seqlen gives their sum where they differ)"] = _tokens(query, layout)
     agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
     assert call is not None
-    out, lse = _run(*call, ranks, method, backend, return_lse)
+    if method == "auto" and inner is None and ranks.world > 1:
+        method, degree = _fastest_method(*call, ranks, network)
+    out, lse = _run(*call, degree, ranks, method, backend, return_lse)
     if cu_seqlens is not None:
         out, lse = out[0], None if lse is None else lse[0]
     elif layout == "bhsd":
@@ -159,12 +167,8 @@ def _run(
         query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
     is_single = len(tokens.starts) == 2
     needs_tokens = any(t is not None for t in extras)
-    left, right = options.window_left, options.window_right
-    if options.causal:
-        right = 0 if right is None else min(0, right)
-    rules = Rules(left, right, needs_tokens, extras.alibi_slopes is not None)
     pattern = "all_gather" if method == "all_gather" else "ring"
-    steps = make_schedule(tokens.joined(degree), outer.rank, rules, pattern)
+    steps = make_schedule(tokens.joined(degree), outer.rank, _rules(options, extras), pattern)
     work = engine.Work(outer, steps, options, backend, packs=not is_single and not needs_tokens)
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
@@ -184,9 +188,35 @@ def _of_heads(extras: Extras, sinks: Tensor | None, heads: slice) -> tuple[Extra
     return Extras(mask, bias, slopes), None if sinks is None else sinks[heads]
 
 
-def _ulysses_degree(
-    method: str, inner: int | None, ranks: Ranks, inputs: Inputs, options: Options, tokens: Layout
-) -> int:
+def _fastest_method(
+    inputs: Inputs, options: Options, tokens: Layout, ranks: Ranks, network: Network | None
+) -> tuple[str, int]:
+    """What `method="auto"` takes, and how many ranks exchange heads for tokens: the same on all ranks."""
+    query, scores = inputs.query, (inputs.mask, inputs.bias)
+    if network is None:
+        ranks.connect(query.device)
+        network = measured(ranks, query.dtype, query.device)
+    may_swap = all(t is None or t.shape[2] == 1 for t in scores)
+    rules = _rules(options, Extras(*scores, inputs.alibi_slopes))
+    # not what only some ranks may have: whether gradients are wanted
+    best = choose_method(tokens, rules, _sizes(inputs), network, True, may_swap).best
+    return best.method, best.degree
+
+
+def _sizes(inputs: Inputs) -> Sizes:
+    query, key, value = inputs[:3]
+    heads = query.shape[2], key.shape[2]
+    return Sizes(query.shape[0], *heads, query.shape[3], value.shape[3], query.element_size())
+
+
+def _rules(options: Options, extras: Extras) -> Rules:
+    left, right = options.window_left, options.window_right
+    if options.causal:
+        right = 0 if right is None else min(0, right)
+    return Rules(left, right, any(t is not None for t in extras), extras.alibi_slopes is not None)
+
+
+def _ulysses_degree(method: str, inner: int | None, ranks: Ranks, inputs: Inputs) -> int:
     """How many ranks exchange heads for tokens: 1 is none.
 
     Raises:
@@ -194,17 +224,17 @@ def _ulysses_degree(
     """
     if method in ("ring", "all_gather") or (method == "auto" and inner is None) or ranks.world == 1:
         return 1
-    heads = inputs.query.shape[2]
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     if method == "ulysses":
         inner = ranks.world
     elif inner is None:
-        inner = max(d for d in range(1, ranks.world) if ranks.world % d == 0 and heads % d == 0)
+        sizes = _sizes(inputs)
+        inner = max(d for d in range(1, ranks.world) if ranks.world % d == 0 and fits(d, sizes))
     if heads % inner:
         raise ValueError(
             f"query heads {heads} must be divisible by the {inner} ranks that exchange heads: "
             "method='ring' serves"
         )
-    kv_heads = inputs.key.shape[2]
     if kv_heads % inner and inner % kv_heads:
         raise ValueError(
             f"key heads {kv_heads} must divide, or be divisible by, the {inner} ranks that exchange heads: "
