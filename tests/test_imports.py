@@ -20,7 +20,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
-    ["explain", "faces", "nn", "statistics", "testing", "warmup"],
+    ["distributed", "explain", "faces", "nn", "statistics", "testing", "warmup"],
     ["compat"],
     ["lab"],
     ["cli"],

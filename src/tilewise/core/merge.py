@@ -61,3 +61,20 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     weights = torch.exp(lses - finite).transpose(-1, -2)[..., None]
     outs = torch.stack([out.to(lse.dtype) for out, _ in parts])
     return (weights * outs).sum(0).to(parts[0][0].dtype), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Add the keys of one more part to (out, lse), in place. Shapes as of `merge`; out has lse's dtype.
+
+    Start from out 0 and lse -inf.
+
+    Example:
+        >>> out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), float("-inf"))
+        >>> merge_into(out, lse, torch.tensor([[[[1.0]]]]), torch.zeros(1, 1, 1))
+        >>> merge_into(out, lse, torch.tensor([[[[3.0]]]]), torch.zeros(1, 1, 1))
+        >>> out.item(), round(lse.exp().item(), 4)
+        (2.0, 2.0)
+    """
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == float("-inf"), 0.0)
+    out.lerp_(part_out.to(out.dtype), weight.transpose(-1, -2)[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)

@@ -117,6 +117,7 @@ class AttentionProblem:
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
+    is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
     functions: str | None = None
 
     @functools.cached_property
@@ -201,6 +202,7 @@ def describe_signature(signature: Signature) -> AttentionProblem:
         problem,
         bias_needs_grad=signature.needs_bias_gradient,
         lse_needs_grad=signature.results[-1] is not None,
+        is_partial=signature.is_partial,
     )
 
 

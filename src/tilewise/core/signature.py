@@ -52,6 +52,7 @@ class Signature(NamedTuple):
     request: Request
     needs_bias_gradient: bool
     threads: int  # of PyTorch's pool
+    is_partial: bool = False  # backward: out and lse are those of more keys than the call has
     aux: Any = None  # of statistics: which, a `core.statistics.Aux`
 
 

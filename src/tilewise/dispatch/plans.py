@@ -110,11 +110,12 @@ def backward_plan(
     options: Options,
     backend: str | None,
     needs_bias_gradient: bool,
+    is_partial: bool = False,
 ) -> Entry:
     """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
     signature = Signature(
         "backward", look(inputs, False), look((*results, dout, dlse), False), _share_memory(inputs),
-        options, backend, NO_REQUEST, needs_bias_gradient, torch.get_num_threads(),
+        options, backend, NO_REQUEST, needs_bias_gradient, torch.get_num_threads(), is_partial,
     )  # fmt: skip
     return find(signature, _make_backward)
 
@@ -165,9 +166,14 @@ def differentiate(
     options: Options,
     backend: str | None,
     needs_bias_gradient: bool,
+    is_partial: bool = False,
 ) -> Gradients:
-    """A backward, from what its forward took and gave. Results that nobody saved are computed again."""
-    arguments = (dout, dlse, options, backend, needs_bias_gradient)
+    """A backward, from what its forward took and gave. Results that nobody saved are computed again.
+
+    `is_partial`: the call has some of the keys only, and results are those of all: its share of the
+    gradients.
+    """
+    arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial)
     entry = backward_plan(inputs, results, *arguments)
     if results.out is None and entry.saves.results:
         results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)

@@ -67,7 +67,7 @@ def measure(inputs: Inputs, results: Results, options: Options, backend: str | N
     """`Measured` of a call whose forward gave `results`."""
     signature = Signature(
         "statistics", look(inputs, False), look((results.lse, results.residual), False), False,
-        options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), aux,
+        options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), aux=aux,
     )  # fmt: skip
     entry = plans.find(signature, _make)
     return plans.run(entry, inputs, results)

@@ -50,6 +50,7 @@ class Config:
     row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
+    is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages
     has_leftpad: bool = False  # of pages
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.

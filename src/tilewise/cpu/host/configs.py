@@ -67,8 +67,10 @@ def short_config(problem: AttentionProblem, inputs: Inputs, direction: str) -> C
 
 def recomputes(problem: AttentionProblem) -> bool:
     """A few queries and keys that are all at hand at once: the backward then needs neither out nor lse."""
-    is_plain = not (problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged)
-    return problem.seqlen_k <= SHORT_KEYS and is_plain and _has_few_rows(problem, RECOMPUTED_ROWS)
+    is_other = (
+        problem.has_sinks or problem.softcap or problem.is_cached or problem.is_paged or problem.is_partial
+    )
+    return problem.seqlen_k <= SHORT_KEYS and not is_other and _has_few_rows(problem, RECOMPUTED_ROWS)
 
 
 def is_short(problem: AttentionProblem) -> bool:
@@ -139,6 +141,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         row_scores=tuple(name for name in ("mask", "bias") if _is_of_rows(getattr(inputs, name))),
         has_dropout=problem.dropout_p > 0,
+        is_partial=problem.is_partial,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,
         pieces=pieces,

@@ -16,6 +16,8 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             dv   += p_t do;            dk += ds_t q       (no other queries to see: written at once)
         dq of the tile += dq_t, after the previous block of keys has added its own
 
+Where lse counts keys that the call does not have (`is_partial`), no sums are known, and none is corrected.
+
 The residual is what rounding left out of lse: all of log(sum) where scores are huge. The shift is an integer
 near the scores: s - shift is small and hardly rounded, and factor = exp(shift - lse - residual) has the rest.
 
@@ -258,8 +260,9 @@ class BackwardKernel(WholeRows):
                     p = exp(s[r][v] - lse[v], shape.exp_degree, factor[v])
                     self.p_t.at(r0, c)[r, 0].store(p)
                     totals[v].set(totals[v] + p)
-        with when(self.sees_only(head, q0, j0 + j, end)):
-            self.normalize(totals, end)
+        if not self.config.is_partial:
+            with when(self.sees_only(head, q0, j0 + j, end)):
+                self.normalize(totals, end)
 
     def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
@@ -278,7 +281,8 @@ class BackwardKernel(WholeRows):
                         self.kept_t.at(r0, c)[r, 0].store(select(kept[r][v], p, 0.0))
                         dp_rv = select(kept[r][v], dp_rv * self.dropout.inverse_keep, 0.0)
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
-        self.balance(head, q0, j0 + j, end)
+        if not self.config.is_partial:
+            self.balance(head, q0, j0 + j, end)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.ds_t, q0, j0 + j, 0, end)
         if self.cap_slope is not None:

@@ -197,8 +197,10 @@ class DecodeBackwardKernel(DecodeKernel):
             ds_sum.set(ds_sum + ds)
             if slope is not None:
                 self.cap_slope[0, j].store(select(is_visible, slope, 0.0))
-        with when((k0 >= block.j0) & (k1 <= block.j0 + block.n)):
-            self.balance(own, i, r, (k0 - block.j0, k1 - block.j0), across(p_sum, add), across(ds_sum, add))
+        if not self.config.is_partial:
+            keys = (k0 - block.j0, k1 - block.j0)
+            with when((k0 >= block.j0) & (k1 <= block.j0 + block.n)):
+                self.balance(own, i, r, keys, across(p_sum, add), across(ds_sum, add))
         if self.config.has_softcap:
             for j in loop(0, self.whole(block.n), shape.lanes):
                 ds = self.dp[r, j].load(shape.lanes)

@@ -1,0 +1,7 @@
+"""One sequence across many devices, over `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.cost import Network, explain
+from tilewise.distributed.layout import positions, shard, unshard
+
+__all__ = ["Network", "context_parallel_attention", "explain", "positions", "shard", "unshard"]

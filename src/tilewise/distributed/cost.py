@@ -1,0 +1,319 @@
+"""What each method costs, from its schedule: FLOPs of its blocks, bytes and messages that arrive meanwhile.
+
+A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
+
+    time = sum over steps of max(FLOPs / speed, messages * latency + bytes / bandwidth)
+
+Ulysses adds two exchanges of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed
+of long sequences, and merging to be free: the efficiency is an upper bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tilewise.api import attention
+from tilewise.core.checks import shown
+from tilewise.core.mask import Visibility
+from tilewise.distributed.layout import Layout, layout_of
+from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.schedule import Message, Rules, Step, make_schedule
+
+BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
+EQUAL = 0.02  # times that differ by less: the method that holds less is taken
+MOST_RANKS = 4  # whose schedules are made: the first, the last and some between
+
+
+class Network(NamedTuple):
+    """How fast messages are, and attention on one rank."""
+
+    flops: float  # FLOP/s of the forward on one rank
+    bandwidth: float  # bytes/s into a rank from its node
+    latency: float  # seconds of a message
+    per_node: int | None = None  # ranks of a node; None: all
+    far_bandwidth: float | None = None  # bytes/s into a rank from other nodes; None: as from its own
+    far_latency: float | None = None
+
+
+_measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}
+LARGE = 1 << 22  # bytes of the message that measures the bandwidth
+ROUNDS = 3
+
+
+def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
+    """The network as it is, measured in the first call of a group, in which all ranks take part.
+
+    The slowest rank counts, so that all ranks choose the same method.
+    """
+    key = (ranks.group, dtype, device)
+    if key not in _measured:
+        tokens = 512 if device.type == "cpu" else 8192
+        x = torch.ones(1, tokens, 4, 64, dtype=dtype, device=device)
+        small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, LARGE))
+        calls = (lambda: attention(x, x, x), lambda: _pass_on(ranks, small), lambda: _pass_on(ranks, large))
+        times = torch.tensor([_fastest(call, device) for call in calls], device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
+        compute, latency, transfer = times.tolist()
+        flops = _flops(Sizes(1, 4, 4, 64, 64, 1)) * tokens**2
+        _measured[key] = Network(flops / compute, LARGE / max(transfer - latency, 1e-9), latency)
+    return _measured[key]
+
+
+def _pass_on(ranks: Ranks, message: torch.Tensor) -> None:
+    """Each rank sends to the next one."""
+    after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+    for work in ranks.exchange([(after, message)], [(before, torch.empty_like(message))]):
+        work.wait()
+
+
+def _fastest(call: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+class Sizes(NamedTuple):
+    """Of the tensors of a call."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one method, in the slowest of the ranks that were looked at."""
+
+    method: str
+    degree: int  # ranks that exchange heads for tokens
+    seconds: float  # forward, with gradients also backward
+    compute: float  # seconds of it if nothing were waited for
+    efficiency: float  # time of one device / (world * seconds)
+    bytes_received: int
+    bytes_held: int  # keys and values of other ranks at once
+
+    @property
+    def limit(self) -> str:
+        """What keeps it from an efficiency of 1."""
+        waiting = self.seconds - self.compute
+        idle = self.compute * (1 - self.efficiency * self.seconds / self.compute) if self.compute else 0.0
+        if max(waiting, idle) < EQUAL * self.seconds:
+            return "nothing much"
+        return "messages" if waiting > idle else "uneven work"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All methods that serve a call, and the one that `method="auto"` takes."""
+
+    method: str
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def best(self) -> Estimate:
+        return next(e for e in self.estimates if e.method == self.method)
+
+    def __str__(self) -> str:
+        lines = [f"{'method':12}{'ms':>10}{'efficiency':>12}{'MB received':>13}{'MB held':>10}  limit"]
+        for e in self.estimates:
+            name = f"{e.method}, {e.degree}" if e.method == "2d" else e.method
+            lines.append(
+                f"{name:12}{e.seconds * 1e3:10.3f}{e.efficiency:12.2f}{e.bytes_received / 1e6:13.1f}"
+                f"{e.bytes_held / 1e6:10.1f}  {e.limit}"
+            )
+        return "\n".join([*lines, f"auto: {self.method}, the fastest, or of equals the one that holds least"])
+
+
+def explain(
+    seqlen: int | None = None,
+    *,
+    world: int,
+    network: Network,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    balance: str = "zigzag",
+    cu_seqlens: Sequence[int] | None = None,
+    backward: bool = True,
+) -> Choice:
+    """What each method of `context_parallel_attention` would take on any number of devices; runs nothing.
+
+    Args:
+        seqlen: tokens in all; not needed with cu_seqlens.
+        world: the number of ranks.
+        network: the speed of messages and of one device.
+        num_kv_heads: None is num_heads.
+        backward: whether the backward counts too.
+
+    Returns:
+        Estimates of all methods that the heads allow, and which one is chosen. `print` shows a table.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> nvlink = Network(flops=600e12, bandwidth=300e9, latency=10e-6)
+        >>> choice = explain(131072, world=8, network=nvlink, num_heads=16, causal=True)
+        >>> choice.method, [e.method for e in choice.estimates]
+        ('ulysses', ['ring', 'ulysses', '2d', 'all_gather'])
+    """
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"world={shown(world)} must be a number of ranks, at least 1")
+    layout = layout_of(Ranks(None, 0, world, ()), balance, seqlen, cu_seqlens)
+    left, right = window
+    if causal:
+        right = 0 if right is None else min(0, right)
+    sizes = Sizes(batch, num_heads, num_kv_heads or num_heads, head_dim, head_dim, dtype.itemsize)
+    return choose(layout, Rules(left, right, False), sizes, network, backward)
+
+
+def choose(
+    layout: Layout, rules: Rules, sizes: Sizes, network: Network, backward: bool, may_swap: bool = True
+) -> Choice:
+    """The fastest method. `may_swap`: whether heads may be exchanged for tokens."""
+    candidates = [("ring", 1)]
+    if may_swap:
+        degrees = [d for d in range(2, layout.world + 1) if layout.world % d == 0 and fits(d, sizes)]
+        candidates += [("ulysses", layout.world)] if layout.world in degrees else []
+        candidates += [("2d", max(inner))] if (inner := [d for d in degrees if d < layout.world]) else []
+    candidates.append(("all_gather", 1))
+    found = [estimate(*c, layout, rules, sizes, network, backward) for c in candidates]
+    least = min(e.seconds for e in found)
+    equals = [e for e in found if e.seconds <= least * (1 + EQUAL)]
+    return Choice(min(equals, key=lambda e: e.bytes_held).method, tuple(found))
+
+
+def fits(degree: int, sizes: Sizes) -> bool:
+    """Whether so many ranks can share the heads."""
+    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def estimate(
+    method: str,
+    degree: int,
+    layout: Layout,
+    rules: Rules,
+    sizes: Sizes,
+    network: Network,
+    backward: bool,
+) -> Estimate:
+    """One method; `degree` ranks exchange heads for tokens."""
+    joined, pattern = layout.joined(degree), "all_gather" if method == "all_gather" else "ring"
+    ranks = sorted({(joined.world - 1) * n // max(1, MOST_RANKS - 1) for n in range(MOST_RANKS)})
+    own = sizes._replace(
+        num_heads=sizes.num_heads // degree, num_kv_heads=max(1, sizes.num_kv_heads // degree)
+    )
+    flops = _flops(own)
+    row = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v)
+    exchange, moved = _exchange(layout, degree, sizes, network, backward)
+    seconds = compute = 0.0
+    received = held = 0
+    for rank in ranks:
+        walk = _Walk(make_schedule(joined, rank, rules, pattern), rank, degree, row, sizes, network)
+        passes = [walk.time(flops, 1.0, False)] + [walk.time(flops, BACKWARD_FLOPS, True)] * backward
+        rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
+        if exchange + rank_seconds > seconds:
+            seconds, compute = exchange + rank_seconds, rank_compute
+        received = max(received, walk.received(backward) + moved)
+        held = max(held, walk.held(pattern) * sizes.itemsize)
+    alone = _flops(sizes) * _pairs(layout, rules) / network.flops * (1 + BACKWARD_FLOPS * backward)
+    efficiency = alone / (layout.world * seconds) if seconds else 1.0
+    return Estimate(method, degree, seconds, compute, efficiency, received, held)
+
+
+def _flops(sizes: Sizes) -> int:
+    """Of the forward, for each visible pair."""
+    return 2 * sizes.batch * sizes.num_heads * (sizes.head_dim + sizes.head_dim_v)
+
+
+def _pairs(layout: Layout, rules: Rules) -> int:
+    lengths = [b - a for a, b in itertools.pairwise(layout.starts)]
+    return sum(Visibility(n, n, rules.left, rules.right).visible_pairs() for n in lengths)
+
+
+class _Walk:
+    """The steps of one rank, in time."""
+
+    def __init__(
+        self, steps: tuple[Step, ...], rank: int, degree: int, row: int, sizes: Sizes, network: Network
+    ) -> None:
+        self.steps, self.rank, self.degree = steps, rank, degree
+        self.row, self.sizes, self.network = row, sizes, network  # row: numbers of a key and its value
+
+    def time(self, flops: int, factor: float, is_backward: bool) -> tuple[float, float]:
+        """(seconds, seconds of computing alone)."""
+        computing = [
+            factor * flops * sum(b.pairs for b in step.blocks) / self.network.flops for step in self.steps
+        ]
+        keys = [self.arrival(step.receives, self.sizes.itemsize) for step in self.steps]
+        back = [self.arrival(step.sends, max(4, self.sizes.itemsize)) for step in self.steps]
+        seconds = 0.0
+        for n, work in enumerate(computing):
+            arriving = keys[n + 1] if n + 1 < len(keys) else 0.0
+            returning = back[n - 1] if is_backward and n > 1 else 0.0
+            seconds += max(work, arriving + returning)
+        return seconds + (back[-1] if is_backward and len(back) > 1 else 0.0), sum(computing)
+
+    def arrival(self, messages: tuple[Message, ...], itemsize: int) -> float:
+        """Seconds until messages are here."""
+        return sum(
+            _seconds(self.network, self.rank * self.degree, m.peer * self.degree, self.count((m,)) * itemsize)
+            for m in messages
+        )
+
+    def count(self, messages: tuple[Message, ...]) -> int:
+        return self.row * sum(b - a for m in messages for a, b in m.rows)
+
+    def received(self, backward: bool) -> int:
+        """Bytes: keys and values, in the backward again, and gradients of them."""
+        size = self.sizes.itemsize
+        keys = sum(self.count(step.receives) for step in self.steps) * size * (2 if backward else 1)
+        back = sum(self.count(step.sends) for step in self.steps) * max(4, size)
+        return keys + back * backward
+
+    def held(self, pattern: str) -> int:
+        sizes = sorted(step.keys * self.row for step in self.steps[1:])
+        return sum(sizes if pattern == "all_gather" else sizes[-2:])
+
+
+def _seconds(network: Network, rank: int, peer: int, size: float) -> float:
+    is_far = network.per_node is not None and rank // network.per_node != peer // network.per_node
+    bandwidth = network.far_bandwidth if is_far and network.far_bandwidth else network.bandwidth
+    latency = network.far_latency if is_far and network.far_latency else network.latency
+    return latency + size / bandwidth
+
+
+def _exchange(
+    layout: Layout, degree: int, sizes: Sizes, network: Network, backward: bool
+) -> tuple[float, int]:
+    """(seconds, bytes) of heads for tokens and back; a backward does the same again."""
+    if degree == 1:
+        return 0.0, 0
+    tokens = max(layout.length(r) for r in (0, layout.world - 1)) * sizes.batch
+    both = sizes.head_dim + sizes.head_dim_v
+    numbers = sizes.num_heads * both + max(sizes.num_kv_heads, degree) * both
+    to_peer = tokens * numbers * sizes.itemsize / degree
+    times = 2 if backward else 1
+    seconds = sum(_seconds(network, 0, peer, to_peer) for peer in range(1, degree))
+    seconds += network.latency * (degree - 1)  # there are two exchanges
+    return times * seconds, int(times * to_peer * (degree - 1))

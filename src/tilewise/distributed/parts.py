@@ -1,0 +1,190 @@
+"""The blocks of a step as calls of one-device attention: dense ones, or packed ones of many documents."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.plan import Results
+from tilewise.core.problem import Gradients, Inputs, Options
+from tilewise.core.signature import Request
+from tilewise.dispatch import plans
+from tilewise.distributed.schedule import Block
+
+NEG_INF = float("-inf")
+
+
+class Extras(NamedTuple):
+    """What is added to scores, as this rank has it: rows are its own tokens, columns all tokens."""
+
+    mask: Tensor | None = None  # bool (batch or 1, heads or 1, tokens of the rank or 1, all tokens or 1)
+    bias: Tensor | None = None  # float, likewise
+    alibi_slopes: Tensor | None = None  # (heads,) or (batch, heads)
+
+
+class Packing(NamedTuple):
+    """Several blocks in one packed call. Rows between them are sequences without keys, or without queries."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call: `block` says which rows and which window; with a packing it is the hull of many blocks."""
+
+    block: Block
+    packing: Packing | None = None
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(blocks: tuple[Block, ...], packs: bool, device: Any) -> tuple[Part, ...]:
+    """The calls of a step. `packs`: blocks that have the same window share one, as far as rows ascend."""
+    if not packs or len(blocks) == 1:
+        return tuple(Part(block) for block in blocks)
+    calls: dict[tuple[Any, ...], list[list[Block]]] = {}
+    for block in sorted(blocks):
+        waves = calls.setdefault(block.window, [])
+        for wave in waves:
+            if wave[-1].q1 <= block.q0 and wave[-1].k1 <= block.k0:
+                wave.append(block)
+                break
+        else:
+            waves.append([block])
+    return tuple(
+        _packed(wave, device) if len(wave) > 1 else Part(wave[0])
+        for waves in calls.values()
+        for wave in waves
+    )
+
+
+def _packed(wave: Sequence[Block], device: Any) -> Part:
+    first, last = wave[0], wave[-1]
+    starts_q, starts_k = [0], [0]
+    for block in wave:
+        for q, k in ((block.q0, starts_k[-1] + first.k0), (block.q0, block.k0), (block.q1, block.k1)):
+            if (q - first.q0, k - first.k0) != (starts_q[-1], starts_k[-1]):
+                starts_q.append(q - first.q0)
+                starts_k.append(k - first.k0)
+    longest = max(b.q1 - b.q0 for b in wave), max(b.k1 - b.k0 for b in wave)
+    gaps = [(a.q1, b.q0, a.k1, b.k0) for a, b in itertools.pairwise(wave)]
+    longest_q = max(longest[0], *(b - a for a, b, _, _ in gaps))
+    longest_k = max(longest[1], *(b - a for _, _, a, b in gaps))
+    cu_q, cu_k = (torch.tensor(s, dtype=torch.int32).to(device) for s in (starts_q, starts_k))
+    return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
+
+
+def attend(
+    part: Part,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extras: Extras,
+    options: Options,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
+
+    query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, kv heads, dim).
+    """
+    inputs, options = _call(part, query, key, value, extras, options)
+    out, lse, _ = plans.attend(inputs, options, backend, Request(), are_values_known=True)
+    assert out is not None and lse is not None
+    if part.packing is not None:
+        return out[None], lse[None]
+    distance = _row_distance(part.block, extras, lse)
+    return out, lse if distance is None else lse - distance
+
+
+def differentiate(
+    part: Part,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extras: Extras,
+    options: Options,
+    backend: str | None,
+    results: tuple[Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs_bias_gradient: bool,
+) -> Gradients:
+    """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
+    block, (out, lse) = part.block, results
+    rows = slice(block.q0, block.q1)
+    inputs, options = _call(part, query, key, value, extras, options)
+    out, dout, lse = out[:, rows], dout[:, rows], lse[..., rows]
+    dlse = None if dlse is None else dlse[..., rows]
+    if part.packing is not None:
+        out, dout, lse, dlse = out[0], dout[0], lse[0], None if dlse is None else dlse[0]
+    else:
+        distance = _row_distance(block, extras, lse)
+        lse = lse if distance is None else lse + distance
+    grads = plans.differentiate(
+        inputs, Results(out, lse), dout, dlse, options, backend, needs_bias_gradient, is_partial=True
+    )
+    if part.packing is not None:
+        grads = Gradients(*(g[None] for g in grads[:3]))
+    return grads
+
+
+def _call(
+    part: Part, query: Tensor, key: Tensor, value: Tensor, extras: Extras, options: Options
+) -> tuple[Inputs, Options]:
+    block, packing = part.block, part.packing
+    q, k, v = query[:, block.q0 : block.q1], key[:, block.k0 : block.k1], value[:, block.k0 : block.k1]
+    is_causal = block.right == 0
+    options = options._replace(
+        causal=is_causal, window_left=block.left, window_right=None if is_causal else block.right
+    )
+    if packing is not None:
+        inputs = Inputs(q[0], k[0], v[0], packing.cu_seqlens_q, packing.cu_seqlens_k)
+        return inputs, options._replace(max_seqlen_q=packing.longest_q, max_seqlen_k=packing.longest_k)
+    mask, bias = (None if t is None else tile(t, block) for t in (extras.mask, extras.bias))
+    slopes = extras.alibi_slopes
+    if slopes is not None and not _is_aligned(block):
+        columns = _column_distance(block, slopes)
+        bias, slopes = -columns if bias is None else bias - columns, None
+    return Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes), options
+
+
+def tile(t: Tensor, block: Block) -> Tensor:
+    """The block's part of a mask or bias."""
+    if t.shape[2] > 1:
+        t = t[:, :, block.q0 : block.q1]
+    return t[..., block.column : block.column + block.k1 - block.k0] if t.shape[3] > 1 else t
+
+
+# ALiBi adds -slope * |query - key|. A kernel counts distances from the aligned ends of its queries and keys,
+# so where these ends are one token it is right. Any other block's keys are all before, or all behind, its
+# queries: the distance is that of the key from the nearest key of the block, a bias of one row, and the rest,
+# which is equal for all keys of a query and so only shifts lse.
+
+
+def _is_aligned(block: Block) -> bool:
+    return block.row + block.q1 - block.q0 == block.column + block.k1 - block.k0
+
+
+def _column_distance(block: Block, slopes: Tensor) -> Tensor:
+    """slope * distance of each key from the nearest one: (1 or batch, heads, 1, keys)."""
+    keys = torch.arange(block.k1 - block.k0, device=slopes.device)
+    distance = keys.flip(0) if block.column < block.row else keys
+    return slopes.view(-1, slopes.shape[-1], 1, 1) * distance
+
+
+def _row_distance(block: Block, extras: Extras, lse: Tensor) -> Tensor | None:
+    """slope * distance of each query from the nearest key: (1 or batch, heads, queries); None if aligned."""
+    slopes = extras.alibi_slopes
+    if slopes is None or _is_aligned(block):
+        return None
+    nearest = block.column + block.k1 - block.k0 - 1 if block.column < block.row else block.column
+    queries = torch.arange(block.row, block.row + block.q1 - block.q0, device=lse.device)
+    return slopes.to(lse.dtype).view(-1, slopes.shape[-1], 1) * (queries - nearest).abs()

@@ -1,0 +1,93 @@
+"""The processes that share a sequence: a group of `torch.distributed`, or this process alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.core.checks import shown
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Members of a process group, all or some, as the rest of the folder sees them."""
+
+    group: Any  # a ProcessGroup; None: this process alone
+    rank: int
+    world: int
+    peers: tuple[int, ...]  # the global rank of each, which point-to-point calls want
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the group moves tensors of the CPU, so that looking at numbers waits for nothing."""
+        return self.group is None or "gloo" in str(dist.get_backend(self.group))
+
+    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
+        """Start messages (peer, tensor), all at once. What is returned has `wait()`."""
+        operations = [dist.P2POp(dist.isend, t, self.peers[peer], self.group) for peer, t in sends]
+        operations += [dist.P2POp(dist.irecv, t, self.peers[peer], self.group) for peer, t in receives]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def some(self, members: tuple[int, ...]) -> Ranks:
+        """Those of these ranks, this one among them, in the same group: for `exchange`.
+
+        A group of their own would want all processes to have made as many groups before.
+        """
+        peers = tuple(self.peers[m] for m in members)
+        return Ranks(self.group, members.index(self.rank), len(members), peers)
+
+    def connect(self, device: torch.device) -> None:
+        """NCCL makes a communicator in the first call of a group, in which all ranks have to take part."""
+        if self.group is not None and not self.is_cpu and self.group not in _connected:
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            _connected.add(self.group)
+
+    def grid(self, inner: int) -> tuple[Ranks, Ranks]:
+        """(inner, outer) of a grid whose inner dimension, of that size, has ranks that follow each other."""
+        first = self.rank // inner * inner
+        columns = tuple(range(first, first + inner))
+        rows = tuple(range(self.rank % inner, self.world, inner))
+        return self.some(columns), self.some(rows)
+
+
+_connected: set[Any] = set()
+ALONE = Ranks(None, 0, 1, (0,))
+
+
+def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
+    """The members of a group or of a one-dimensional mesh; of the default group if neither is given.
+
+    Raises:
+        TypeError, ValueError: both are given, they are of another kind, or this process is no member.
+    """
+    if mesh is not None:
+        if group is not None:
+            raise ValueError(f"mesh={shown(mesh)} must be None when group is given")
+        if not hasattr(mesh, "get_group"):
+            raise TypeError(f"mesh={shown(mesh)} must be a torch.distributed.DeviceMesh")
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh.ndim={mesh.ndim} must be 1: mesh['name'] takes one dimension of it")
+        group = mesh.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={shown(group)} must be a ProcessGroup of torch.distributed that has this rank"
+        )
+    peers = tuple(dist.get_process_group_ranks(group))
+    return Ranks(group, dist.get_rank(group), len(peers), peers)
+
+
+def gather(t: Tensor, ranks: Ranks) -> Tensor:
+    """(world, ...) of equal tensors."""
+    if ranks.group is None:
+        return t[None]
+    gathered = t.new_empty((ranks.world, *t.shape))
+    dist.all_gather(list(gathered), t.contiguous(), group=ranks.group)
+    return gathered

@@ -1,0 +1,259 @@
+"""Who sends which keys to whom, and which blocks each rank computes when: data, made by a pure function.
+
+A schedule is a list of steps. In the first a rank computes with its own keys. In each other it receives keys
+from some ranks, those that a query of it can see and no others, while it computes the blocks of the step
+before.
+
+    method         keys of
+    "ring"         one rank a step: at most two steps' keys are held
+    "all_gather"   all ranks in one step
+
+Every rank makes the same schedule of all ranks, so both ends of a message agree on its rows. A block is a
+call of one-device attention: rows of queries against rows of keys, with a window that is aligned at their
+ends. The keys of a step lie in the order of the sequence, so that neighbouring blocks can be joined into few
+long ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilewise.core.mask import Visibility
+from tilewise.distributed.layout import Layout, Piece
+
+MAX_MESSAGES = 4  # from one rank in a step; more ranges of rows are packed into one message
+Range = tuple[int, int]
+
+
+class Message(NamedTuple):
+    """Rows of keys from one rank to another. More than one range: they travel packed."""
+
+    peer: int
+    rows: tuple[Range, ...]  # of the sender's own keys, or of the receiver's keys in this step
+
+
+class Block(NamedTuple):
+    """Queries [q0, q1) of the rank against keys [k0, k1) of the step."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    left: int | None  # the window, aligned at the last query and the last key, as `Options` has it
+    right: int | None
+    row: int  # the token of the first query
+    column: int  # the token of the first key
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that are visible, for the cost model."""
+        return Visibility(self.q1 - self.q0, self.k1 - self.k0, self.left, self.right).visible_pairs()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Keys that arrive together, and what is computed with them."""
+
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    keys: int  # rows that arrive
+    blocks: tuple[Block, ...]
+
+
+class Rules(NamedTuple):
+    """What of a call a schedule depends on."""
+
+    left: int | None  # the window between tokens; causal is right=0
+    right: int | None
+    needs_tokens: bool  # scores depend on more of positions than the window: ALiBi, a bias, a mask
+    has_alibi: bool = False
+
+
+@functools.lru_cache(maxsize=128)
+def make_schedule(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
+    """The steps of one rank. `method`: "ring" or "all_gather"."""
+    own = _own_blocks(layout.pieces[rank], rules)
+    steps = [Step((), (), layout.length(rank), own)]
+    for sources in _rounds(layout.world, method):
+        receives, keys, blocks = _arrivals(layout, rank, sources[rank], rules)
+        sends: list[Message] = []
+        for peer in range(layout.world):
+            if rank in sources[peer]:
+                rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
+                sends += [Message(peer, r) for r in _messages(rows, len(sources[peer]) == 1)]
+        if receives or sends:
+            steps.append(Step(receives, tuple(sends), keys, blocks))
+    return tuple(steps)
+
+
+def _rounds(world: int, method: str) -> list[list[tuple[int, ...]]]:
+    """For each step after the first: whom each rank receives keys from."""
+    everyone = range(world)
+    if method == "all_gather":
+        return [[tuple(r for r in everyone if r != rank) for rank in everyone]] if world > 1 else []
+    return [[((rank - n) % world,) for rank in everyone] for n in range(1, world)]
+
+
+def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:
+    """Queries [a, b) and keys [c, d) without those that see, or are seen by, none of the others."""
+    if rules.left is not None:
+        c = max(c, a - rules.left)
+    if rules.right is not None:
+        d = min(d, b + rules.right)
+    if c >= d:
+        return a, a, c, c
+    if rules.right is not None:
+        a = max(a, c - rules.right)
+    if rules.left is not None:
+        b = min(b, d + rules.left)
+    return (a, b, c, d) if a < b else (a, a, c, c)
+
+
+def _block(q: Piece, k: Piece, rows: int, keys: int, rules: Rules) -> Block | None:
+    """The block of two pieces of a document, whose first rows are `rows` and `keys`; None if it is empty."""
+    a, b, c, d = _visible(q.start, q.stop, k.start, k.stop, rules)
+    if a == b:
+        return None
+    left = right = None
+    if rules.left is not None and c < b - 1 - rules.left:
+        left = rules.left - (b - d)
+    if rules.right is not None and d - 1 > a + rules.right:
+        right = rules.right + (b - d)
+    q0, k0 = rows + a - q.start, keys + c - k.start
+    return Block(q0, q0 + b - a, k0, k0 + d - c, left, right, a, c)
+
+
+def _with_offsets(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
+    """Each piece, and its first row where all lie one behind the other."""
+    offsets = itertools.accumulate((p.stop - p.start for p in pieces), initial=0)
+    return list(zip(pieces, offsets))
+
+
+def _own_blocks(pieces: tuple[Piece, ...], rules: Rules) -> tuple[Block, ...]:
+    """A rank's queries and its own keys. As far as only their order counts, a document is one block."""
+    placed = _with_offsets(pieces)
+    if not rules.needs_tokens and rules.left is None and rules.right in (None, 0):
+        blocks = []
+        for _, group in itertools.groupby(placed, lambda p: p[0].document):
+            (first, row), *rest = members = list(group)
+            last, last_row = members[-1] if rest else (first, row)
+            end = last_row + last.stop - last.start
+            right = rules.right if end - row > 1 else None
+            blocks.append(Block(row, end, row, end, None, right, first.start, first.start))
+        return tuple(blocks)
+    return _blocks(placed, placed, rules)
+
+
+def _blocks(
+    queries: list[tuple[Piece, int]], keys: list[tuple[Piece, int]], rules: Rules
+) -> tuple[Block, ...]:
+    by_document = {
+        document: list(group) for document, group in itertools.groupby(keys, lambda k: k[0].document)
+    }
+    found = [
+        block
+        for q, rows in queries
+        for k, first in by_document.get(q.document, [])
+        if (block := _block(q, k, rows, first, rules)) is not None
+    ]
+    return _joined(found, rules)
+
+
+def _joined(blocks: list[Block], rules: Rules) -> tuple[Block, ...]:
+    """Blocks without a window that touch become one: along the keys first, then along the queries."""
+    for along_keys in (True, False):
+        done: dict[tuple[int, ...], Block] = {}
+        for number, block in enumerate(blocks):
+            if block.window != (None, None):
+                done[(number,)] = block
+                continue
+            same = (block.q0, block.q1) if along_keys else (block.k0, block.k1)
+            end = block.k0 if along_keys else block.q0
+            before = done.pop((*same, end), None)
+            if before is not None and _touch(before, block, along_keys, rules):
+                block = block._replace(q0=before.q0, k0=before.k0, row=before.row, column=before.column)
+            elif before is not None:
+                done[(-1, number)] = before
+            done[(*same, block.k1 if along_keys else block.q1)] = block
+        blocks = list(done.values())
+    return tuple(blocks)
+
+
+def _touch(before: Block, block: Block, along_keys: bool, rules: Rules) -> bool:
+    """Whether two blocks that are neighbours in memory may be one."""
+    if not rules.needs_tokens:
+        return True
+    if along_keys:
+        is_next = before.column + before.k1 - before.k0 == block.column
+        return is_next and (not rules.has_alibi or (before.column < before.row) == (block.column < block.row))
+    return before.row + before.q1 - before.q0 == block.row and before.column == block.column
+
+
+@functools.lru_cache(maxsize=4096)
+def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece, ...]:
+    """What of a source's keys some query of a rank can see."""
+    queries: dict[int, list[Piece]] = {}
+    for piece in layout.pieces[rank]:
+        queries.setdefault(piece.document, []).append(piece)
+    needed: list[Piece] = []
+    for k in layout.pieces[source]:
+        seen = sorted(
+            (c, d)
+            for q in queries.get(k.document, [])
+            for a, b, c, d in [_visible(q.start, q.stop, k.start, k.stop, rules)]
+            if a < b
+        )
+        for c, d in seen:
+            if needed and needed[-1].document == k.document and c <= needed[-1].stop:
+                last = needed[-1]
+                needed[-1] = last._replace(stop=max(last.stop, d))
+            else:
+                needed.append(Piece(k.document, c, d))
+    return tuple(needed)
+
+
+def _arrivals(
+    layout: Layout, rank: int, sources: tuple[int, ...], rules: Rules
+) -> tuple[tuple[Message, ...], int, tuple[Block, ...]]:
+    """What a rank receives in a step: messages, rows of keys, and the blocks that these allow."""
+    needed = {source: _needed(layout, rank, source, rules) for source in sources}
+    pieces = sorted(itertools.chain(*needed.values()))
+    offsets = dict(_with_offsets(pieces))
+    receives: list[Message] = []
+    for source, found in needed.items():
+        rows = [(offsets[p], offsets[p] + p.stop - p.start) for p in found]
+        receives += [Message(source, r) for r in _messages(rows, len(sources) == 1)]
+    keys = sum(p.stop - p.start for p in pieces)
+    return tuple(receives), keys, _blocks(_with_offsets(layout.pieces[rank]), list(offsets.items()), rules)
+
+
+def _rows_of(own: tuple[Piece, ...], found: tuple[Piece, ...]) -> list[Range]:
+    """The rows of parts of a rank's own pieces."""
+    placed = _with_offsets(own)
+    starts = [p.start for p, _ in placed]
+    rows = []
+    for part in found:
+        piece, row = placed[bisect.bisect_right(starts, part.start) - 1]
+        rows.append((row + part.start - piece.start, row + part.stop - piece.start))
+    return rows
+
+
+def _messages(rows: list[Range], is_alone: bool) -> list[tuple[Range, ...]]:
+    """Ranges of rows as messages: those that a source sends alone arrive one behind the other, as one."""
+    if not rows:
+        return []
+    if is_alone or len(rows) > MAX_MESSAGES:
+        joined = [rows[0]]
+        for a, b in rows[1:]:
+            joined[-1:] = [(joined[-1][0], b)] if joined[-1][1] == a else [joined[-1], (a, b)]
+        return [tuple(joined)]
+    return [(r,) for r in rows]

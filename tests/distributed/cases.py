@@ -1,0 +1,127 @@
+"""What ranks run: a problem made from a seed, on this rank's shard, compared with the O(N^2) reference."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tilewise import reference
+from tilewise.distributed import context_parallel_attention, positions, shard, unshard
+from tilewise.distributed.faults import Disagreement
+
+WHOLE = ("sinks",)
+
+
+def problem(seed: int, options: dict, n: int, heads: int, kv_heads: int, cu_seqlens=None):
+    """Tensors of the whole sequence in float64, the same on every rank."""
+    torch.manual_seed(seed)
+    lead = () if cu_seqlens else (2,)
+    new = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    tensors = {
+        "query": new(*lead, n, heads, 16),
+        "key": new(*lead, n, kv_heads, 16),
+        "value": new(*lead, n, kv_heads, 8),
+    }
+    options = dict(options)
+    if options.pop("sinks", False):
+        tensors["sinks"] = new(heads)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.rand(heads, dtype=torch.float64)
+    if shape := options.pop("bias", None):
+        tensors["bias"] = new(2, heads, n if shape == "rows" else 1, n)
+    if options.pop("mask", False):
+        options["mask"] = torch.rand(2, 1, 1, n) < 0.7
+    return tensors, options
+
+
+def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=None):
+    """Forward, lse and every gradient."""
+    tensors, options = problem(seed, options, n, heads, kv_heads, cu_seqlens)
+    dim = 0 if cu_seqlens else 1
+    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
+    own = {}
+    for name, t in tensors.items():
+        if name == "sinks" or (name == "bias" and t.shape[2] == 1):
+            own[name] = t.clone()
+        else:
+            own[name] = shard(t, dim=2 if name == "bias" else dim, **where)
+    own = {name: t.requires_grad_() for name, t in own.items()}
+    out, lse = context_parallel_attention(**own, **options, **where, method=method, seqlen=n, return_lse=True)
+    torch.manual_seed(seed + 1)
+    q, v = tensors["query"], tensors["value"]
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    dlse = torch.randn(*q.shape[:-3], q.shape[-2], n, dtype=torch.float64)
+    given = shard(dout, dim=dim, **where), shard(dlse, dim=-1, **where)
+    grads = torch.autograd.grad((out, lse), tuple(own.values()), given)
+    packed = {}
+    if cu_seqlens:
+        starts = torch.tensor(cu_seqlens)
+        packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    exact = reference.attention(**tensors, **options, **packed)
+    wanted = reference.attention_backward(dout, **tensors, dlse=dlse, **options, **packed)._asdict()
+    close(unshard(out.detach(), dim=dim, **where), exact[0], "out")
+    close(unshard(lse.detach(), dim=-1, **where), exact[1], "lse")
+    for name, g in zip(own, grads):
+        assert g.is_contiguous() or name in ("sinks", "bias"), name
+        if name == "sinks" or (name == "bias" and tensors[name].shape[2] == 1):
+            torch.distributed.all_reduce(g, group=group)
+        else:
+            g = unshard(g, dim=2 if name == "bias" else dim, **where)
+        close(g, wanted[name], f"d{name}")
+
+
+def close(found, exact, name):
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
+
+
+def random_check(group, seed):
+    """A problem drawn at random, the same on every rank."""
+    draw = random.Random(seed)
+    n, kv_heads = draw.randint(1, 70), draw.choice([1, 2, 4, 12])
+    options = {"causal": draw.random() < 0.6}
+    if draw.random() < 0.4:
+        options["window"] = draw.choice([(5, 0), (9, 3), (None, 4), (0, 0), (33, None)])
+    if draw.random() < 0.3:
+        options["softcap"] = 3.0
+    options |= {name: True for name in ("sinks", "alibi") if draw.random() < 0.3}
+    cu_seqlens = None
+    if draw.random() < 0.5:
+        cu_seqlens = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 5))), n]
+    method = draw.choice(["ring", "all_gather", "ulysses", "2d", "auto"])
+    balance = draw.choice(["contiguous", "zigzag", "documents"])
+    if method in ("ulysses", "2d"):
+        kv_heads = 12
+    call = (seed, method, balance, options, n, 12, kv_heads, cu_seqlens)
+    try:
+        check(group, *call)
+    except Exception as error:
+        raise AssertionError(f"check{call}") from error
+
+
+def round_trip(group, n, balance, cu_seqlens):
+    x = torch.arange(2 * n * 3.0).view(2, n, 3)
+    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
+    own = shard(x, **where)
+    assert torch.equal(unshard(own, **where), x)
+    starts = torch.tensor(cu_seqlens or [0, n])
+    token = torch.arange(n)
+    position = token - starts[torch.searchsorted(starts, token, right=True) - 1]
+    assert torch.equal(positions(n, **where), shard(position, dim=0, **where))
+    return own.shape[1]
+
+
+def disagree(group, change):
+    rank = torch.distributed.get_rank(group)
+    q = torch.ones(1, 4, 2, 8)
+    options = {"causal": True}
+    if rank == 1:
+        q = q.double() if change == "dtype" else q[:, :3] if change == "length" else q
+        options = {"causal": False} if change == "option" else options
+        options |= {"window": (-1, 0)} if change == "error" else {}
+    options |= {"backend": "hopper"} if change == "backend" else {}
+    try:
+        context_parallel_attention(q, q, q, group=group, **options)
+    except (Disagreement, ValueError, NotImplementedError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,77 @@
+"""Worlds of gloo processes against the O(N^2) reference in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CASES = str(Path(__file__).parent / "cases.py")
+METHODS = ("ring", "all_gather", "ulysses", "2d", "auto")
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (7, 3)},
+    "causal window": {"causal": True, "window": (5, None)},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "sinks": {"causal": True, "sinks": True, "window": (9, None)},
+    "alibi": {"causal": True, "alibi": True},
+    "alibi both sides": {"alibi": True, "window": (20, 11)},
+    "bias row": {"bias": "row"},
+    "padding": {"mask": True, "causal": True},
+}
+DOCUMENTS = ([0, 50], [0, 1, 3, 40, 40, 50], [0, 6, 12, 18, 24, 30, 36, 43, 50])
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(pool, name, method, world):
+    number = list(OPTIONS).index(name)
+    balance = ("zigzag", "contiguous")[number % 2]
+    kv_heads = (1, 3 if world == 3 else 4, 12)[number % 3]
+    pool.run(world, CASES, "check", number, method, balance, OPTIONS[name], 37, 12, kv_heads)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_bias_by_rows(pool, method):
+    options = {"bias": "rows", "causal": True, "alibi": True}
+    pool.run(3, CASES, "check", 5, method, "zigzag", options, 29, 4, 2)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("number", range(len(DOCUMENTS)))
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window": (4, None)}])
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
+@pytest.mark.parametrize("method", METHODS)
+def test_documents(pool, method, balance, options, number):
+    options = options | {"alibi": number == 1 and "window" in options}
+    pool.run(2 + number, CASES, "check", number, method, balance, options, 50, 12, 12, DOCUMENTS[number])
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("seed", range(50))
+def test_random_problems(pool, seed):
+    pool.run(2 + seed % 3, CASES, "random_check", seed)
+
+
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
+def test_layouts(pool, balance):
+    for world, n, starts in ((2, 9, None), (3, 2, None), (4, 50, DOCUMENTS[1]), (4, 16, None)):
+        lengths = pool.run(world, CASES, "round_trip", n, balance, starts)
+        assert sum(lengths) == n and max(lengths) - min(lengths) <= 1 + (balance == "documents")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [("dtype", "query must"), ("option", "causal must"), ("length", "seqlen"), ("error", "window")],
+)
+def test_ranks_that_disagree_all_raise(pool, change, words):
+    for message in pool.run(2, CASES, "disagree", change):
+        assert message is not None and words in message and ("rank 1" in message or change == "error")
+
+
+def test_a_backend_asked_for_by_name_refuses(pool):
+    for message in pool.run(2, CASES, "disagree", "backend"):
+        assert "backend='hopper'" in message

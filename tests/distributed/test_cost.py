@@ -1,0 +1,58 @@
+"""The cost model: sums that can be done by hand, and choices that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+from torch import float16
+
+from tilewise.distributed import Network, explain
+
+FREE = Network(flops=1e12, bandwidth=1e30, latency=0.0)
+
+
+def methods(*arguments, **options):
+    return {e.method: e for e in explain(*arguments, **options).estimates}
+
+
+def test_even_work_without_waiting_is_efficient():
+    for method, e in methods(4096, world=4, network=FREE, num_heads=8, causal=True).items():
+        assert e.efficiency == pytest.approx(1.0, abs=1e-3), method
+        assert e.limit == "nothing much"
+
+
+def test_contiguous_causal_work_is_uneven():
+    """The last of 4 ranks has 7 of 16 parts of the work."""
+    e = methods(4096, world=4, network=FREE, num_heads=8, causal=True, balance="contiguous")["ring"]
+    assert e.efficiency == pytest.approx(4 / 7, abs=1e-3)
+    assert e.limit == "uneven work"
+
+
+def test_seconds_and_bytes():
+    """No FLOPs to hide behind: the ring's forward takes 3 messages of a rank's keys and values."""
+    network = Network(flops=1e30, bandwidth=1e6, latency=0.5)
+    options = {"world": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": float16}
+    found = methods(4000, network=network, backward=False, **options)
+    message = 1000 * 2 * 32 * 2
+    assert found["ring"].bytes_received == 3 * message and found["ring"].bytes_held == 2 * message
+    assert found["ring"].seconds == pytest.approx(3 * (0.5 + message / 1e6))
+    assert found["all_gather"].bytes_held == 3 * message
+    assert found["ulysses"].bytes_held == 0
+
+
+def test_the_choice_follows_the_network():
+    near = Network(flops=600e12, bandwidth=300e9, latency=1e-5)
+    assert explain(32768, world=8, network=near, num_heads=16, causal=True).method == "ring"
+    slow = near._replace(per_node=8, far_bandwidth=4e9, far_latency=2e-5)
+    across_nodes = explain(131072, world=64, network=slow, num_heads=8, causal=True)
+    assert across_nodes.method == "2d" and across_nodes.best.degree == 8
+    assert "2d, 8" in str(across_nodes)
+
+
+def test_heads_that_do_not_divide_leave_no_exchange():
+    assert set(methods(64, world=4, network=FREE, num_heads=3)) == {"ring", "all_gather"}
+
+
+def test_a_window_is_sent_to_neighbours_only():
+    options = {"world": 8, "network": FREE, "num_heads": 1, "causal": True, "balance": "contiguous"}
+    everything, some = (methods(8192, window=w, **options)["ring"] for w in ((None, None), (16, 0)))
+    assert some.bytes_received < everything.bytes_received / 100

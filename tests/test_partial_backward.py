@@ -1,0 +1,54 @@
+"""The backward of some of the keys, by out and lse of all of them: its shares add up to the gradients."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tilewise import reference
+from tilewise.core.merge import merge
+from tilewise.core.plan import Results
+from tilewise.core.problem import Inputs, Options
+from tilewise.dispatch import plans
+from tilewise.testing import compare
+
+SIZES = {"one query": (1, 2, 40), "short": (2, 24, 32), "few queries": (2, 12, 300), "tiles": (17, 60, 300)}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("backend, softcap", [("llvm", 0.0), ("llvm", 2.0), ("aten", 0.0), ("tiled", 2.0)])
+def test_shares_add_up(backend, softcap, size, dtype):
+    least, most, keys = SIZES[size]
+    draw = random.Random(torch.initial_seed())
+    seqlen_q, seqlen_k = draw.randint(least, most), draw.randint(2, keys)
+    cut = draw.randint(1, seqlen_k - 1)
+    group = 1 if backend == "aten" else draw.choice([1, 2])
+    q, dout = (torch.randn(2, seqlen_q, 2 * group, 16, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, seqlen_k, 2, 16, dtype=dtype) for _ in range(2))
+    lse_dtype = torch.promote_types(dtype, torch.float32)
+    dlse = None if backend == "aten" else torch.randn(2, 2 * group, seqlen_q, dtype=lse_dtype)
+    options, cuts = Options(softcap=softcap), (cut, seqlen_k - cut)
+    halves = list(zip(k.split(cuts, 1), v.split(cuts, 1)))
+    out, lse = merge([plans.attend(Inputs(q, *half), options, backend)[:2] for half in halves])
+    first, second = (
+        plans.differentiate(
+            Inputs(q, *half), Results(out, lse), dout, dlse, options, backend, False, is_partial=True
+        )
+        for half in halves
+    )
+    found = (
+        (first.query.double() + second.query.double()).to(dtype),
+        torch.cat((first.key, second.key), 1),
+        torch.cat((first.value, second.value), 1),
+    )
+    exact, baseline = (
+        reference.attention_backward(dout, q, k, v, dlse=dlse, dtype=kind, softcap=softcap)[:3]
+        for kind in (torch.float64, dtype)
+    )
+    for name, *tensors in zip(("dquery", "dkey", "dvalue"), found, exact, baseline):
+        report = compare(name, *tensors)
+        assert report.max_error <= report.max_budget, report
