@@ -158,9 +158,10 @@ class FunctionTile:
 
 def new_captured_gradient(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
     """A float64 sum for the gradient of the captured floats, if one of them wants it."""
-    if problem.functions is None or not decode(problem.functions).wants_grad or inputs.captured_floats is None:
+    floats = inputs.captured_floats
+    if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
         return None
-    return torch.zeros_like(inputs.captured_floats, dtype=torch.float64)
+    return torch.zeros_like(floats, dtype=torch.float64)
 
 
 def _times(g: Tensor, slope: Tensor) -> Tensor:
