@@ -117,14 +117,43 @@ def test_every_mixture_of_options(problem, aux):
     hold(found, query, key, aux, **options)
 
 
-@settings(max_examples=8)  # each compiles a kernel
+@settings(max_examples=4)  # each compiles a kernel
 @given(problems(), requests())
 def test_after_the_forward_that_is_fastest(problem, aux):
     query, key, options = problem
     hold(tilewise.attention_statistics(query, key, aux, **options), query, key, aux, **options)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
+@given(problems(), st.sampled_from([True, "group"]), st.sampled_from([None, 1, 20, 300]), st.booleans())
+def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
+    """On several threads, where heads are cut into parts."""
+    query, key, options = problem
+    of_rows = dict.fromkeys(("lse", "row_max", "max_logit", "entropy"), has_row_statistics)
+    aux = Aux(column_sum=column_sum, last_rows=last_rows, **of_rows)
+    hold(
+        tilewise.attention_statistics(query, key, aux, backend="llvm", **options), query, key, aux, **options
+    )
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_tiles_by_machine_code(threads):
+    """Chunks of several tiles, parts of several chunks, a window that skips blocks; empty and hidden rows."""
+    q, k = torch.randn(1, 1900, 2, 8), torch.randn(1, 1500, 1, 8)
+    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=1700)
+    options = {"causal": True, "window": (700, None), "softcap": 5.0}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = tilewise.attention_statistics(q, k, aux, backend="llvm", **options)
+    finally:
+        torch.set_num_threads(before)
+    hold(found, q, k, aux, **options)
+    assert (found.row_max[:, :, :400] == float("-inf")).all() and not found.entropy[:, :, :400].any()
+
+
+@settings(max_examples=4)
 @given(problems(), requests(), st.data())
 def test_packed_sequences(problem, aux, data):
     query, key, options = problem
