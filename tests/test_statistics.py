@@ -107,9 +107,14 @@ def hold_keys(query, key, aux, found, exact, score, options):
     assert ((found.weights - exact.weights)[differ].abs() <= tolerance).all()
     ordered = found.keys.sort(-1).values
     assert ((ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] == -1)).all(), "a key came twice"
-    assert found.keys.numel() == 0 or differ.double().mean() < 0.05
+    if "cu_seqlens_q" not in options and differ.any():
+        every = Aux(rows=tuple(range(query.shape[1])))
+        weights = reference.attention_statistics(query, key, every, **options).rows
+        own = weights.gather(-1, found.keys.clamp(min=0))
+        assert ((own - exact.weights)[differ].abs() <= tolerance).all(), "another key's weight"
 
 
+@settings(max_examples=15)
 @given(problems(), requests())
 def test_every_mixture_of_options(problem, aux):
     query, key, options = problem
@@ -140,9 +145,9 @@ def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_tiles_by_machine_code(threads):
     """Chunks of several tiles, parts of several chunks, a window that skips blocks; empty and hidden rows."""
-    q, k = torch.randn(1, 1900, 2, 8), torch.randn(1, 1500, 1, 8)
-    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=1700)
-    options = {"causal": True, "window": (700, None), "softcap": 5.0}
+    q, k = torch.randn(1, 1000, 2, 8), torch.randn(1, 700, 1, 8)
+    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=900)
+    options = {"causal": True, "window": (300, None), "softcap": 5.0}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -150,7 +155,7 @@ def test_many_tiles_by_machine_code(threads):
     finally:
         torch.set_num_threads(before)
     hold(found, q, k, aux, **options)
-    assert (found.row_max[:, :, :400] == float("-inf")).all() and not found.entropy[:, :, :400].any()
+    assert (found.row_max[:, :, :300] == float("-inf")).all() and not found.entropy[:, :, :300].any()
 
 
 @settings(max_examples=4)

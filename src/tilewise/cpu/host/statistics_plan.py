@@ -62,7 +62,7 @@ class StatisticsPlan(CallPlan):
         return found if columns is None else found._replace(column_sum=self.columns_of(columns))
 
     def divide(self, seqlen_q: int) -> Division:
-        """Items are heads, or parts of them. Chunks of a part are far apart: late queries may see more keys."""
+        """Items are heads, or parts of them: every so many chunks, as late queries may see more keys."""
         facts, threads = self.kernel.facts, self.wanted_threads
         heads = self.problem.batch * self.problem.num_heads
         tiles_all = -(-seqlen_q // facts["block_q"])
