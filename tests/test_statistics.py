@@ -122,14 +122,14 @@ def test_every_mixture_of_options(problem, aux):
     hold(found, query, key, aux, **options)
 
 
-@settings(max_examples=4)  # each compiles a kernel
+@settings(max_examples=3)  # each compiles a kernel
 @given(problems(), requests())
 def test_after_the_forward_that_is_fastest(problem, aux):
     query, key, options = problem
     hold(tilewise.attention_statistics(query, key, aux, **options), query, key, aux, **options)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(problems(), st.sampled_from([True, "group"]), st.sampled_from([None, 1, 20, 300]), st.booleans())
 def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
     """On several threads, where heads are cut into parts."""
@@ -158,7 +158,7 @@ def test_many_tiles_by_machine_code(threads):
     assert (found.row_max[:, :, :300] == float("-inf")).all() and not found.entropy[:, :, :300].any()
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(problems(), requests(), st.data())
 def test_packed_sequences(problem, aux, data):
     query, key, options = problem
