@@ -9,7 +9,8 @@ A work item is one head and some of its chunks of `tiles` tiles of queries. For 
     entropy += sum over keys of p_t (lse - s_t)                       at last: entropy / total + log total
     column_sum[j] += sum over the last queries of p_t[j]
 
-Items of one head have column sums of their own, which the caller adds up: no atomics, always the same bits.
+Items of one head have column sums of their own, which the caller adds up: no atomics, and the same bits each
+time on as many threads.
 """
 
 from __future__ import annotations
