@@ -5,7 +5,7 @@
 
 A small byte-level GPT learns the source of Python's standard library, at a learning rate that is too large
 for its queries and keys. Their logits diverge: they pass a thousand, the softmax is one-hot, and the loss
-stops falling. With QK-clip, after each step every head whose largest logit passed the threshold has its
+stays higher. With QK-clip, after each step every head whose largest logit passed the threshold has its
 query and key weights shrunk by the square root of what it is over (MuonClip, Kimi K2, 2025). The maximum
 comes with the output, by `return_aux=Aux(max_logit=True)`, without an N × N matrix.
 """

@@ -107,9 +107,14 @@ def hold_keys(query, key, aux, found, exact, score, options):
     assert ((found.weights - exact.weights)[differ].abs() <= tolerance).all()
     ordered = found.keys.sort(-1).values
     assert ((ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] == -1)).all(), "a key came twice"
-    assert found.keys.numel() == 0 or differ.double().mean() < 0.05
+    if "cu_seqlens_q" not in options and differ.any():
+        every = Aux(rows=tuple(range(query.shape[1])))
+        weights = reference.attention_statistics(query, key, every, **options).rows
+        own = weights.gather(-1, found.keys.clamp(min=0))
+        assert ((own - exact.weights)[differ].abs() <= tolerance).all(), "another key's weight"
 
 
+@settings(max_examples=15)
 @given(problems(), requests())
 def test_every_mixture_of_options(problem, aux):
     query, key, options = problem
@@ -117,14 +122,43 @@ def test_every_mixture_of_options(problem, aux):
     hold(found, query, key, aux, **options)
 
 
-@settings(max_examples=8)  # each compiles a kernel
+@settings(max_examples=3)  # each compiles a kernel
 @given(problems(), requests())
 def test_after_the_forward_that_is_fastest(problem, aux):
     query, key, options = problem
     hold(tilewise.attention_statistics(query, key, aux, **options), query, key, aux, **options)
 
 
-@settings(max_examples=8)
+@settings(max_examples=3)
+@given(problems(), st.sampled_from([True, "group"]), st.sampled_from([None, 1, 20, 300]), st.booleans())
+def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
+    """On several threads, where heads are cut into parts."""
+    query, key, options = problem
+    of_rows = dict.fromkeys(("lse", "row_max", "max_logit", "entropy"), has_row_statistics)
+    aux = Aux(column_sum=column_sum, last_rows=last_rows, **of_rows)
+    hold(
+        tilewise.attention_statistics(query, key, aux, backend="llvm", **options), query, key, aux, **options
+    )
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_tiles_by_machine_code(threads):
+    """Chunks of several tiles, parts of several chunks, a window that skips blocks; empty and hidden rows."""
+    q, k = torch.randn(1, 1000, 2, 8), torch.randn(1, 700, 1, 8)
+    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=900)
+    options = {"causal": True, "window": (300, None), "softcap": 5.0}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = tilewise.attention_statistics(q, k, aux, backend="llvm", **options)
+    finally:
+        torch.set_num_threads(before)
+    hold(found, q, k, aux, **options)
+    assert (found.row_max[:, :, :300] == float("-inf")).all() and not found.entropy[:, :, :300].any()
+
+
+@settings(max_examples=3)
 @given(problems(), requests(), st.data())
 def test_packed_sequences(problem, aux, data):
     query, key, options = problem
@@ -331,10 +365,11 @@ def test_what_has_no_gradient_says_so():
         torch.autograd.grad(aux.entropy.sum(), q, create_graph=True)
 
 
-def test_is_the_same_from_run_to_run():
+@pytest.mark.parametrize("aux", [EVERYTHING, Aux(entropy=True, column_sum=True)], ids=["tiled", "llvm"])
+def test_is_the_same_from_run_to_run(aux):
     q = torch.randn(2, 300, 4, 32)
-    first, second = (tilewise.attention_statistics(q, q, EVERYTHING, causal=True) for _ in range(2))
-    for name in NAMES:
+    first, second = (tilewise.attention_statistics(q, q, aux, causal=True) for _ in range(2))
+    for name in aux.names:
         for a, b in zip(_tensors(getattr(first, name)), _tensors(getattr(second, name))):
             assert torch.equal(a, b), name
 

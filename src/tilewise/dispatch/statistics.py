@@ -25,7 +25,7 @@ NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 SERVES: dict[str, frozenset[str]] = {
     "hopper": frozenset({"lse"}),
     "triton": frozenset({"lse"}),
-    "llvm": frozenset({"lse"}),
+    "llvm": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum"}),
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }

@@ -11,7 +11,7 @@ from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.vector import I32, Operand, Scalar, Value, Var, as_int, builder, emitter
 
 
-def loop(start: Scalar, stop: Scalar, step: int = 1) -> Iterator[Value]:
+def loop(start: Scalar, stop: Scalar, step: Scalar = 1) -> Iterator[Value]:
     """for i in range(start, stop, step), in the machine code. No break, no continue."""
     b, make_block = builder(), builder().append_basic_block
     body, done = make_block("loop"), make_block("done")

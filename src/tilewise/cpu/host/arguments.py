@@ -13,7 +13,8 @@ from typing import Any
 
 CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
 CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
-POINTERS = (*CHANGING_BACKWARD, "mask", "bias", "slopes", "sinks", "spans", "page_table")
+STATISTICS = ("row_max", "entropy", "column_sum")
+POINTERS = (*CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table")
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
@@ -23,6 +24,7 @@ INTEGERS = (
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
     "seed", "threshold",
+    "last_rows", "visited_rows", "column_p", "column_b", "column_h",  # of statistics
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -58,6 +60,7 @@ class Config:
     short: str = ""  # "forward" or "backward" of `short.py`
     is_narrow: bool = False  # not the widest vectors
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
+    statistics: tuple[str, ...] = ()  # of `STATISTICS`: those that `statistics.py` gives
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
     pieces: int = 0
 

@@ -95,6 +95,13 @@ def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = T
     return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
 
 
+def statistics_config(
+    problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...], threads: int
+) -> Config:
+    config = _config(problem, inputs, _vectors(problem, threads))
+    return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics)
+
+
 def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
     """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa in CUTTING and problem.scale > 0:

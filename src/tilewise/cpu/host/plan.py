@@ -8,12 +8,15 @@ from tilewise.core.signature import Signature
 from tilewise.cpu.host import configs
 from tilewise.cpu.host.backward_plan import BackwardPlan
 from tilewise.cpu.host.forward_plan import DecodePlan, ForwardPlan, ShortPlan
+from tilewise.cpu.host.statistics_plan import StatisticsPlan
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """The kernel for a problem, and how its work is divided."""
     if signature.direction == "backward":
         return BackwardPlan(problem, signature)
+    if signature.direction == "statistics":
+        return StatisticsPlan(problem, signature)  # type: ignore[return-value]
     if configs.is_short(problem):
         return ShortPlan(problem, signature)
     if configs.is_decoding(problem):
