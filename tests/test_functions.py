@@ -177,3 +177,23 @@ def test_a_first_call_imports_no_compiler():
         "assert not {'torch._dynamo.convert_frame', 'sympy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_windows_across_many_tiles():
+    """The first visible key is in the middle of a tile of the map."""
+    q, k, v = (
+        torch.randn(1, *n, 8, dtype=torch.double, requires_grad=True)
+        for n in ((600, 2), (1300, 1), (1300, 1))
+    )
+    options = {
+        "mask_mod": lambda b, h, i, j: ((i + j) % 3 != h) & ((j // 256 + i // 200) % 3 != 1),
+        "score_mod": lambda s, b, h, i, j: s + (i - j) * 0.125, "window": (300, 50),
+    }  # fmt: skip
+    out = tilewise.attention(q, k, v, **options)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        exact, _ = reference.attention(q, k, v, **options)
+        grads = reference.attention_backward(dout, q, k, v, **options)
+    for ours, theirs in zip((out, *found), (exact, *grads[:3]), strict=True):
+        close(ours, theirs)
