@@ -9,8 +9,9 @@ from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
-from tilewise.core.functions.tile_map import FULL, PARTIAL, tile_kinds
+from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.tiled.config import tiled_plan
 
 Tile = tuple[int, int, int, int]  # i0, i1, j0, j1
 
@@ -20,11 +21,12 @@ class SegmentFunctions:
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, sequences: range, lengths: tuple[int, int]):
         assert problem.functions is not None
+        self.problem = problem
         self.functions = decode(problem.functions)
         self.buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
         self.dtype, self.device = problem.compute_dtype, inputs.query.device
         self.b, self.h = self._range(sequences.start, sequences.stop), self._range(0, problem.num_heads)
-        self.kinds: dict[Tile, int] = {}
+        self.kinds = self._map(lengths)
         self.guarded = self._guarded(*lengths)
 
     def _range(self, start: int, stop: int) -> Tensor:
@@ -49,19 +51,31 @@ class SegmentFunctions:
             if not all(map(is_inside, map(found, graph.nodes[n].args), places[graph.nodes[n].value][1]))
         ]  # fmt: skip
 
-    def visible_tiles(self, i0: int, i1: int, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those tiles of keys of which some query [i0, i1) may see some key."""
-        if not tiles:
-            return []
-        first, last = torch.tensor(tiles, device=self.device).unbind(1)
-        rows = torch.tensor([[i0], [i1 - 1]], device=self.device)
-        spans = (self.b, self.b), (self.h, self.h), (rows[0], rows[1]), (first, last - 1)
-        kinds = tile_kinds(self.functions, self.buffers, *spans).flatten(0, 2)
-        least, greatest = kinds.amin(0).tolist(), kinds.amax(0).tolist()
-        n = len(tiles) // len(least)  # one kind for all, if the functions depend on no key
-        for tile, low, high in zip(tiles, least * n, greatest * n):
-            self.kinds[i0, i1, *tile] = high and (FULL if low == FULL else PARTIAL)
-        return [tile for tile in tiles if self.kinds[i0, i1, *tile]]
+    def _map(self, lengths: tuple[int, int]) -> Tensor:
+        """EMPTY, PARTIAL or FULL of each tile, for all batch entries and heads together."""
+        config = tiled_plan(self.problem)
+        rows, columns = (
+            edges(n, block, self.device) for n, block in zip(lengths, (config.block_q, config.block_k))
+        )
+        shape = len(rows[0]), len(columns[0])
+        if 0 in (len(self.b), len(self.h), *shape):
+            return torch.zeros(shape, dtype=torch.uint8)
+        spans = (self.b, self.b), (self.h, self.h), rows, columns
+        kinds = tile_kinds(self.functions, self.buffers, *spans).flatten(0, 1)
+        low, high = kinds.amin(0), kinds.amax(0)
+        kinds = torch.where(low == FULL, FULL, high.clamp(max=PARTIAL))
+        return kinds.expand(shape).cpu()
+
+    def visible_tiles(self, i0: int, k0: int, k1: int) -> list[tuple[int, int]]:
+        """Those tiles of keys [k0, k1) of which some query of the tile from i0 on may see some key."""
+        config = tiled_plan(self.problem)
+        row, step = self.kinds[i0 // config.block_q].tolist(), config.block_k
+        found = range(k0 // step, -(-k1 // step))
+        return [(max(k0, n * step), min(k1, (n + 1) * step)) for n in found if row[n]]
+
+    def is_full(self, tile: Tile) -> bool:
+        config = tiled_plan(self.problem)
+        return int(self.kinds[tile[0] // config.block_q, tile[2] // config.block_k]) == FULL
 
     def at(self, by_head: Tensor, tile: Tile) -> FunctionTile:
         """The tile's functions, applied to its scores (batch, heads, rows, keys) in place."""
@@ -84,7 +98,7 @@ class FunctionTile:
         forward = Evaluator(self.functions.graph, self.functions, segment.buffers, self.values)
         if self.functions.score is not None:
             by_head.copy_(forward(self.functions.score))
-        if self.functions.mask is not None and segment.kinds.get(tile) != FULL:
+        if self.functions.mask is not None and not segment.is_full(tile):
             by_head.masked_fill_(~forward(self.functions.mask), -torch.inf)
         self._forward = forward
 

@@ -83,11 +83,17 @@ class Tiles:
             yield i0, min(i0 + step, seqlen_q)
 
     def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
-        """Key tiles that the queries [i0, i1) can see; the first starts at the first visible key."""
+        """Key tiles that the queries [i0, i1) can see; the first starts at the first visible key.
+
+        With functions, the others start where the map of tiles has them.
+        """
         k0, k1 = self.visibility.key_range(i0, i1)
         step = self.config.block_k
-        tiles = [(j0, min(j0 + step, k1)) for j0 in range(k0, k1, step)]
-        yield from tiles if self.functions is None else self.functions.visible_tiles(i0, i1, tiles)
+        if self.functions is not None:
+            yield from self.functions.visible_tiles(i0, k0, k1)
+            return
+        for j0 in range(k0, k1, step):
+            yield j0, min(j0 + step, k1)
 
     def rows(self, t: Tensor) -> Tensor:
         """This segment's part of a query-shaped tensor, as a view (batch, heads, seqlen_q, dim)."""

@@ -17,7 +17,6 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-@not_compiled
 def with_functions(
     inputs: Inputs,
     options: Options,
@@ -29,6 +28,14 @@ def with_functions(
     Raises:
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced.
     """
+    # Only compiled code needs what keeps the compiler out, which imports the compiler.
+    add = _added_uncompiled if torch.compiler.is_compiling() else _added
+    return add(inputs, options, mask_mod, score_mod)
+
+
+def _added(
+    inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None
+) -> tuple[Inputs, Options]:
     check_tensors(query=inputs.query, key=inputs.key)
     found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device)
     buffers = pack(found, inputs.query)
@@ -38,3 +45,6 @@ def with_functions(
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
     return inputs, options._replace(functions=found.functions.text)
+
+
+_added_uncompiled = not_compiled(_added)

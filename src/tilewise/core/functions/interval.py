@@ -144,7 +144,7 @@ def _range_extremes(table: Tensor, others: list[Tensor], first: Tensor, last: Te
     """
     least = greatest = table
     widths = last - first + 1
-    shape = torch.broadcast_shapes(first.shape, *(t.shape for t in others))
+    shape = torch.broadcast_tensors(first, *others)[0].shape  # broadcast_shapes imports SymPy
     low = torch.zeros(shape, dtype=table.dtype, device=table.device)
     high, run = low.clone(), 1
     longest = int(widths.max())
