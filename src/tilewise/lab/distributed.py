@@ -81,7 +81,9 @@ def _draw(found: dict[int, dict[int, Choice]], path: Path) -> None:
                 (n, e.efficiency) for n, c in choices.items() for e in c.estimates if e.method == method
             ]
             if points:
-                panel.plot(*zip(*points, strict=True), marker="o", label=method)
+                panel.plot(
+                    *zip(*points, strict=True), marker="o", color=f"C{METHODS.index(method)}", label=method
+                )
         panel.set(title=f"{world} GPUs", xscale="log", xlabel="tokens", ylim=(0, 1.05))
         panel.legend()
     axes[0].set_ylabel("predicted efficiency, forward and backward")
