@@ -6,8 +6,14 @@ import random
 
 import torch
 
-from tilewise import reference
-from tilewise.distributed import context_parallel_attention, positions, shard, unshard
+from tilewise import KVCache, reference
+from tilewise.distributed import (
+    attention_with_split_cache,
+    context_parallel_attention,
+    positions,
+    shard,
+    unshard,
+)
 from tilewise.distributed.faults import Disagreement
 
 WHOLE = ("sinks",)
@@ -125,3 +131,36 @@ def disagree(group, change):
     except (Disagreement, ValueError, NotImplementedError) as error:
         return str(error)
     return None
+
+
+def decode(group, seed, sinks, softcap):
+    """A prompt whose keys lie in the ranks' caches, then steps whose tokens the ranks take in turn."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(seed)
+    prompt, steps = 2 * world - 1, (1, 1, 3, 1)  # of 2 prompts the last rank has nothing
+    n = prompt + sum(steps)
+    q, k, v = (torch.randn(2, n, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    options = {"softcap": softcap, "sinks": torch.randn(4, dtype=torch.float64) if sinks else None}
+    exact, exact_lse = reference.attention(q, k, v, causal=True, **options)
+    cache = KVCache(2, n, 2, 16, dtype=torch.float64)
+    if rank < world - 1:
+        own = slice(2 * rank, 2 * rank + 2)
+        cache.append(k[:, own], v[:, own])
+    start = prompt - 1
+    for number, count in enumerate((1, *steps)):
+        rows = slice(start, start + count)
+        where = {"owner": number % world, "group": group}
+        out, lse = attention_with_split_cache(
+            q[:, rows], cache, k[:, rows], v[:, rows], **where, **options, return_lse=True
+        )
+        close(out, exact[:, rows], f"out of step {number}")
+        close(lse, exact_lse[..., rows], f"lse of step {number}")
+        start += count
+
+
+def overflow(group):
+    cache, x = KVCache(1, 1, 1, 8, dtype=torch.float32), torch.ones(1, 2, 1, 8)
+    try:
+        attention_with_split_cache(x, cache, x, x, owner=1, group=group)
+    except ValueError as error:
+        return str(error)

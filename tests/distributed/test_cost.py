@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from torch import float16
+from typer.testing import CliRunner
 
+from tilewise.cli import _app
 from tilewise.distributed import Network, explain
 
 FREE = Network(flops=1e12, bandwidth=1e30, latency=0.0)
@@ -56,3 +58,17 @@ def test_a_window_is_sent_to_neighbours_only():
     options = {"world": 8, "network": FREE, "num_heads": 1, "causal": True, "balance": "contiguous"}
     everything, some = (methods(8192, window=w, **options)["ring"] for w in ((None, None), (16, 0)))
     assert some.bytes_received < everything.bytes_received / 100
+
+
+def test_the_command_prints_and_draws(tmp_path):
+    plot = tmp_path / "plan.svg"
+    arguments = ["--world", "2", "--world", "16", "--seqlen", "8192", "--heads", "4", "--plot", str(plot)]
+    done = CliRunner().invoke(_app(), ["distributed", *arguments])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("GPUs, 8,192 tokens") == 2 and done.output.count("all_gather") == 2
+    assert plot.read_text().count('<g id="axes_') == 2
+
+
+def test_the_command_names_a_wrong_argument():
+    done = CliRunner().invoke(_app(), ["distributed", "--world", "0"])
+    assert done.exit_code == 2 and "--world" in done.output

@@ -2,6 +2,15 @@
 
 from tilewise.distributed.attention import context_parallel_attention
 from tilewise.distributed.cost import Network, explain
+from tilewise.distributed.decode import attention_with_split_cache
 from tilewise.distributed.layout import positions, shard, unshard
 
-__all__ = ["Network", "context_parallel_attention", "explain", "positions", "shard", "unshard"]
+__all__ = [
+    "Network",
+    "attention_with_split_cache",
+    "context_parallel_attention",
+    "explain",
+    "positions",
+    "shard",
+    "unshard",
+]

@@ -83,24 +83,23 @@ def make_schedule(layout: Layout, rank: int, rules: Rules, method: str) -> tuple
     """The steps of one rank. `method`: "ring" or "all_gather"."""
     own = _own_blocks(layout.pieces[rank], rules)
     steps = [Step((), (), layout.length(rank), own)]
-    for sources in _rounds(layout.world, method):
-        receives, keys, blocks = _arrivals(layout, rank, sources[rank], rules)
+    for sources, targets in _rounds(rank, layout.world, method):
+        receives, keys, blocks = _arrivals(layout, rank, sources, rules)
         sends: list[Message] = []
-        for peer in range(layout.world):
-            if rank in sources[peer]:
-                rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
-                sends += [Message(peer, r) for r in _messages(rows, len(sources[peer]) == 1)]
+        for peer in targets:
+            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
+            sends += [Message(peer, r) for r in _messages(rows, len(sources) == 1)]
         if receives or sends:
             steps.append(Step(receives, tuple(sends), keys, blocks))
     return tuple(steps)
 
 
-def _rounds(world: int, method: str) -> list[list[tuple[int, ...]]]:
-    """For each step after the first: whom each rank receives keys from."""
-    everyone = range(world)
+def _rounds(rank: int, world: int, method: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each step after the first: whom a rank receives keys from, and whom it sends its own to."""
     if method == "all_gather":
-        return [[tuple(r for r in everyone if r != rank) for rank in everyone]] if world > 1 else []
-    return [[((rank - n) % world,) for rank in everyone] for n in range(1, world)]
+        others = tuple(r for r in range(world) if r != rank)
+        return [(others, others)] if others else []
+    return [(((rank - n) % world,), ((rank + n) % world,)) for n in range(1, world)]
 
 
 def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:

@@ -1,0 +1,90 @@
+"""Decoding with a cache split over ranks: each attends to its own keys, one message merges the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.api import attention_with_cache
+from tilewise.cache import KVCache, PagedKVCache
+from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.merge import merge
+from tilewise.distributed.faults import agree
+from tilewise.distributed.ranks import gather, ranks_of
+
+
+def attention_with_split_cache(
+    query: Tensor,
+    cache: KVCache | PagedKVCache,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    owner: int = 0,
+    group: Any = None,
+    mesh: Any = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the keys of all ranks' caches together: one step of decoding.
+
+    Each rank's cache holds some of the keys, in any order and number, or none. Keys in caches are before the
+    new tokens; among these attention is causal. RoPE, if any, has been applied: a cache does not know the
+    positions of its keys.
+
+    Args:
+        query: (batch, new_tokens, num_heads, head_dim), the same on all ranks.
+        cache: this rank's keys and values.
+        key, value: (batch, new_tokens, num_kv_heads, head_dim or head_dim_v), the same on all ranks; the
+            owner appends them to its cache. None appends nothing.
+        owner: the rank in the group that keeps the new tokens: let steps take turns, or fill one by one.
+        group, mesh: who shares the cache, as of `context_parallel_attention`.
+        softcap, sinks, scale, return_lse, backend: as of `tilewise.attention_with_cache`.
+
+    Returns:
+        out (batch, new_tokens, num_heads, head_dim_v) like query, on every rank the same; with return_lse
+        also lse (batch, num_heads, new_tokens). Merged in float32 (float64 for float64).
+
+    Raises:
+        ValueError, TypeError: as `attention_with_cache`; on CPU groups, or if TILEWISE_DEBUG=1, on all ranks.
+        NotImplementedError: query requires grad.
+
+    Example:
+        >>> cache, x = KVCache(1, 8, 1, 4, dtype=torch.float32), torch.ones(1, 1, 1, 4)
+        >>> attention_with_split_cache(x, cache, x, x).shape  # alone: the whole cache
+        torch.Size([1, 1, 1, 4])
+    """
+    ranks = ranks_of(group, mesh)
+    error = found = None
+    try:
+        check_tensors(query=query)
+        check_flag("return_lse", return_lse)
+        if not isinstance(owner, int) or isinstance(owner, bool) or not 0 <= owner < ranks.world:
+            raise ValueError(f"owner={shown(owner)} must be a rank of the group, 0 to {ranks.world - 1}")
+        if query.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("query with gradient is not served: decode under torch.no_grad()")
+        is_owner = ranks.rank == owner
+        found = attention_with_cache(
+            query, cache, key if is_owner else None, value if is_owner else None,
+            causal=is_owner and key is not None, softcap=softcap,
+            sinks=sinks if is_owner else None, scale=scale, return_lse=True, backend=backend,
+        )  # fmt: skip
+    except (ValueError, TypeError, NotImplementedError) as refusal:
+        error = refusal
+    facts = {"query": _fact(query), "key": _fact(key), "owner": owner, "softcap": softcap, "scale": scale}
+    agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
+    assert found is not None
+    out, lse = found
+    numbers = torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1)  # one message
+    parts = [(t[..., :-1], t[..., -1].transpose(1, 2)) for t in gather(numbers, ranks)]
+    merged, lse = merge(parts)
+    out = merged.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _fact(t: Any) -> str:
+    return f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__

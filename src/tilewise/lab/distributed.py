@@ -1,0 +1,90 @@
+"""`tilewise distributed`: what one sequence over many GPUs would take, by `tilewise.distributed.explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewise.distributed import Network, explain
+from tilewise.distributed.cost import Choice
+
+WORLDS, SEQLENS = (8, 64, 1024), (1 << 17, 1 << 20, 10 << 20)
+METHODS = ("ring", "ulysses", "2d", "all_gather")
+
+
+def distributed(
+    worlds: Annotated[list[int] | None, typer.Option("--world", min=1, help="GPUs; may be repeated.")] = None,
+    seqlens: Annotated[
+        list[int] | None, typer.Option("--seqlen", min=1, help="Tokens; may be repeated.")
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", min=1, help="Key heads; all if left out.")
+    ] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Head size.")] = 128,
+    full: Annotated[bool, typer.Option("--full", help="Not causal.")] = False,
+    flops: Annotated[float, typer.Option(min=1e-3, help="TFLOP/s of one GPU's forward.")] = 600.0,
+    bandwidth: Annotated[float, typer.Option(min=1e-3, help="GB/s into a GPU from its node.")] = 450.0,
+    latency: Annotated[float, typer.Option(min=0.0, help="Microseconds of a message.")] = 10.0,
+    per_node: Annotated[int, typer.Option("--per-node", min=1, help="GPUs of a node.")] = 8,
+    far_bandwidth: Annotated[
+        float, typer.Option("--far-bandwidth", min=1e-3, help="GB/s into a GPU from other nodes.")
+    ] = 50.0,
+    far_latency: Annotated[
+        float, typer.Option("--far-latency", min=0.0, help="Microseconds of a message between nodes.")
+    ] = 20.0,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the efficiencies: .svg, .png.")
+    ] = None,
+) -> None:
+    """Predict forward and backward of one sequence over many GPUs: method, efficiency, limit.
+
+    The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs.
+    """
+    network = Network(
+        flops * 1e12, bandwidth * 1e9, latency * 1e-6, per_node, far_bandwidth * 1e9, far_latency * 1e-6
+    )
+    found: dict[int, dict[int, Choice]] = {}
+    typer.echo(
+        f"assumed: {flops:g} TFLOP/s a GPU, {bandwidth:g} GB/s and {latency:g} us in a node of {per_node}, "
+        f"{far_bandwidth:g} GB/s and {far_latency:g} us between nodes"
+    )
+    for world in worlds or WORLDS:
+        found[world] = {}
+        for seqlen in seqlens or SEQLENS:
+            try:
+                choice = explain(
+                    seqlen, world=world, network=network, num_heads=heads, num_kv_heads=kv_heads,
+                    head_dim=head_dim, causal=not full,
+                )  # fmt: skip
+            except (ValueError, TypeError) as error:
+                raise typer.BadParameter(str(error)) from None
+            found[world][seqlen] = choice
+            typer.echo(f"\n{world} GPUs, {seqlen:,} tokens\n{choice}")
+    if plot is not None:
+        _draw(found, plot)
+
+
+def _draw(found: dict[int, dict[int, Choice]], path: Path) -> None:
+    """One panel for each number of GPUs: efficiency of each method by the number of tokens."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'tilewise[cli]'") from None
+    figure = Figure(figsize=(4 * len(found), 3.5), layout="constrained")
+    axes: Any = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for panel, (world, choices) in zip(axes, found.items(), strict=True):
+        for method in METHODS:
+            points = [
+                (n, e.efficiency) for n, c in choices.items() for e in c.estimates if e.method == method
+            ]
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True), marker="o", color=f"C{METHODS.index(method)}", label=method
+                )
+        panel.set(title=f"{world} GPUs", xscale="log", xlabel="tokens", ylim=(0, 1.05))
+        panel.legend()
+    axes[0].set_ylabel("predicted efficiency, forward and backward")
+    figure.savefig(path)

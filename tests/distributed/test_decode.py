@@ -1,0 +1,20 @@
+"""Decoding with a cache split over ranks, against the O(N^2) reference of the whole sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CASES = str(Path(__file__).parent / "cases.py")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("sinks, softcap", [(False, 0.0), (True, 0.0), (False, 3.0)])
+def test_steps(pool, world, sinks, softcap):
+    pool.run(world, CASES, "decode", world, sinks, softcap)
+
+
+def test_a_full_cache_of_the_owner_raises_on_all_ranks(pool):
+    for message in pool.run(3, CASES, "overflow"):
+        assert message is not None and ("max_seqlen" in message or "capacity" in message), message
