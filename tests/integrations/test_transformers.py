@@ -271,15 +271,17 @@ def test_encoder_decoder_with_position_bias_and_cross_attention():
         vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, pad_token_id=0,
         decoder_start_token_id=1, eos_token_id=None, dropout_rate=0.0,
     )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).eval()
+    build = transformers.T5ForConditionalGeneration._from_config
+    models = {name: build(config, attn_implementation=name).eval() for name in ("tilewise", "eager")}
+    models["tilewise"].load_state_dict(models["eager"].state_dict())
+    for part in ("encoder", "decoder"):  # switching the whole would not reach their configurations
+        assert getattr(models["tilewise"], part).config._attn_implementation == "tilewise"
     inputs = {"input_ids": tokens(3, 19), "attention_mask": padded("right", 3, 19)}
     inputs["decoder_input_ids"] = tokens(3, 8)
-    assert_same_run(run(model, "tilewise", **inputs), run(model, "eager", **inputs), FLOAT32)
-    generated = []
-    for name in ("tilewise", "eager"):
-        model.set_attn_implementation(name)
-        prompt = {k: inputs[k] for k in ("input_ids", "attention_mask")}
-        generated.append(model.generate(**prompt, max_new_tokens=6, do_sample=False).tolist())
+    assert_same_run(*(run(model, name, **inputs) for name, model in models.items()), FLOAT32)
+    prompt = {k: inputs[k] for k in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    generated = [model.generate(**prompt, **options).tolist() for model in models.values()]
     assert generated[0] == generated[1]
 
 

@@ -27,6 +27,7 @@ def register(name: str = "tilewise") -> None:
 
     Call it before a model is built (`from_pretrained`, `from_config`) or switched
     (`set_attn_implementation`): transformers refuses names that it does not know. Calling it again is fine.
+    Models of T5's kind are not switched as a whole: build them with it, or switch encoder and decoder each.
     It serves every model that goes through transformers' attention interface: grouped-query and cross
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
