@@ -166,10 +166,6 @@ def differentiate(
     backend: str | None,
     needs_bias_gradient: bool,
 ) -> Gradients:
-    """A backward, from what its forward took and gave. Results that nobody saved are computed again."""
-    arguments = (dout, dlse, options, backend, needs_bias_gradient)
-    entry = backward_plan(inputs, results, *arguments)
-    if results.out is None and entry.saves.results:
-        results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)
-        entry = backward_plan(inputs, results, *arguments)
+    """A backward, from what its forward took and gave."""
+    entry = backward_plan(inputs, results, dout, dlse, options, backend, needs_bias_gradient)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

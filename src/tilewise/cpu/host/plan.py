@@ -7,21 +7,17 @@ from tilewise.core.problem import AttentionProblem
 from tilewise.core.signature import Signature
 from tilewise.cpu.host import configs
 from tilewise.cpu.host.backward_plan import BackwardPlan
-from tilewise.cpu.host.forward_plan import DecodePlan, ForwardPlan, ShortPlan
+from tilewise.cpu.host.forward_plan import DecodePlan, ForwardPlan
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """The kernel for a problem, and how its work is divided."""
     if signature.direction == "backward":
         return BackwardPlan(problem, signature)
-    if configs.is_short(problem):
-        return ShortPlan(problem, signature)
     if configs.is_decoding(problem):
         return DecodePlan(problem, signature)
     return ForwardPlan(problem, signature)
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    """The backward of a few queries and keys takes the softmax again."""
-    saves_results = not configs.recomputes(problem)
-    return Saves(saves_results, saves_results)
+    return Saves(residual=True)
