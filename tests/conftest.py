@@ -23,7 +23,7 @@ settings.register_profile(
     max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("tilewise")
+settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=8)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
+    settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
     config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
 
 

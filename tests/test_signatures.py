@@ -10,12 +10,15 @@ from tilewise.core.signature import contiguous_strides, look, named
 from tilewise.dispatch import plans
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("tensor", ["query", "key", "value", "mask", "bias", "alibi_slopes", "sinks"])
 @pytest.mark.parametrize("backend", ["llvm", "aten", "tiled", ""])
-def test_what_was_called_before_does_not_matter(run_script, backend):
-    *wrong, count = run_script("signature_pairs.py", backend)
+def test_what_was_called_before_does_not_matter(run_script, backend, tensor):
+    if backend == "aten" and tensor in ("alibi_slopes", "sinks"):
+        pytest.skip("aten refuses them")
+    *wrong, count = run_script("signature_pairs.py", backend, tensor)
     assert not wrong, "\n".join(wrong)
-    assert int(count.split()[0]) > 200
+    assert int(count.split()[0]) > 20
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float64, torch.bfloat16)])

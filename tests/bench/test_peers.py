@@ -51,6 +51,7 @@ def test_peers_pass_the_gate_in_every_layout(name, case):
             assert gate.check(case, data, prepared.results()).fault is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention needs a C++ compiler on the CPU")
 def test_flex_passes_the_gate():
     case = dense("forward", "float32", 32, 2, 1, 256, window=(65, 0))

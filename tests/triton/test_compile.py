@@ -43,7 +43,7 @@ def check(rows: list[Row], capability: int) -> None:
             assert (row["warpgroup_instructions"] > 0) == (capability >= 90), row
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_headline_shapes_compile_without_spills(capability: int, compiled_by: Compiler):
     rows = compiled_by(SCRIPT, str(capability), *QUICK, *QUICK_DECODING)
