@@ -121,8 +121,7 @@ class LeanAttention(torch.autograd.Function):
         results: Results = plans.run(entry, Inputs(*tensors))  # type: ignore[arg-type]
         ctx.call = options, backend, entry.plan.problem.bias_needs_grad
         ctx.set_materialize_grads(False)
-        saved = results if entry.saves.results else Results(None)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *results)
         assert results.out is not None
         return (results.out, results.lse) if wants_lse else results.out  # type: ignore[return-value]
 
@@ -136,9 +135,6 @@ class LeanAttention(torch.autograd.Function):
         inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
         options, backend, needs_bias_gradient = ctx.call
         is_watched = _is_watched(dout, dlse)
-        if results.out is None and (is_watched or dout is None):
-            with torch.no_grad():
-                results = plans.attend(inputs, options, backend, Request(residual=True), True)
         if dout is None:
             dout = torch.zeros_like(results.out)  # type: ignore[arg-type]
         if is_watched:

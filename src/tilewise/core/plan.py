@@ -22,7 +22,7 @@ class Results(NamedTuple):
 class Saves(NamedTuple):
     """What a backward reads of its forward's results."""
 
-    results: bool = True  # out and lse; if not, the backward takes the softmax again
+    results: bool = True  # out and lse; False: there is no backward
     residual: bool = False
 
 

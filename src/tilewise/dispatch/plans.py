@@ -168,14 +168,11 @@ def differentiate(
     needs_bias_gradient: bool,
     is_partial: bool = False,
 ) -> Gradients:
-    """A backward, from what its forward took and gave. Results that nobody saved are computed again.
+    """A backward, from what its forward took and gave.
 
     `is_partial`: the call has some of the keys only, and results are those of all: its share of the
     gradients.
     """
     arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial)
     entry = backward_plan(inputs, results, *arguments)
-    if results.out is None and entry.saves.results:
-        results = attend(inputs, options, backend, Request(residual=True), are_values_known=True)
-        entry = backward_plan(inputs, results, *arguments)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

@@ -65,13 +65,6 @@ def when(condition: Operand) -> Iterator[None]:
 
 
 @contextmanager
-def unless(condition: Operand) -> Iterator[None]:
-    """if not condition: ..."""
-    with builder().if_then(builder().not_(condition.raw)):
-        yield
-
-
-@contextmanager
 def either(condition: Operand) -> Iterator[tuple[Any, Any]]:
     """if ... else ...: `with either(c) as (then, otherwise): with then: ... with otherwise: ...`"""
     with builder().if_else(condition.raw) as branches:

@@ -57,8 +57,6 @@ class Config:
     has_leftpad: bool = False  # of pages
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
-    short: str = ""  # "forward" or "backward" of `short.py`
-    is_narrow: bool = False  # not the widest vectors
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
     statistics: tuple[str, ...] = ()  # of `STATISTICS`: those that `statistics.py` gives
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type

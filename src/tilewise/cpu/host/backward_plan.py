@@ -30,10 +30,8 @@ from tilewise.cpu.host.compile import Kernel, load
 from tilewise.cpu.host.configs import (
     KINDS,
     backward_config,
-    decode_backward_config,
+    decode_config,
     is_decoding,
-    recomputes,
-    short_config,
 )
 from tilewise.cpu.host.forward_plan import BLOCK_K
 from tilewise.cpu.host.pool import CPU, pool
@@ -62,7 +60,7 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.signature, self.recomputes = signature, recomputes(problem)
+        self.signature = signature
         self.has_few_rows = is_decoding(problem)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
@@ -75,12 +73,12 @@ class BackwardPlan(CallPlan):
         )
         self._allocate()
         out, _, _, dout, _ = named(signature.results)
-        for name, t in (("out", dout if self.recomputes else out), ("do", dout)):
+        for name, t in (("out", out), ("do", dout)):
             self.set_strides(name, dense(t).strides)
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
-        if self.has_few_rows and not self.recomputes:  # keys that no query sees are left out
+        if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
             self.division, self.layout = self.divide(problem.seqlen_q, problem.seqlen_k)
@@ -88,10 +86,8 @@ class BackwardPlan(CallPlan):
 
     def _load(self, may_cut: bool) -> Kernel:
         problem, inputs = self.problem, self.given
-        if self.recomputes:
-            return load("short", short_config(problem, inputs, "backward"))
         if self.has_few_rows:
-            return load("decode_backward", decode_backward_config(problem, inputs))
+            return load("decode_backward", decode_config(problem, inputs, may_cut=False))
         dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
         return load("backward", replace(backward_config(problem, inputs, may_cut), dbias_kind=dbias_kind))
 
@@ -137,6 +133,7 @@ class BackwardPlan(CallPlan):
     ) -> Gradients | Retry:
         assert results is not None and dout is not None
         dtype, (out, lse, residual) = self.problem.compute_dtype, results
+        assert out is not None and lse is not None
         gradients = [new() for new in self.new]
         if self.has_unreached:  # stays 0 where no item reaches
             for gradient in gradients:
@@ -145,10 +142,10 @@ class BackwardPlan(CallPlan):
         dbias = delta = None
         if self.dbias_dtype is not None:
             dbias = torch.zeros(inputs.bias.shape, dtype=self.dbias_dtype, device=CPU)  # type: ignore[union-attr]
-        if self.problem.has_sinks and lse is not None:  # a query that sees no key has delta = -dlse
+        if self.problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
         dout = rows_dense(dout)
-        out, lse = (dout, dout) if out is None or lse is None else (rows_dense(out), lse.contiguous())
+        out, lse = rows_dense(out), lse.contiguous()
         residual = None if residual is None else residual.contiguous()
         if not self._launch(inputs, Results(out, lse, residual), dout, gradients, dlse, dbias, delta):
             return Retry(self.uncut)

@@ -25,8 +25,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Of kernels that run a microsecond: with wider vectors all that follows is slower.
-NARROW_VECTOR_BYTES = 32
 MAGIC = b"tilewise-kernel-1\n"
 
 WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
@@ -146,8 +144,6 @@ if hasattr(os, "register_at_fork"):  # a child must not find LLVM at work for an
 def load(name: str, config: Any) -> Kernel:
     """The kernel that module `name` builds for `config` (a frozen dataclass): from memory, disk, or LLVM."""
     machine = current_target()
-    if getattr(config, "is_narrow", False):
-        machine = replace(machine, vector_bytes=min(machine.vector_bytes, NARROW_VECTOR_BYTES))
     key = (name, config, machine)
     kernel = _loaded.get(key)
     if kernel is None:

@@ -16,7 +16,7 @@ from tilewise.core.signature import Signature, contiguous_strides
 from tilewise.cpu.host.arguments import CHANGING
 from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
-from tilewise.cpu.host.configs import decode_config, forward_config, short_config, waiting_share
+from tilewise.cpu.host.configs import decode_config, forward_config
 from tilewise.cpu.host.pool import pool
 
 BLOCK_K = 64  # a split of the keys is a multiple
@@ -99,7 +99,7 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)
-        self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.wanted_threads))
+        self.kernel = load("forward", forward_config(problem, self.given, may_cut))
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q)
             self.template.update(**self.division.words)
@@ -142,18 +142,6 @@ class DecodePlan(OutputPlan):
         )
 
 
-class ShortPlan(OutputPlan):
-    """So few queries and keys that a key head is one work item."""
-
-    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
-        super().__init__(problem, signature, may_cut)
-        self.kernel = load("short", short_config(problem, self.given, "forward"))
-        items, thread_bytes = problem.batch * problem.num_kv_heads, self.kernel.facts["scratch_bytes"]
-        words = {"items": items, "scratch_bytes": thread_bytes}
-        self.division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
-        self.template.update(**words)
-
-
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, facts: dict[str, int]) -> int:
     """As many tiles as share a K/V block well and fit the cache, in items that keep all threads at work."""
     cache = current_target().l2_bytes * 5 // 8  # for query tiles, beside a block of K and V
@@ -166,7 +154,8 @@ def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, f
         tiles, items = -(-tiles_all // chunks), heads * chunks
         largest = tiles * (2 if is_causal and chunks > 1 else 1) + converting
         is_even = items % threads == 0 and (chunks == 1 or not is_causal)
-        return (heads * tiles_all + items * converting) / threads + largest * waiting_share(threads, is_even)
+        waiting = max(0.0, 1 - (2 if is_even else 1) / threads)  # many threads never run at one speed
+        return (heads * tiles_all + items * converting) / threads + largest * waiting
 
     most_chunks = max(fewest_chunks, min(tiles_all, 4 * threads))
     return max(1, -(-tiles_all // min(range(fewest_chunks, most_chunks + 1), key=time)))

@@ -7,7 +7,7 @@ from tilewise.core.problem import AttentionProblem
 from tilewise.core.signature import Signature
 from tilewise.cpu.host import configs
 from tilewise.cpu.host.backward_plan import BackwardPlan
-from tilewise.cpu.host.forward_plan import DecodePlan, ForwardPlan, ShortPlan
+from tilewise.cpu.host.forward_plan import DecodePlan, ForwardPlan
 from tilewise.cpu.host.statistics_plan import StatisticsPlan
 
 
@@ -17,14 +17,10 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return BackwardPlan(problem, signature)
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature)  # type: ignore[return-value]
-    if configs.is_short(problem):
-        return ShortPlan(problem, signature)
     if configs.is_decoding(problem):
         return DecodePlan(problem, signature)
     return ForwardPlan(problem, signature)
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    """The backward of a few queries and keys takes the softmax again."""
-    saves_results = not configs.recomputes(problem)
-    return Saves(saves_results, saves_results)
+    return Saves(residual=True)

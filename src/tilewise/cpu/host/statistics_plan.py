@@ -30,7 +30,7 @@ class StatisticsPlan(CallPlan):
         self.aux = aux = signature.aux
         wanted = {"row_max": aux.needs_row_max, "entropy": aux.entropy, "column_sum": bool(aux.column_sum)}
         names = tuple(name for name, is_wanted in wanted.items() if is_wanted)
-        self.kernel = load("statistics", statistics_config(problem, self.given, names, self.wanted_threads))
+        self.kernel = load("statistics", statistics_config(problem, self.given, names))
         last_rows = UNBOUNDED if aux.last_rows is None else min(aux.last_rows, UNBOUNDED)
         is_of_last_rows = aux.first_visited(UNBOUNDED) > 0
         self.template.update(last_rows=last_rows, visited_rows=last_rows if is_of_last_rows else UNBOUNDED)

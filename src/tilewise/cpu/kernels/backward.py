@@ -12,8 +12,8 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
             (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
-            dq_t += k^T ds_t; or, no other keys to see, dq = ds k            [head_dim, block_q]
-            dv   += p_t do;            dk += ds_t q       (no other queries to see: written at once)
+            dq_t += k^T ds_t                                                 [head_dim, block_q]
+            dv   += p_t do;            dk += ds_t q                          [BLOCK_K, head_dim]
         dq of the tile += dq_t, after the previous block of keys has added its own
 
 Where lse counts keys that the call does not have (`is_partial`), no sums are known, and none is corrected.
@@ -28,10 +28,9 @@ which other threads already hold or have finished, so the wait ends. Scratch: on
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
-from tilewise.cpu.dsl.control import claim, either, loop, unless, wait_until, when
+from tilewise.cpu.dsl.control import claim, either, loop, wait_until, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import FORMATS, exp
@@ -70,17 +69,15 @@ from tilewise.cpu.kernels.tiles import (
     store_rows,
     transpose_rows,
 )
-from tilewise.cpu.kernels.whole_rows import WholeRows
 
 BELOW = 3.0  # lse by which scores are shifted: about where those of some twenty keys are
 
 
-class BackwardKernel(WholeRows):
+class BackwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "backward"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
-    has_rows = True  # gradients that one step or one tile has alone are written as rows: see whole_rows
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
@@ -147,17 +144,15 @@ class BackwardKernel(WholeRows):
                 head = Head(self.shape, args, batch, kv_head * args.group + g)
                 for t in loop(q0 // block_q, (maximum(0, q1) + (block_q - 1)) // block_q):
                     self.attend(head, t, block, j0, n)
-            with unless(self.sees_one_tile(keys, j0)) if self.has_rows else nullcontext():
-                self.store_keys(keys, j0, n)
+            self.store_keys(keys, j0, n)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config
         count = (n + (shape.rows - 1)) & -shape.rows
         load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
         load_rows(shape, self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
-        with unless(self.sees_one_tile(head, j0)):
-            for area in (self.dk, self.dv):
-                fill_zero(shape, area, count)
+        for area in (self.dk, self.dv):
+            fill_zero(shape, area, count)
 
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
@@ -166,30 +161,24 @@ class BackwardKernel(WholeRows):
         self.load_statistics(head, q0, self.load_queries(head, q0))
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
-        is_alone = self.sees_only(head, q0, j0 + first, minimum(last - first, block_k))
-        with unless(is_alone) if self.has_rows else nullcontext():
-            fill_zero(shape, self.dq_t, shape.pad)
+        fill_zero(shape, self.dq_t, shape.pad)
         for j in loop(first, last, block_k):
             for kernel in fitting(self, head, q0):
                 kernel.step(head, q0, j0, j, minimum(last - j, block_k))
         split = self.args.split_keys
-        with unless(is_alone) if self.has_rows else nullcontext():
-            self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
+        self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [0, end)."""
         self.weights(head, q0, j0, j, end)
         self.score_gradients(head, q0, j0, j, end)
-        with either(self.sees_only(head, q0, j0 + j, end)) as (alone, among):
-            with alone:
-                self.write_query_gradients(head, q0, j, end)
-            with among:
-                self.add_query_gradients(j, end)
-        with either(self.sees_one_tile(head, j0)) as (alone, among):
-            with alone:
-                self.write_key_gradients(head, q0, j0, j, end)
-            with among:
-                self.add_key_gradients(j, end)
+        self.add_query_gradients(j, end)
+        self.add_key_gradients(j, end)
+
+    def sees_only(self, head: Head, q0: Value, first: Value, count: Value) -> Value:
+        """Whether no query of the tile sees other keys than first + [0, count)."""
+        k0, k1 = head.key_range(q0, minimum(q0 + self.shape.block_q, head.seqlen_q))
+        return (k0 < k1) & (k0 >= first) & (k1 <= first + count)
 
     def load_queries(self, head: Head, q0: Value) -> Scalar:
         """q, do as rows and transposed; rowsum(do * out). How many rows that are, repeated ones included."""
@@ -264,6 +253,23 @@ class BackwardKernel(WholeRows):
             with when(self.sees_only(head, q0, j0 + j, end)):
                 self.normalize(totals, end)
 
+    def sink_weight(self, head: Head, lse: Operand, factor: Operand) -> Value:
+        """What a sink takes of the weights of some queries."""
+        if not self.config.has_sinks:
+            return self.shape.constant(0.0)
+        return exp(head.sink() - lse, self.shape.exp_degree, factor)
+
+    def normalize(self, totals: list[Var], end: Value) -> None:
+        """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
+        lanes, columns = self.shape.lanes, self.shape.columns()
+        factors = [select(total > 0.0, like(1.0, total) / total, 1.0) for total in totals]
+        for r in loop(0, end):
+            for c, factor in zip(columns, factors):
+                cell = self.p_t[r, c]
+                cell.store(cell.load(lanes) * factor)
+        for c, factor in zip(columns, factors):
+            self.norm[0, c].store(factor)
+
     def score_gradients(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """ds_t = p_t * (v do_t - delta); dbias is ds before the softcap's derivative."""
         shape = self.shape
@@ -290,6 +296,35 @@ class BackwardKernel(WholeRows):
                 for c in shape.columns():
                     ds = self.ds_t[r0, c]
                     ds.store(ds.load(shape.lanes) * self.cap_slope[r0, c].load(shape.lanes))
+
+    def balance(self, head: Head, q0: Value, j0: Value, end: Value) -> None:
+        """Where the tile sees no keys but j0 + [0, end): ds_t as if delta were the sum of p_t dp_t.
+
+        A row of ds adds up to dlse (and what its sink takes of delta). What it has beyond that is rounding
+        in dp and delta, which is large beside ds where few keys have all weight: p_t times it is taken off.
+        """
+        shape, lanes, columns = self.shape, self.shape.lanes, self.shape.columns()
+        with when(self.sees_only(head, q0, j0, end)):
+            excess = [Var(-self.row_sum(head, c)) for c in columns]
+            whole = end & -shape.rows  # rows from `end` on may hold the NaN of a key that nobody sees
+            for r0 in loop(0, whole, shape.rows):
+                for c, x in zip(columns, excess):
+                    ds = [self.ds_t.at(r0, c)[r, 0].load(lanes) for r in range(shape.rows)]
+                    x.set(x + sum(ds[1:], ds[0]))
+            for r in loop(whole, end):
+                for c, x in zip(columns, excess):
+                    x.set(x + self.ds_t[r, c].load(lanes))
+            for r in loop(0, end):
+                for c, x in zip(columns, excess):
+                    cell, p = self.ds_t[r, c], self.p_t[r, c].load(lanes)
+                    cell.store(fma(-p, x, cell.load(lanes)))
+
+    def row_sum(self, head: Head, c: int) -> Value:
+        """What rows of ds add up to, of the queries from c on."""
+        statistics = (self.lse, self.factor, self.delta, self.dlse, self.norm)
+        lse, factor, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
+        sink = self.sink_weight(head, lse, factor)
+        return fma(sink * norm, delta, dlse) if self.config.has_sinks else dlse
 
     def add_query_gradients(self, j: Value, end: Value) -> None:
         """dq_t += k^T ds_t."""

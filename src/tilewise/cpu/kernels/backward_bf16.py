@@ -46,7 +46,6 @@ from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, 
 class BFloat16BackwardKernel(BackwardKernel):
     """The steps that differ."""
 
-    has_rows = False
     key_blocks = (64, 64), (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
     q_factor: Operand | None = None  # of q before it is stored
 

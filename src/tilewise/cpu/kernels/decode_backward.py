@@ -50,10 +50,8 @@ from tilewise.cpu.kernels.tiles import (
     load_rows,
     outer_sums,
     round_up,
-    store_products,
     store_rows,
 )
-from tilewise.cpu.kernels.whole_rows import scaled
 
 SPLIT_KEYS = 512  # at most
 HEIGHT = 4  # keys whose dk or dv is summed at once
@@ -239,13 +237,19 @@ class DecodeBackwardKernel(DecodeKernel):
     def store_key_gradients(self, head: Head, j0: Scalar, n: Value) -> None:
         """dv = p^T do, dk = scale * ds^T q."""
         shape, config, scale = self.shape, self.config, self.args.vector("scale", self.shape)
-        step = HEIGHT, 4 if shape.rows == 8 else 3
+        most = 4 if shape.rows == 8 else 3
         for name, weights, rows, area, dim, factor in (
             ("dv", self.p, self.do, self.dv, config.head_dim_v, shape.constant(1.0)),
             ("dk", self.dp, self.q, self.dk, config.head_dim, scale),
         ):
-            target = head.key_rows(name, j0)
-            store_products(shape, target, n, self.rows, weights, rows, area, dim, scaled(factor), step)
+            for c, count, vectors in lane_chunks(shape, area.stride, most):
+                for j in loop(0, n, HEIGHT):
+                    for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
+                        a, b = weights.at(0, j).T, rows.at(0, column)
+                        for r, sums in enumerate(outer_sums(shape, HEIGHT, vectors, self.rows, a, b)):
+                            for x, total in enumerate(sums):
+                                area.at(j, column)[r, x * shape.lanes].store(total * factor)
+            store_rows(shape, head.key_rows(name, j0), area, n, dim)
 
     def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
         """Add dq to the head's sum when `place` splits have; the last one writes dq."""

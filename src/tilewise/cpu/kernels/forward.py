@@ -1,7 +1,7 @@
 """Forward attention on the CPU: O = softmax(S) V tile by tile, as machine code.
 
-A work item is one head and `tiles` tiles of queries. For each block of keys (128, or all of up to
-256), K and V are converted once and all tiles of the item use them:
+A work item is one head and `tiles` tiles of queries. For each block of keys, K and V are converted once and
+all tiles of the item use them:
 
     for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
     for each block of keys:                                   k, v converted     [block_k, head_dim]
@@ -12,24 +12,21 @@ A work item is one head and `tiles` tiles of queries. For each block of keys (12
             acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]
     for each tile:  out = acc_t^T / l;  lse = m + log l
 
-A tile that sees the keys of one block alone has no running output: out = p v / l as rows.
-
 The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
 in its item nor on which thread computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tilewise.cpu.dsl.control import claim, either, loop, unless, when
-from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
+from tilewise.cpu.dsl.control import claim, loop, when
+from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import exp, log_sum_exp, quotient
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.host.configs import KEY_BLOCK
 from tilewise.cpu.kernels.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.kernels.scores import Scores
 from tilewise.cpu.kernels.tiles import (
@@ -41,13 +38,10 @@ from tilewise.cpu.kernels.tiles import (
     Shape,
     build_kernel,
     fitting,
-    heights,
     load_rows,
     narrowed,
     outer_sums,
     round_up,
-    share_of,
-    store_products,
     store_rows,
     transpose_rows,
 )
@@ -58,7 +52,6 @@ class Tile:
 
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
-        self.share: tuple[Scalar, Scalar] = (0, 0)  # which of the rows of a group of later keys it asks for
         self.scratch = Scratch(shape, base)
         height = shape.config.pieces * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
@@ -71,11 +64,10 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "forward"
-    key_blocks: KeyBlocks = ((KEY_BLOCK, KEY_BLOCK),)  # all keys of a short call, whose output comes as rows
+    key_blocks: KeyBlocks = ((128, 128),)
     most_tiles = 16  # tiles that share one converted K/V block
     converting = 8  # K and V costs as much as so many queries
     unit = 1.0  # of scores and their maximum
-    has_rows = True  # out of one block of keys comes as rows, which need not be transposed
     k: Any  # Rows; with tile registers, lists of their pieces
     v: Any
     p_t: Any
@@ -88,7 +80,7 @@ class ForwardKernel:
         self.reserve(scratch)
         height = round_up(shape.block_q, shape.rows)
         self.rows = scratch.rows(height, max(shape.pad, shape.pad_v))  # q coming in, out leaving
-        self.divisor, self.inverse, self.residual = (scratch.rows(1, shape.block_q) for _ in range(3))
+        self.residual = scratch.rows(1, shape.block_q)
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
@@ -121,7 +113,6 @@ class ForwardKernel:
                 self.load_keys(head, j0, minimum(k1 - j0, load_k))
                 for t in loop(0, tiles):
                     tile = self.tile(q0, t)
-                    tile.share = share_of(t, tiles, self.shape.rows)
                     for kernel in fitting(self, head, tile.q0):
                         kernel.attend(head, tile, j0)
             for t in loop(0, tiles):
@@ -138,16 +129,9 @@ class ForwardKernel:
         for c in shape.columns():
             tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
-        with unless(self.sees_one_block(head, tile)):
-            for d in loop(0, shape.pad_v):
-                for c in shape.columns():
-                    tile.acc_t[d, c].store(shape.constant(0.0))
-
-    def sees_one_block(self, head: Head, tile: Tile) -> Value:
-        """Whether `attend` writes the tile's output."""
-        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + self.shape.block_q, head.seqlen_q))
-        first_of_last = (k1 - 1) & -self.load_k if self.has_rows else k1
-        return (k0 < k1) & (k0 >= first_of_last)
+        for d in loop(0, shape.pad_v):
+            for c in shape.columns():
+                tile.acc_t[d, c].store(shape.constant(0.0))
 
     def load_queries(self, head: Head, tile: Tile) -> None:
         """Transpose and scale the queries."""
@@ -177,7 +161,7 @@ class ForwardKernel:
             for v, c in enumerate(shape.columns()):
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
-            self.take_values(head, tile, correction, first, n)
+            self.add_values(head, tile, correction, first, n)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; the new running maximum."""
@@ -185,22 +169,14 @@ class ForwardKernel:
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         m_new = [Var(tile.m[0, c].load(shape.lanes)) for c in shape.columns()]
-        for j, rows in heights(shape.rows, first, n):
-            self.ask_for_keys(head, tile, j0 + self.load_k + j)
-            s = outer_sums(shape, rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
+        for j in loop(first, n, shape.rows):
+            s = outer_sums(shape, shape.rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
             scores.apply(s, j)
-            for r in range(rows):
+            for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
                     self.p_t.at(j, c)[r, 0].store(s[r][v])
                     m_new[v].set(maximum(m_new[v], s[r][v]))
         return m_new
-
-    def ask_for_keys(self, head: Head, tile: Tile, j: Value) -> None:
-        """Ask for the tile's share of the keys j + [0, rows): they come while products are computed."""
-        config = self.shape.config
-        for r in loop(*tile.share):
-            for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
-                prefetch_row(head.key_rows(name, 0)(minimum(j + r, head.seqlen_k - 1)), dim)
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more.
@@ -224,14 +200,7 @@ class ForwardKernel:
                         cell.store(select(kept, cell.load(shape.lanes), 0.0))
         return l
 
-    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
-        with either(self.sees_one_block(head, tile)) as (alone, among):
-            with alone:
-                self.write_rows(head, tile, first, n)
-            with among:
-                self.add_values(tile, correction, first, n)
-
-    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+    def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""
         shape = self.shape
         for d in loop(0, round_up(shape.config.head_dim_v, shape.rows), shape.rows):
@@ -241,28 +210,6 @@ class ForwardKernel:
                 for v, c in enumerate(shape.columns()):
                     acc = tile.acc_t.at(d, c)[r, 0]
                     acc.store(fma(acc.load(shape.lanes), correction[v], pv[r][v]))
-
-    def write_rows(self, head: Head, tile: Tile, first: Value, n: Value) -> None:
-        """out = p v / l, head dimensions in lanes: the tile sees the keys [first, n) of the block alone."""
-        shape = self.shape
-        divided = self.divider(tile)
-        target, rows = head.query_rows("out", tile.q0), minimum(head.seqlen_q - tile.q0, shape.width)
-        p_t, v, dim = self.p_t.at(first, 0), self.v.at(first, 0), shape.config.head_dim_v
-        area = Rows(self.rows.ptr, shape.pad_v)
-        store_products(shape, target, rows, n - first, p_t, v, area, dim, divided)
-
-    def divider(self, tile: Tile) -> Callable[[Value, Value], Value]:
-        """A function that divides what belongs to one of the tile's queries."""
-        for c in self.shape.columns():
-            l, inverse = self.divide(tile, c)
-            self.divisor[0, c].store(l)
-            self.inverse[0, c].store(inverse)
-
-        def divided(i: Value, x: Value) -> Value:
-            l, inverse = (area[0, i].splat(x.type.count) for area in (self.divisor, self.inverse))
-            return quotient(x, l, inverse)
-
-        return divided
 
     def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
         """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""
@@ -282,14 +229,17 @@ class ForwardKernel:
             self.residual[0, c].store(residual)
         for i in loop(0, n):
             head.store_lse(tile.q0 + i, tile.m[0, i].load(), self.residual[0, i].load())
-        with unless(self.sees_one_block(head, tile)):
-            for c in shape.columns():
-                l, inverse = self.divide(tile, c)
-                for d in loop(0, shape.pad_v):
-                    acc = tile.acc_t[d, c]
-                    acc.store(quotient(acc.load(shape.lanes), l, inverse))
-            transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
-            store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
+        self.write_out(head, tile, n)
+
+    def write_out(self, head: Head, tile: Tile, n: Value) -> None:
+        shape = self.shape
+        for c in shape.columns():
+            l, inverse = self.divide(tile, c)
+            for d in loop(0, shape.pad_v):
+                acc = tile.acc_t[d, c]
+                acc.store(quotient(acc.load(shape.lanes), l, inverse))
+        transpose_rows(shape, self.rows, tile.acc_t, shape.pad_v, shape.block_q)
+        store_rows(shape, head.query_rows("out", tile.q0), self.rows, n, shape.config.head_dim_v)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -29,7 +29,7 @@ from tilewise.cpu.dsl.bf16_products import (
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512
+from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512, quotient
 from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
@@ -47,7 +47,6 @@ class BFloat16ForwardKernel(ForwardKernel):
 
     # Of large heads acc comes and goes less often; of small ones P and s_t stay in L1.
     key_blocks = (128, 128), (128, 256), (64, 128), (64, 256)
-    has_rows = False
     most_tiles = 32
     converting = 60
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
@@ -171,10 +170,7 @@ class BFloat16ForwardKernel(ForwardKernel):
                         pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
                         p_t.at(j // 2, 0)[i // 2, c].store(pairs)
 
-    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
-        self.add_values(tile, correction, first, n)
-
-    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+    def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
         with when(any_of(c < 1.0 for c in correction)):
             for d in loop(0, shape.pad_v):
@@ -213,7 +209,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
         self.sum_weights(lambda s, v: s - m[v], l, dropout, first, n)
         return l
 
-    def add_values(self, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+    def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
         shape = self.shape
         for d in loop(0, shape.pad_v, TILE):
@@ -234,7 +230,6 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
     out = p v / l
     """
 
-    has_rows = True
     converting = 24
 
     def reserve(self, scratch: Scratch) -> None:
@@ -244,6 +239,7 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
         self.pairs = [scratch.rows(shape.block_k // 2, shape.pad_v) for _ in self.v]
         self.p = [scratch.rows(TILE, shape.block_k, "i16") for _ in self.v]
         self.out = scratch.rows(TILE, shape.pad_v)
+        self.divisor, self.inverse = (scratch.rows(1, shape.block_q) for _ in range(2))
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         config = self.shape.config
@@ -254,7 +250,7 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
             for pairs, v in zip(self.pairs, self.v):
                 pair_rows(pairs.at(j // 2, 0), v, TILE)
 
-    def take_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+    def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """out = p v / l."""
         shape, dim = self.shape, self.shape.config.head_dim_v
         height = (n + (TILE - 1)) // TILE * LANES
@@ -263,11 +259,21 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
         for c in loop(0, shape.pad_v, 2 * LANES):
             v = [pairs.at(0, c) for pairs in self.pairs]
             self.product(self.out.at(0, c), self.p, v, (first, n), 2, False)
-        target, divided = head.query_rows("out", tile.q0), self.divider(tile)
+        for column in shape.columns():
+            for area, x in zip((self.divisor, self.inverse), self.divide(tile, column)):
+                area[0, column].store(x)
+        target = head.query_rows("out", tile.q0)
         for i in loop(0, minimum(head.seqlen_q - tile.q0, shape.block_q)):
             row = target(i)
             for column, width in pieces(0, dim, shape.lanes):
-                row[column].store(divided(i, self.out[i, column].load(width)))
+                l, inverse = (area[0, i].splat(width) for area in (self.divisor, self.inverse))
+                row[column].store(quotient(self.out[i, column].load(width), l, inverse))
+
+    def write_out(self, head: Head, tile: Tile, n: Value) -> None:
+        """0 if the tile sees no key."""
+        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + self.shape.block_q, head.seqlen_q))
+        with when(k0 >= k1):
+            super().write_out(head, tile, n)
 
 
 class OneBlockCutForwardKernel(OneBlockForwardKernel, CutForwardKernel):

@@ -22,7 +22,6 @@ from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE, exp, log
 from tilewise.cpu.dsl.vector import Scalar, Value, Var, fma, maximum, minimum, number, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.host.configs import KEY_BLOCK
 from tilewise.cpu.kernels.dropout import GROUP
 from tilewise.cpu.kernels.scores import Scores
 from tilewise.cpu.kernels.tiles import (
@@ -34,7 +33,6 @@ from tilewise.cpu.kernels.tiles import (
     Shape,
     build_kernel,
     fitting,
-    heights,
     load_rows,
     narrowed,
     outer_sums,
@@ -59,7 +57,7 @@ class StatisticsKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "statistics"
-    key_blocks: KeyBlocks = ((KEY_BLOCK, KEY_BLOCK),)
+    key_blocks: KeyBlocks = ((128, 128),)
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         shape.exp_degree = max(shape.exp_degree, FLOAT32_DEGREE)  # of 16-bit inputs too: weights stay float32
@@ -156,7 +154,8 @@ class StatisticsKernel:
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
         row_max = [Var(tile.row_max[0, c].load(shape.lanes)) for c in shape.columns()]
-        for j, rows in heights(shape.rows, first, n):
+        rows = shape.rows
+        for j in loop(first, n, rows):
             s = outer_sums(shape, rows, shape.vectors, shape.config.head_dim, self.k.at(j, 0), tile.q_t)
             scores.apply(s, j)
             for r in range(rows):

@@ -2,8 +2,7 @@
 
 Queries stand in vector lanes. A tile of scores is kept transposed, s[key, query], so that a row of K or V
 is read as it lies in memory, one broadcast number at a time; the softmax over keys runs down the rows of s
-without a horizontal step; and a mask is a comparison of lanes. Only q enters and out leaves transposed, and
-out as rows where one block of keys is all.
+without a horizontal step; and a mask is a comparison of lanes. Only q enters and out leaves transposed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from tilewise.cpu.host.compile import Target
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
-LONG_BLOCK = 128  # and where it is not
-FEW_ROWS = 4  # a last step of so many takes half as long
 INF = math.inf
 KeyBlocks = tuple[tuple[int, int], ...]  # by pieces, from 0: keys of a block, head sizes under 128 and over
 Grid = list[list[Var]]  # accumulators [rows][vectors]
@@ -59,9 +56,7 @@ class Shape:
         sizes = key_blocks[min(config.pieces, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
-        self.depth = min(4, self.lanes)
-        if not config.short:
-            self.depth = max(self.depth, self.lanes // max(1, config.rows))
+        self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
         self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
 
     def constant(self, x: float) -> Value:
@@ -204,35 +199,7 @@ def outer_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: Row
         half = round_up(n // 2, 2)  # one sum of so many products would be rounded twice as coarsely
         first = outer_sums(shape, rows, vectors, half, a, b)
         return added(first, outer_sums(shape, rows, vectors, n - half, a.at(0, half), b.at(half, 0)))
-    if not isinstance(n, int) and shape.block_k > LONG_BLOCK and shape.config.kind == "f32":
-        first = _chained_sums(shape, rows, vectors, minimum(n, LONG_BLOCK), a, b)
-        a, b = a.at(0, LONG_BLOCK), b.at(LONG_BLOCK, 0)
-        return added(first, _chained_sums(shape, rows, vectors, n - LONG_BLOCK, a, b))
     return _chained_sums(shape, rows, vectors, n, a, b)
-
-
-def store_products(
-    shape: Shape, target: Callable[[Value], Ptr], count: Value, n: Scalar, weights_t: Rows, values: Rows,
-    area: Rows, dim: int, finish: Callable[[Value, Value], Value], step: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
-    """target(i)[:dim] = finish(i, sum over k < n of weights_t[k, i] values[k]), i < count.
-
-    Rows as they are stored: nothing to transpose. Through `area` if that is padded. `step`: rows and
-    vectors that are summed at once, at most.
-    """
-    is_padded = dim != area.stride
-    most_rows, most_vectors = step or (shape.rows, 3)
-    for c, chunks, vectors in lane_chunks(shape, area.stride, most_vectors):
-        for i, rows in heights(most_rows, 0, count):
-            for column in loop(c, c + chunks * vectors * shape.lanes, vectors * shape.lanes):
-                a, b = weights_t.at(0, i).T, values.at(0, column)
-                sums = outer_sums(shape, rows, vectors, n, a, b)
-                for r in reversed(range(rows)):  # what is past the end is written over
-                    row = area[i + r, 0] if is_padded else target(minimum(i + r, count - 1))
-                    for x, total in enumerate(sums[r]):
-                        row[column][x * shape.lanes].store(finish(i + r, Value(total.raw)))
-    if is_padded:
-        store_rows(shape, target, area, count, dim)
 
 
 def added(x: Grid, y: Grid) -> Grid:
@@ -253,18 +220,6 @@ def _chained_sums(shape: Shape, rows: int, vectors: int, n: Scalar, a: Rows, b: 
                 for v in range(vectors):
                     acc[r][v].set(fma(a_rk, b_k[v], acc[r][v]))
     return acc
-
-
-def heights(rows: int, start: Scalar, stop: Value) -> Iterator[tuple[Value, int]]:
-    """Go from start to stop in steps of so many rows; where no more than 4 are left, of 4."""
-    if rows <= FEW_ROWS:
-        yield from ((i, rows) for i in loop(start, stop, rows))
-        return
-    whole = start + ((stop - start + (rows - FEW_ROWS - 1)) & -rows)
-    for i in loop(start, whole, rows):
-        yield i, rows
-    with when(whole < stop):
-        yield whole, FEW_ROWS
 
 
 def lane_chunks(shape: Shape, width: int, most: int) -> list[tuple[int, int, int]]:
@@ -378,9 +333,3 @@ def fitting(kernel: Any, head: Head, q0: Scalar) -> Iterator[Any]:
             yield kernel
         with narrow:
             yield from fitting(kernel.narrow, head, q0)
-
-
-def share_of(part: Value, parts: Value, count: int) -> tuple[Value, Value]:
-    """Where the share of one of so many parts of [0, count) begins and ends."""
-    size = (count + (parts - 1)) // parts
-    return size * part, minimum(size * (part + 1), count)
