@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
+from tilewise import reference
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
 from tilewise.gpu.hopper.mask import tile_map
+from tilewise.testing import compare
 
 pytest.importorskip("triton")
 
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
 WARPGROUPS = 2
 
 
@@ -127,3 +132,34 @@ def test_inference_tensors_are_scanned_in_every_call(scans: list[Any]):
         for _ in range(2):
             tile_map.tile_map(mask, 8, 8, 2, 64)
     assert len(scans) == 2
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 20)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_random_masks(dims: tuple[int, int], options: dict[str, Any]):
+    for steepness in (1, 1, 1, 20):
+        seqlen_q, seqlen_k = random.randint(1, 700), random.randint(1, 900)
+        mask = draw(seqlen_q, seqlen_k).cuda()
+        batch, heads = (max(2, n) for n in mask.shape[:2])
+        q = torch.randn(batch, seqlen_q, heads, dims[0], device="cuda").bfloat16() * steepness
+        k, v = (torch.randn(batch, seqlen_k, 1, d, device="cuda").bfloat16() for d in dims)
+        options = options | {"mask": mask}
+        found = tilewise.attention(q, k, v, return_lse=True, backend="hopper", **options)
+        exact, baseline = (reference.attention(q, k, v, dtype=t, **options) for t in (torch.float64, q.dtype))
+        for name, f, e, b in zip(("out", "lse"), found, exact, baseline, strict=True):
+            report = compare(name, f, e, b)
+            assert report.is_within, report
+
+
+@needs_hopper
+def test_a_graph_replays_with_a_new_mask():
+    q, k, v = (torch.randn(1, 300, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    mask = torch.rand(300, 300, device="cuda") < 0.5
+    tilewise.attention(q, k, v, mask=mask, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention(q, k, v, mask=mask, backend="hopper")
+    mask.copy_(torch.rand(300, 300, device="cuda") < 0.5)
+    graph.replay()
+    assert torch.equal(out, tilewise.attention(q, k, v, mask=mask, backend="hopper"))
