@@ -95,7 +95,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         scanned.append(mask.shape)
         return MaskMap()
 
-    monkeypatch.setattr(tile_map, "_scanned", scan)
+    monkeypatch.setattr(tile_map, "_map_of", scan)
     tile_map.clear()
     return scanned
 

@@ -78,7 +78,13 @@ ROWS = (
     Row("left padding of a cache", lambda p: p.has_leftpad, {
         "aten": NO_CACHE, "hopper": "does not take left padding",
     }),
-    Row("mask", _has_mask, {"hopper backward": "has no gradient with a mask"}),
+    Row("mask", _has_mask, {}),
+    Row("gradient with a mask, deterministic", lambda p: _has_mask(p) and p.deterministic, {
+        "hopper backward": "has no deterministic gradient with a mask",
+    }, is_rare=True),
+    Row("gradient with a mask, head_dim over 128", lambda p: _has_mask(p) and p.head_dim > 128, {
+        "hopper backward": "has gradients with a mask up to head size 128, not {p.head_dim}",
+    }, is_rare=True),
     Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
     }, is_rare=True),
