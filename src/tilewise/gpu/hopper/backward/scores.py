@@ -58,7 +58,7 @@ def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexp
     x = x * unit - lse[None, :]
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
-    if cfg.HAS_MASK:
+    if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
         if at.has_hidden != 0:
             x = hide_by_bits(x, at.words)
     return exp2(x), slope

@@ -75,8 +75,8 @@ def list_queries_kernel(
 ):  # fmt: skip
     """The query tiles of all heads of a group that a tile of keys visits, by mask, window and causal mask.
 
-    states: of the transposed mask. A list is its length, and entries: head_of_group * tiles_q + tile << SHIFT,
-    and flags.
+    states: of the transposed mask. A list is its length, then entries: head_of_group * tiles_q + tile above
+    the flags.
     """
     row = tl.program_id(0)
     tile_k, bh = row % key_tiles, row // key_tiles
