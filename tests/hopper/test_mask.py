@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import tilewise
 from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
 from tilewise.gpu.hopper.mask import tile_map
 from tilewise.testing import compare
@@ -74,7 +76,38 @@ def check_scan() -> None:
         for b in range(mask.shape[0]):
             for h in range(mask.shape[1]):
                 assert torch.equal(dense(found, b, h, seqlen_q, seqlen_k, block_n), full[b, h])
+        check_lists(mask, seqlen_q, seqlen_k, block_n)
         print(tuple(mask.shape))
+
+
+def check_lists(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, block_m: int) -> None:
+    """The transposed map against each tile of keys of the full mask, causal or with a window or neither."""
+    kv_heads, group = random.choice([(1, 2), (2, 1)]) if mask.shape[1] == 2 else (2, 3)
+    q = torch.empty(mask.shape[0], seqlen_q, kv_heads * group, 64, dtype=torch.bfloat16)
+    k = q.new_empty(mask.shape[0], seqlen_k, kv_heads, 64)
+    options = random.choice([Options(), Options(causal=True), Options(window_left=70, window_right=9)])
+    problem = describe(Inputs(q, k, k, mask=mask), options)
+    found = tile_map.transposed_map(problem, mask, block_m)
+    key_tiles, tiles_q = -(-seqlen_k // 128), -(-seqlen_q // block_m)
+    full = mask.expand(len(mask), kv_heads * group, seqlen_q, seqlen_k)
+    visibility = problem.visibility()
+    for b, head, tile_k in itertools.product(range(len(mask)), range(kv_heads), range(key_tiles)):
+        line = found.lists[b * found.list_batch + head * found.list_head + tile_k].tolist()
+        entries = line[1 : 1 + line[0]]
+        slots = [entry >> FLAG_BITS for entry in entries]
+        assert slots == sorted(set(slots))
+        for g, tile in itertools.product(range(group), range(tiles_q)):
+            rows, cols = slice(tile * block_m, (tile + 1) * block_m), slice(tile_k * 128, tile_k * 128 + 128)
+            seen = full[b, head * group + g, rows, cols]
+            edge = (rows.start, rows.start + seen.shape[0], cols.start, cols.start + seen.shape[1])
+            is_visible = bool((seen & visibility.tile_mask(*edge)).any())
+            assert not is_visible or g * tiles_q + tile in slots
+            assert seen.any() or g * tiles_q + tile not in slots
+            if g * tiles_q + tile in slots:
+                flags = entries[slots.index(g * tiles_q + tile)]
+                halves = seen[:, :64], seen[:, 64:]
+                for w, half in enumerate(halves):
+                    assert half.numel() == 0 or (flags >> w & 1) == (not half.all())
 
 
 def test_scan_writes_what_the_mask_says():
