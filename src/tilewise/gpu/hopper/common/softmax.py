@@ -4,6 +4,7 @@ from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)  # log2(e): natural units to units of log2
+LN_2_REST = gl.constexpr(-1.904654299957768e-09)  # of ln 2, what float32 rounds away
 LN_2 = gl.constexpr(0.6931471805599453)  # and back
 
 
@@ -108,13 +109,15 @@ def exact_lse(m, l, factors):
     scale * shift plus that and the sum's logarithm.
     """
     whole, log2_rest = log2_parts(l)
-    m, lost = two_sum(finite_or_zero(m), whole)
+    m = finite_or_zero(m)
     shift = m * reciprocal(factors.scale_log2e)
     high, low = two_product(shift, factors.scale_log2e)
-    rest = (((m - high) - low) + lost + log2_rest) * LN_2
+    rest = (((m - high) - low) + log2_rest) * LN_2
     high, low = two_product(shift, factors.scale)
     high, lower = two_sum(high, rest)
-    low += lower
+    of_whole, lowest = two_product(whole, LN_2)
+    high, lost = two_sum(high, of_whole)
+    low += lower + lost + lowest + whole * LN_2_REST
     lse = high + low
     return gl.where(l == 0.0, float("-inf"), lse), gl.where(l == 0.0, 0.0, (high - lse) + low)
 
