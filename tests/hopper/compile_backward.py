@@ -37,6 +37,16 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "d128_softcap": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "causal": True}),
     "d64_softcap": (64, 40, torch.float16, False, {"softcap": 20.0}),
     "d128_packed": (128, 128, torch.bfloat16, True, {"causal": True}),
+    "mask_d64": (64, 64, torch.bfloat16, False, {}),
+    "mask_d64_causal": (64, 64, torch.float16, False, {"causal": True}),
+    "mask_d128": (128, 128, torch.bfloat16, False, {}),
+    "mask_d128_window_softcap": (
+        128,
+        128,
+        torch.bfloat16,
+        False,
+        {"window_left": 100, "window_right": 10, "softcap": 20.0},
+    ),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
@@ -52,7 +62,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
 def compile_case(name: str) -> list[dict[str, Any]]:
     dim, dim_v, dtype, is_packed, options = CASES[name]
     offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
-    extras = ("packed", *offsets) if is_packed else ()
+    extras = ("packed", *offsets) if is_packed else ("mask",) if "mask" in name else ()
     seqlen_q = 1 << 15 if "in_dq" in name else 512
     inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))

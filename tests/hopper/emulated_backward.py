@@ -97,6 +97,24 @@ CASES = {
         128,
         {"causal": True, "deterministic": True},
     ),
+    "mask_random": (200, 150, 4, 2, 128, 128, {"mask": "random"}),
+    "mask_padding": (300, 400, 2, 2, 64, 64, {"mask": "padding"}),
+    "mask_left_padding_causal": (300, 300, 4, 2, 64, 64, {"mask": "left_padding", "causal": True}),
+    "mask_prefix": (300, 300, 2, 2, 128, 128, {"mask": "prefix", "softcap": 3.0}),
+    "mask_blocks": (520, 700, 4, 2, 64, 64, {"mask": "blocks"}),
+    "mask_blocks_causal": (260, 400, 2, 1, 128, 128, {"mask": "blocks", "causal": True}),
+    "mask_blocks_window": (
+        500,
+        650,
+        2,
+        2,
+        64,
+        64,
+        {"mask": "blocks", "window_left": 200, "window_right": 30},
+    ),
+    "mask_rows": (300, 200, 2, 2, 64, 40, {"mask": "rows"}),
+    "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
+    "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
 }
 
 
@@ -126,6 +144,8 @@ def check(name: str) -> float:
             packing[f"cu_seqlens_{side}"] = torch.tensor(
                 [0, *itertools.accumulate(lengths)], dtype=torch.int32
             )
+    if "mask" in options:
+        packing["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
     inputs = Inputs(q, k, v, **packing)
     problem = describe(inputs, Options(**options))
     visibility = problem.visibility()

@@ -80,27 +80,6 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 }
 
 
-def draw_mask(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:
-    """A boolean mask of one of the shapes that people have; one of them broadcasts over each dimension."""
-    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
-    match kind:
-        case "random":
-            return torch.rand(1, heads, seqlen_q, seqlen_k) < 0.7
-        case "padding":
-            return (j < seqlen_k * 3 // 4)[None, None]  # (1, 1, 1, seqlen_k)
-        case "left_padding":
-            return (j >= seqlen_k // 3)[None, None].expand(1, heads, seqlen_q, seqlen_k)
-        case "prefix":
-            return ((j <= i + seqlen_k - seqlen_q) | (j < 100))[None, None]
-        case "rows":
-            return (torch.rand(1, 1, seqlen_q, 1) < 0.5).clone()
-        case "nothing":
-            return torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
-    blocks = torch.rand(1, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)) < 0.5
-    mask = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :seqlen_q, :seqlen_k]
-    return mask.transpose(2, 3).contiguous().transpose(2, 3)  # queries side by side in memory
-
-
 def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
@@ -129,7 +108,7 @@ def check(name: str) -> float:
     if options.pop("sinks", False):
         extras["sinks"] = torch.randn(heads)
     if "mask" in options:
-        extras["mask"] = draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+        extras["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
     out, lse, residual = plan.forward(problem, inputs, residual=True)

@@ -41,6 +41,27 @@ def chosen(cases: Iterable[str]) -> list[str]:
             return names or list(cases)
 
 
+def draw_mask(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:
+    """A boolean mask of one of the shapes that people have; one of them broadcasts over each dimension."""
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    match kind:
+        case "random":
+            return torch.rand(1, heads, seqlen_q, seqlen_k) < 0.7
+        case "padding":
+            return (j < seqlen_k * 3 // 4)[None, None]  # (1, 1, 1, seqlen_k)
+        case "left_padding":
+            return (j >= seqlen_k // 3)[None, None].expand(1, heads, seqlen_q, seqlen_k)
+        case "prefix":
+            return ((j <= i + seqlen_k - seqlen_q) | (j < 100))[None, None]
+        case "rows":
+            return (torch.rand(1, 1, seqlen_q, 1) < 0.5).clone()
+        case "nothing":
+            return torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+    blocks = torch.rand(1, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)) < 0.5
+    mask = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :seqlen_q, :seqlen_k]
+    return mask.transpose(2, 3).contiguous().transpose(2, 3)  # queries side by side in memory
+
+
 class Tile(torch.Tensor):
     """A tensor in registers; its layout is of no consequence here."""
 
@@ -414,6 +435,27 @@ def list_tiles(states: torch.Tensor, tiles: torch.Tensor, key_tiles: int) -> Non
             row[key_tiles + 1 + n] = j << 4 | line[j] & 15
 
 
+def list_queries(
+    states: torch.Tensor, lists: torch.Tensor, stride_b: int, stride_h: int, stride_tile: int, heads: int,
+    group: int, key_tiles: int, tiles_q: int, block_m: int, offset: int, left: int, right: int,
+) -> None:  # fmt: skip
+    """What `mask.scan.list_queries_kernel` writes."""
+    lists.fill_(-(1 << 20))
+    for number, line in enumerate(lists):
+        rest, tile_k = divmod(number, key_tiles)
+        b, head_k = divmod(rest, heads)
+        entries = []
+        for g in range(group):
+            map_row = b * stride_b + (head_k * group + g) * stride_h + tile_k * stride_tile
+            for tile in range(tiles_q):
+                state = int(states[map_row * tiles_q + tile])
+                ahead = tile_k * 128 - tile * block_m - offset  # from the first query to the first key
+                if state >> 4 and -left - 127 <= ahead <= right + block_m - 1:
+                    entries.append((g * tiles_q + tile) << 4 | state & 15)
+        line[0] = len(entries)
+        line[1 : 1 + len(entries)] = torch.tensor(entries)
+
+
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
@@ -428,6 +470,9 @@ def start(launched: Any, num_programs: int) -> None:
         return
     if launched.kernel.__name__ == "list_tiles_kernel":
         list_tiles(*launched.arguments[:3])
+        return
+    if launched.kernel.__name__ == "list_queries_kernel":
+        list_queries(*launched.arguments[:-1])
         return
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
     run_grid(launched.kernel, num_programs, *pointers, is_alone=launched.kernel.__name__ in ALONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -12,11 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
+from tilewise import reference
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
 from tilewise.gpu.hopper.mask import tile_map
+from tilewise.testing import compare
 
 pytest.importorskip("triton")
 
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
 WARPGROUPS = 2
 
 
@@ -69,7 +76,38 @@ def check_scan() -> None:
         for b in range(mask.shape[0]):
             for h in range(mask.shape[1]):
                 assert torch.equal(dense(found, b, h, seqlen_q, seqlen_k, block_n), full[b, h])
+        check_lists(mask, seqlen_q, seqlen_k, block_n)
         print(tuple(mask.shape))
+
+
+def check_lists(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, block_m: int) -> None:
+    """The transposed map against each tile of keys of the full mask, causal or with a window or neither."""
+    kv_heads, group = random.choice([(1, 2), (2, 1)]) if mask.shape[1] == 2 else (2, 3)
+    q = torch.empty(mask.shape[0], seqlen_q, kv_heads * group, 64, dtype=torch.bfloat16)
+    k = q.new_empty(mask.shape[0], seqlen_k, kv_heads, 64)
+    options = random.choice([Options(), Options(causal=True), Options(window_left=70, window_right=9)])
+    problem = describe(Inputs(q, k, k, mask=mask), options)
+    found = tile_map.transposed_map(problem, mask, block_m)
+    key_tiles, tiles_q = -(-seqlen_k // 128), -(-seqlen_q // block_m)
+    full = mask.expand(len(mask), kv_heads * group, seqlen_q, seqlen_k)
+    visibility = problem.visibility()
+    for b, head, tile_k in itertools.product(range(len(mask)), range(kv_heads), range(key_tiles)):
+        line = found.lists[b * found.list_batch + head * found.list_head + tile_k].tolist()
+        entries = line[1 : 1 + line[0]]
+        slots = [entry >> FLAG_BITS for entry in entries]
+        assert slots == sorted(set(slots))
+        for g, tile in itertools.product(range(group), range(tiles_q)):
+            rows, cols = slice(tile * block_m, (tile + 1) * block_m), slice(tile_k * 128, tile_k * 128 + 128)
+            seen = full[b, head * group + g, rows, cols]
+            edge = (rows.start, rows.start + seen.shape[0], cols.start, cols.start + seen.shape[1])
+            is_visible = bool((seen & visibility.tile_mask(*edge)).any())
+            assert not is_visible or g * tiles_q + tile in slots
+            assert seen.any() or g * tiles_q + tile not in slots
+            if g * tiles_q + tile in slots:
+                flags = entries[slots.index(g * tiles_q + tile)]
+                halves = seen[:, :64], seen[:, 64:]
+                for w, half in enumerate(halves):
+                    assert half.numel() == 0 or (flags >> w & 1) == (not half.all())
 
 
 def test_scan_writes_what_the_mask_says():
@@ -90,7 +128,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         scanned.append(mask.shape)
         return MaskMap()
 
-    monkeypatch.setattr(tile_map, "_scanned", scan)
+    monkeypatch.setattr(tile_map, "_map_of", scan)
     tile_map.clear()
     return scanned
 
@@ -127,3 +165,34 @@ def test_inference_tensors_are_scanned_in_every_call(scans: list[Any]):
         for _ in range(2):
             tile_map.tile_map(mask, 8, 8, 2, 64)
     assert len(scans) == 2
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 20)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_random_masks(dims: tuple[int, int], options: dict[str, Any]):
+    for steepness in (1, 1, 1, 20):
+        seqlen_q, seqlen_k = random.randint(1, 700), random.randint(1, 900)
+        mask = draw(seqlen_q, seqlen_k).cuda()
+        batch, heads = (max(2, n) for n in mask.shape[:2])
+        q = torch.randn(batch, seqlen_q, heads, dims[0], device="cuda").bfloat16() * steepness
+        k, v = (torch.randn(batch, seqlen_k, 1, d, device="cuda").bfloat16() for d in dims)
+        options = options | {"mask": mask}
+        found = tilewise.attention(q, k, v, return_lse=True, backend="hopper", **options)
+        exact, baseline = (reference.attention(q, k, v, dtype=t, **options) for t in (torch.float64, q.dtype))
+        for name, f, e, b in zip(("out", "lse"), found, exact, baseline, strict=True):
+            report = compare(name, f, e, b)
+            assert report.is_within, report
+
+
+@needs_hopper
+def test_a_graph_replays_with_a_new_mask():
+    q, k, v = (torch.randn(1, 300, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    mask = torch.rand(300, 300, device="cuda") < 0.5
+    tilewise.attention(q, k, v, mask=mask, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention(q, k, v, mask=mask, backend="hopper")
+    mask.copy_(torch.rand(300, 300, device="cuda") < 0.5)
+    graph.replay()
+    assert torch.equal(out, tilewise.attention(q, k, v, mask=mask, backend="hopper"))

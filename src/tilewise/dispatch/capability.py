@@ -32,6 +32,10 @@ class Row(NamedTuple):
     is_rare: bool = False
 
 
+def _has_mask(p: AttentionProblem) -> bool:
+    return p.mask_shape is not None
+
+
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
     return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
 
@@ -74,7 +78,19 @@ ROWS = (
     Row("left padding of a cache", lambda p: p.has_leftpad, {
         "aten": NO_CACHE, "hopper": "does not take left padding",
     }),
-    Row("mask", lambda p: p.mask_shape is not None, {"hopper": "does not take a mask"}),
+    Row("mask", _has_mask, {}),
+    Row("gradient with a mask, deterministic", lambda p: _has_mask(p) and p.deterministic, {
+        "hopper backward": "has no deterministic gradient with a mask",
+    }, is_rare=True),
+    Row("gradient with a mask, head_dim over 128", lambda p: _has_mask(p) and p.head_dim > 128, {
+        "hopper backward": "has gradients with a mask up to head size 128, not {p.head_dim}",
+    }, is_rare=True),
+    Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
+        "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
+    }, is_rare=True),
+    Row("mask with 8-bit products", lambda p: _has_mask(p) and p.precision == "fp8", dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
     Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
     Row("mask and score functions", lambda p: p.functions is not None, {
         **dict.fromkeys(BACKENDS[:-1], "does not take mask or score functions"),

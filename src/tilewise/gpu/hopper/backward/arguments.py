@@ -25,6 +25,7 @@ class BackwardConfig:
     IS_DETERMINISTIC: bool  # key tiles add to dq in their order
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
+    HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -43,7 +44,7 @@ class BackwardConfig:
     @property
     def STAGGERED(self) -> bool:
         """Whether tiles of keys start at different queries."""
-        return not (self.HAS_LEFT or self.HAS_RIGHT or self.IS_DETERMINISTIC)
+        return not (self.HAS_LEFT or self.HAS_RIGHT or self.IS_DETERMINISTIC or self.HAS_MASK)
 
     @property
     def IS_STREAM_K(self) -> bool:
@@ -123,6 +124,7 @@ class WideBackwardConfig:
     IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     HAS_LARGE_LSE: bool = True
+    HAS_MASK: ClassVar[bool] = False
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

@@ -51,7 +51,7 @@ from tilewise.gpu.hopper.backward.ranges import (
 )
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient, weights
 from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
-from tilewise.gpu.hopper.common.arguments import Packing
+from tilewise.gpu.hopper.common.arguments import Packing, TransposedMap
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
     as_blocks,
@@ -74,6 +74,7 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.scheduler import fetch_add, fetched
+from tilewise.gpu.hopper.mask.steps import head_and_tile, load_step_bits, step_entry, walk_of
 
 DQ_FULL = gl.constexpr(9)  # + W: named barrier, warpgroup W has staged its half of dQ
 DQ_EMPTY = gl.constexpr(11)  # + W: its staging buffer has been read
@@ -183,7 +184,9 @@ def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg: gl.constexpr):
+def mma_role(
+    W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg: gl.constexpr
+):  # fmt: skip
     """Warpgroup W: dK and dV of 64 keys of every work tile, and half of its dQ."""
     work_use = 0  # of the work ring
     use = 0  # query tiles so far
@@ -197,6 +200,11 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, spli
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
         head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
+        walk = walk_of(work, tiles, spread, mask, sizes, cfg)
+        entry = 0 * tile
+        if cfg.HAS_MASK:
+            steps = walk.count
+            entry = step_entry(0, walk, mask)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -204,7 +212,13 @@ def mma_role(W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, spli
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
-            at = Step(shifts, head, tile, spread, tiles)
+            if cfg.HAS_MASK:
+                head, tile = head_and_tile(entry, work, sizes)
+                words = load_step_bits(W, entry, head, tile, work, mask, sizes, cfg)
+                at = Step(shifts, head, tile, spread, tiles, entry >> W & 1, words)
+                entry = step_entry(step + 1, walk, mask)  # there when the next step begins
+            else:
+                at = Step(shifts, head, tile, spread, tiles, 0 * tile, 0 * tile)
             visited = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
                 W, step, use, work_use, slot, last, keys, at, visited, key, own, work, dk_desc, ch, sizes,
@@ -260,7 +274,7 @@ def store_keys(W: gl.constexpr, dk, dv, keys, zero, row_coords, dk_desc, dv_desc
 
 
 @gluon.jit
-def add_role(dq_desc, semaphores, ch, sizes, splits, cfg: gl.constexpr):
+def add_role(dq_desc, semaphores, ch, sizes, splits, mask, cfg: gl.constexpr):
     """Add each query tile's dQ to the scratch tensor, half of it from each warpgroup.
 
     Nobody writes zeros: the first to claim a query tile, or deterministic the first in order, stores.
@@ -274,6 +288,10 @@ def add_role(dq_desc, semaphores, ch, sizes, splits, cfg: gl.constexpr):
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
         scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
+        walk = walk_of(work, tiles, spread, mask, sizes, cfg)
+        if cfg.HAS_MASK:
+            steps = walk.count
+            scratch = scratch_of_step(0, walk, work, mask, sizes, cfg)
         if not cfg.IS_DETERMINISTIC:
             ticket = fetch_add(semaphores + scratch, IS_ACQUIRE=True)
         for step in range(steps):
@@ -290,6 +308,8 @@ def add_role(dq_desc, semaphores, ch, sizes, splits, cfg: gl.constexpr):
                 write_dq(dq_desc, (scratch * 2 + w) * 32, ch.dq.index(w), order)
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             scratch = scratch_tile(work, head, staggered(tile, tiles, spread, cfg), sizes, cfg)
+            if cfg.HAS_MASK:
+                scratch = scratch_of_step(step + 1, walk, work, mask, sizes, cfg)
             if not cfg.IS_DETERMINISTIC:  # early: the answer comes while this tile is read
                 ticket = fetch_add(semaphores + scratch, step + 1 < steps, IS_ACQUIRE=True)
             for w in gl.static_range(2):
@@ -307,6 +327,13 @@ def add_role(dq_desc, semaphores, ch, sizes, splits, cfg: gl.constexpr):
             gl.atomic_add(bh_counter(semaphores, work, sizes, cfg), done, sem="release")
         use += 1
         work, start = receive_split(ch.work, use, 1)
+
+
+@gluon.jit
+def scratch_of_step(number, walk, work, mask, sizes, cfg: gl.constexpr):
+    """Where the query tile of a step by a mask lies in the scratch tensors."""
+    head, tile = head_and_tile(step_entry(number, walk, mask), work, sizes)
+    return scratch_tile(work, head, tile, sizes, cfg)
 
 
 @gluon.jit
@@ -329,13 +356,17 @@ def await_semaphore(semaphore, least):
         now = gl.atomic_add(semaphore, 0, sem="acquire")
 
 
-@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit"])
+MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_head", "mask_stride_tile")
+
+
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES])
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    border, unit, key_sums, cfg: gl.constexpr,
+    border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
+    mask_stride_batch, mask_stride_head, mask_stride_tile, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -345,16 +376,19 @@ def attn_bwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     splits = Splits(border, unit, key_sums)
+    mask = TransposedMap(
+        mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile
+    )
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg)),
             (
                 load_role,
-                (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, cfg),
+                (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, mask, cfg),
             ),
-            (add_role, (dq_desc, semaphores, ch, sizes, splits, cfg)),
+            (add_role, (dq_desc, semaphores, ch, sizes, splits, mask, cfg)),
         ],
         [4, 1, 1],
         [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],

@@ -22,9 +22,13 @@ from tilewise.gpu.hopper.backward.arguments import (
     WideBackwardConfig,
 )
 from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.arguments import TransposedMap
+from tilewise.gpu.hopper.mask.tile_map import transposed_map
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 MAX_HEAD_DIM = 128  # that one kernel has dK, dV and dQ of
+
+NO_MASK = TransposedMap()
 
 Config = BackwardConfig | WideBackwardConfig
 
@@ -53,7 +57,8 @@ def backward(
     optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
-    run_steps(problem, steps(cfg, division, given, new, optional))
+    mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
+    run_steps(problem, steps(cfg, division, given, new, optional, mask))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
@@ -66,6 +71,7 @@ def steps(
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
     optional: Tensors = (None,) * 5,
+    mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
@@ -75,10 +81,10 @@ def steps(
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
     key_sums = splits[0] if splits else dq if division.splits else None
     dlse, cu_q, cu_k, *ordered = optional
-    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums)
+    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2])
     return [
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
-        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division), fresh),
+        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division, mask[2:]), fresh),
         Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, semaphores, ordered[1], dk, dv, key_sums)),
     ]
 
@@ -99,6 +105,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
         LATEST_FIRST=latest_first(problem, block_d),
+        HAS_MASK=problem.mask_shape is not None,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
@@ -208,7 +215,7 @@ def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> D
     tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     visibility = problem.visibility()
     query_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
-    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC)
+    is_plain = visibility.left is None and not (problem.is_packed or cfg.IS_DETERMINISTIC or cfg.HAS_MASK)
     is_small = bh * tiles * query_tiles > 0 and bh * tiles <= sms and l2_swizzle(problem, bh) == bh
     if not (is_plain and is_small):
         return Division(tiles * bh)
@@ -247,11 +254,16 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
 
 
 def main_launch(
-    problem: AttentionProblem, tensors: Tensors, cfg: BackwardConfig, division: Division
+    problem: AttentionProblem,
+    tensors: Tensors,
+    cfg: BackwardConfig,
+    division: Division,
+    mask_strides: tuple[int, ...],
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others, key_sums = tensors
+    *tensors_of_call, key_sums, mask_lists, mask_bits = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
     is_packed = problem.is_packed
@@ -267,6 +279,7 @@ def main_launch(
         *sizes,
         *score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
+        *(mask_lists, mask_bits, *mask_strides),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles

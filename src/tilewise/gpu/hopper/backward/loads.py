@@ -30,6 +30,7 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, send, send_end
+from tilewise.gpu.hopper.mask.steps import head_and_tile, step_entry, walk_of
 
 FIRST_STATE = gl.constexpr(0b11_10_01_00)
 
@@ -126,7 +127,7 @@ def acquire_slot(state, slot, ch):
 
 @gluon.jit
 def load_role(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, cfg: gl.constexpr
+    q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, mask, cfg: gl.constexpr
 ):
     """Take work tiles and stream theirs: K, V, and Q and dO of each query tile of each head of the group."""
     num_work_tiles = count_indices(sizes, packing, splits, cfg)
@@ -141,13 +142,19 @@ def load_role(
         state = load_keys(state, k_desc, work, ch, cfg)
         if work_use == 0:
             wait_for_previous_kernel()  # the row statistics are there
-        first = staggered(tile, tiles, spread, cfg)
-        state = load_queries(state, head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+        walk = walk_of(work, tiles, spread, mask, sizes, cfg)
+        first_head, first = head, staggered(tile, tiles, spread, cfg)
+        if cfg.HAS_MASK:
+            steps = walk.count
+            first_head, first = head_and_tile(step_entry(0, walk, mask), work, sizes)
+        state = load_queries(state, first_head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         load_values(work_use, v_desc, work, ch, cfg)  # last, as its slot is the last to be free
-        for _ in range(1, steps):
+        for step in range(1, steps):
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
-            visited = staggered(tile, tiles, spread, cfg)
-            state = load_queries(state, head, visited, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+            next_head, visited = head, staggered(tile, tiles, spread, cfg)
+            if cfg.HAS_MASK:
+                next_head, visited = head_and_tile(step_entry(step, walk, mask), work, sizes)
+            state = load_queries(state, next_head, visited, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
         index = next_index(index, steps, num_work_tiles, splits, counter, cfg)
         work_use += 1
     send_end(ch.work, work_use, index, counter)

@@ -91,6 +91,8 @@ class Step:
     number: gl.tensor
     spread: gl.tensor
     tiles: QueryTiles
+    has_hidden: gl.tensor  # whether a mask hides scores of the warpgroup, by its bits
+    words: gl.tensor
 
 
 @gluon.jit

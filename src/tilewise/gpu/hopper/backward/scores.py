@@ -3,6 +3,7 @@
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
+from tilewise.gpu.hopper.mask.visits import hide_by_bits
 
 
 @gluon.jit
@@ -57,6 +58,9 @@ def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexp
     x = x * unit - lse[None, :]
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
+    if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
+        if at.has_hidden != 0:
+            x = hide_by_bits(x, at.words)
     return exp2(x), slope
 
 

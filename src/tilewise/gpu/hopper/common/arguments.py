@@ -159,6 +159,18 @@ class MaskMap(NamedTuple):
     stride_tile: Any = 0
 
 
+class TransposedMap(NamedTuple):
+    """Which query tiles each tile of keys visits, and their bits: see `mask.tile_map`."""
+
+    lists: Any = None  # for each tile of keys of a key head: how many, and their entries
+    bits: Any = None
+    list_batch: Any = 0  # lists from one to the next; 0 where all share one
+    list_head: Any = 0
+    stride_batch: Any = 0  # rows of bits from one to the next
+    stride_head: Any = 0
+    stride_tile: Any = 0
+
+
 class Sizes(NamedTuple):
     """Integers that change from call to call, built inside a kernel."""
 

@@ -63,3 +63,39 @@ def list_tiles_kernel(states, tiles, key_tiles, BLOCK: tl.constexpr):
         tl.store(entries + number, (tile << SHIFT) + flags, mask=is_visited > 0)
         count += tl.sum(is_visited, 0)
     tl.store(before + key_tiles, count)
+
+
+LIST_INTEGERS = ("stride_b", "stride_h", "stride_tile", "heads", "group", "key_tiles", "tiles_q")
+
+
+@triton.jit(do_not_specialize=[*LIST_INTEGERS, "offset", "window_left", "window_right"])
+def list_queries_kernel(
+    states, lists, stride_b, stride_h, stride_tile, heads, group, key_tiles, tiles_q,
+    BLOCK_M: tl.constexpr, offset, window_left, window_right, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The query tiles of all heads of a group that a tile of keys visits, by mask, window and causal mask.
+
+    states: of the transposed mask. A list is its length, then entries: head_of_group * tiles_q + tile above
+    the flags.
+    """
+    row = tl.program_id(0)
+    tile_k, bh = row % key_tiles, row // key_tiles
+    first = lists + row.to(tl.int64) * (1 + group * tiles_q)
+    first_key = tile_k * (2 * ROWS)
+    last_key = first_key + (2 * ROWS - 1)
+    count = 0
+    for g in range(group):
+        map_row = bh // heads * stride_b + (bh % heads * group + g) * stride_h + tile_k * stride_tile
+        own = states + map_row.to(tl.int64) * tiles_q
+        for start in range(0, tiles_q, BLOCK):
+            tile = start + tl.arange(0, BLOCK)
+            state = tl.load(own + tile, mask=tile < tiles_q, other=0)
+            position = tile * BLOCK_M + offset  # of the first query among the keys
+            is_inside = first_key <= position + (BLOCK_M - 1) + window_right
+            is_inside = is_inside & (last_key >= position - window_left)
+            is_visited = tl.where(is_inside, state >> SHIFT, 0)
+            number = count + tl.cumsum(is_visited, 0) - is_visited
+            entry = ((g * tiles_q + tile) << SHIFT) + (state & FLAGS)
+            tl.store(first + 1 + number, entry, mask=is_visited > 0)
+            count += tl.sum(is_visited, 0)
+    tl.store(first, count)

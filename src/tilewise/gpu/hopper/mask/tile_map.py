@@ -18,41 +18,49 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tilewise.core.problem import AttentionProblem
 from tilewise.core.torch_private import base_and_version
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap
+from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap, TransposedMap
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 MAX_MASKS = 16  # tensors whose maps are kept
-Map = tuple[int, MaskMap]  # of a version of the mask
+Map = tuple[int, Any]  # of a version of the mask
 
 _maps: Any = WeakTensorKeyDictionary()  # by the tensor that owns a mask's memory: maps by view and tiles
 _lock = threading.Lock()
 
 
 def tile_map(mask: Tensor, seqlen_q: int, seqlen_k: int, warpgroups: int, block_n: int) -> MaskMap:
-    """The map of a mask (batch, heads, seqlen_q, seqlen_k), each of them possibly 1.
+    """The map of a mask (batch, heads, seqlen_q, seqlen_k), each of them possibly 1."""
+    choices = (seqlen_q, seqlen_k, warpgroups, block_n)
+    return _kept(mask, choices, lambda: _map_of(mask, *choices))  # type: ignore[no-any-return]
+
+
+def transposed_map(problem: AttentionProblem, mask: Tensor, block_m: int) -> TransposedMap:
+    """The map by tiles of keys, which the backward visits; causal masks and windows shorten its lists."""
+    visibility = problem.visibility()
+    edges = (problem.seqlen_k - problem.seqlen_q, host.edge(visibility.left), host.edge(visibility.right))
+    choices = (problem.seqlen_q, problem.seqlen_k, problem.num_kv_heads, problem.group_size, block_m, edges)
+    return _kept(mask, choices, lambda: _transposed(mask, *choices))  # type: ignore[no-any-return]
+
+
+def _kept(mask: Tensor, choices: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What `make` makes of a mask, kept for those choices.
 
     In a CUDA graph the scan is captured, as a replay may find another mask in this memory. Inference tensors
     do not count what is written to them, so they are scanned in every call.
     """
-
-    def make() -> MaskMap:
-        return _scanned(mask, seqlen_q, seqlen_k, warpgroups, block_n)
-
     if mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     stream = torch._C._cuda_getCurrentRawStream(mask.device.index) if mask.is_cuda else 0
-    view = (mask.storage_offset(), mask.shape, mask.stride(), seqlen_q, seqlen_k, warpgroups, block_n, stream)
-    return _kept(mask, view, make)
-
-
-def _kept(mask: Tensor, view: tuple[Any, ...], make: Callable[[], MaskMap]) -> MaskMap:
+    view = (mask.storage_offset(), mask.shape, mask.stride(), choices, stream)
     base, version = base_and_version(mask)
     with _lock:
         found: Map | None = _maps.get(base, {}).get(view)
@@ -69,27 +77,58 @@ def _kept(mask: Tensor, view: tuple[Any, ...], make: Callable[[], MaskMap]) -> M
     return made
 
 
-def _scanned(mask: Tensor, seqlen_q: int, seqlen_k: int, warpgroups: int, block_n: int) -> MaskMap:
+class Scan(NamedTuple):
+    """What the scan of a mask has written, a row of tiles after another."""
+
+    states: Tensor
+    bits: Tensor
+    rows: int
+    strides: tuple[int, int, int]  # in rows, from a batch entry, head and tile of queries to the next
+
+
+def _scanned(mask: Tensor, seqlen_q: int, seqlen_k: int, warpgroups: int, block_n: int) -> Scan:
     for dim, stride in enumerate(mask.stride()):
         if stride == 0:  # expanded: all of it is one
             mask = mask.narrow(dim, 0, 1)
-    batch, heads, rows, _ = mask.shape
-    row_tiles = -(-rows // (warpgroups * WARPGROUP_ROWS))
-    key_tiles = -(-seqlen_k // block_n)
-    map_rows = batch * heads * row_tiles
-    states, tiles = (
-        torch.empty(map_rows * count, dtype=torch.int32, device=mask.device)
-        for count in (key_tiles, 2 * key_tiles + 1)
-    )
-    words = (map_rows * key_tiles, warpgroups * WARPGROUP_ROWS, 4)
+    batch, heads, mask_rows, _ = mask.shape
+    row_tiles = -(-mask_rows // (warpgroups * WARPGROUP_ROWS))
+    rows, key_tiles = batch * heads * row_tiles, -(-seqlen_k // block_n)
+    states = torch.empty(rows * key_tiles, dtype=torch.int32, device=mask.device)
+    words = (rows * key_tiles, warpgroups * WARPGROUP_ROWS, 4)
     bits = torch.empty(words, dtype=torch.int32 if block_n == 128 else torch.int16, device=mask.device)
     lengths = (seqlen_q, seqlen_k)
-    tensors = (mask.view(torch.uint8),)
-    run(scan_launch, lengths, tensors, warpgroups, block_n, fresh=(states, bits))
-    run(list_launch, key_tiles, (states,), fresh=(tiles,))
+    run(scan_launch, lengths, (mask.view(torch.uint8),), warpgroups, block_n, fresh=(states, bits))
     strides = (heads * row_tiles, row_tiles, 1)
-    counts = (batch, heads, rows)
-    return MaskMap(tiles, bits, *(0 if n == 1 else stride for n, stride in zip(counts, strides, strict=True)))
+    used = [0 if n == 1 else stride for n, stride in zip((batch, heads, mask_rows), strides, strict=True)]
+    return Scan(states, bits, rows, (used[0], used[1], used[2]))
+
+
+def _map_of(mask: Tensor, seqlen_q: int, seqlen_k: int, warpgroups: int, block_n: int) -> MaskMap:
+    scan = _scanned(mask, seqlen_q, seqlen_k, warpgroups, block_n)
+    key_tiles = -(-seqlen_k // block_n)
+    tiles = scan.states.new_empty(scan.rows * (2 * key_tiles + 1))
+    run(list_launch, key_tiles, (scan.states,), fresh=(tiles,))
+    return MaskMap(tiles, scan.bits, *scan.strides)
+
+
+def _transposed(
+    mask: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    kv_heads: int,
+    group: int,
+    block_m: int,
+    edges: tuple[int, int, int],
+) -> TransposedMap:
+    scan = _scanned(mask.mT, seqlen_k, seqlen_q, 2, block_m)
+    key_tiles, tiles_q = -(-seqlen_k // (2 * WARPGROUP_ROWS)), -(-seqlen_q // block_m)
+    heads = kv_heads if scan.strides[1] else 1
+    batch = mask.shape[0] if scan.strides[0] else 1
+    lists = scan.states.new_empty((batch * heads * key_tiles, 1 + group * tiles_q))
+    choices = (heads, group, key_tiles, tiles_q, block_m, *edges)
+    run(transposed_list_launch, choices, (scan.states,), scan.strides, fresh=(lists,))
+    strides = (heads * key_tiles if batch > 1 else 0, key_tiles if heads > 1 else 0)
+    return TransposedMap(lists, scan.bits, *strides, *scan.strides)
 
 
 def scan_launch(lengths: tuple[int, int], tensors: Tensors, warpgroups: int, block_n: int) -> Launch:
@@ -115,6 +154,17 @@ def list_launch(key_tiles: int, tensors: Tensors) -> Launch:
     return Launch(
         list_tiles_kernel, states.shape[0] // key_tiles, (states, tiles, key_tiles, 256), num_warps=4
     )
+
+
+def transposed_list_launch(
+    choices: tuple[int, ...], tensors: Tensors, strides: tuple[int, int, int]
+) -> Launch:
+    from tilewise.gpu.hopper.mask.scan import list_queries_kernel
+
+    states, lists = tensors
+    assert lists is not None
+    arguments = (states, lists, *strides, *choices, 256)
+    return Launch(list_queries_kernel, lists.shape[0], arguments, num_warps=4)
 
 
 def clear() -> None:
