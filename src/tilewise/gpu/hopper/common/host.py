@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
 from tilewise.core.problem import AttentionProblem
+from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
@@ -37,7 +38,7 @@ def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # the Stream object takes 3 us
+    stream = raw_stream(device)
     key = (device.index, stream, number)
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.core.problem import AttentionProblem
-from tilewise.core.torch_private import base_and_version
+from tilewise.core.torch_private import base_and_version, raw_stream
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap, TransposedMap
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -59,7 +59,7 @@ def _kept(mask: Tensor, choices: tuple[Any, ...], make: Callable[[], Any]) -> An
     """
     if mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(mask.device.index) if mask.is_cuda else 0
+    stream = raw_stream(mask.device) if mask.is_cuda else 0
     view = (mask.storage_offset(), mask.shape, mask.stride(), choices, stream)
     base, version = base_and_version(mask)
     with _lock:
