@@ -47,6 +47,17 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
         False,
         {"window_left": 100, "window_right": 10, "softcap": 20.0},
     ),
+    "dropout_d64": (64, 64, torch.bfloat16, False, {"dropout_p": 0.1}),
+    "dropout_d64_softcap": (64, 64, torch.float16, True, {"dropout_p": 0.1, "softcap": 20.0}),
+    "dropout_d128_causal": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1, "causal": True}),
+    "dropout_d128_deterministic": (
+        128,
+        128,
+        torch.bfloat16,
+        False,
+        {"dropout_p": 0.1, "deterministic": True, "window_left": 99},
+    ),
+    "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
@@ -64,7 +75,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
     extras = ("packed", *offsets) if is_packed else ("mask",) if "mask" in name else ()
     seqlen_q = 1 << 15 if "in_dq" in name else 512
-    inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
+    inputs = case_inputs(Case(dim, dim_v, dtype, options, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
     host.num_sms = lambda index: 4 if "whole" in name else 132  # type: ignore[assignment]

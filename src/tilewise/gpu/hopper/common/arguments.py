@@ -34,6 +34,7 @@ class ForwardConfig:
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
+    HAS_DROPOUT: bool = False
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -157,6 +158,15 @@ class MaskMap(NamedTuple):
     stride_batch: Any = 0  # rows of the map from one to the next; 0 where all share one
     stride_head: Any = 0
     stride_tile: Any = 0
+
+
+class Extras(NamedTuple):
+    """What scores and weights have besides; what a call has not is None or 0."""
+
+    dropout_seed: Any = None  # () int64
+    dropout_addend: Any = 0  # four bytes, each 128 - threshold % 128: see `common.dropout.survivors`
+    dropout_either: Any = 0  # all bits 1 if the threshold is below 128, else 0
+    inverse_keep: Any = 1.0  # what a weight that survives counts
 
 
 class TransposedMap(NamedTuple):

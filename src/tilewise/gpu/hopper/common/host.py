@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
+from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem
 from tilewise.core.torch_private import raw_stream
+from tilewise.gpu.hopper.common.arguments import Extras
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
@@ -66,6 +68,16 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
     if problem.softcap > 0:
         return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0
     return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
+
+
+def extras(problem: AttentionProblem, seed: Tensor | None) -> Extras:
+    """What the scores and weights of a problem have besides; `seed` is of dropout."""
+    if problem.dropout_p == 0:
+        return Extras()
+    least = threshold(problem.dropout_p)
+    addend = (128 - least % 128) * 0x01010101
+    addend -= (addend >> 31) << 32  # as a signed integer
+    return Extras(seed, addend, -1 if least < 128 else 0, 1 / (1 - rate(problem.dropout_p)))
 
 
 def edge(bound: int | None) -> int:
