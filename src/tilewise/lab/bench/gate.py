@@ -42,6 +42,7 @@ class _Sequence(NamedTuple):
     key: Tensor
     value: Tensor
     dout: Tensor | None
+    mask: Tensor | None  # (seqlen_q, seqlen_k) of a case that has one
     results: dict[str, Tensor]
 
 
@@ -95,8 +96,15 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         cut(data.key, heads_k),
         cut(data.value, heads_k),
         None if data.dout is None else cut(data.dout, heads_q),
+        _rows_of_mask(case, data, index),
         {name: cut(t, heads_k if name in ("dk", "dv") else heads_q) for name, t in results.items()},
     )
+
+
+def _rows_of_mask(case: Case, data: Data, index: int) -> Tensor | None:
+    if not case.mask or data.mask is None:
+        return None
+    return data.mask.expand(case.batch, 1, case.seqlen_q, -1)[index, 0]
 
 
 def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str, Tensor, Tensor]]:
@@ -105,7 +113,7 @@ def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str,
     length = len(s.query)
     for start in sorted({0, max(0, length - BLOCK), source.randrange(max(1, length - BLOCK + 1))}):
         rows = slice(start, min(start + BLOCK, length))
-        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
+        keys, mask = _visible(case, s, rows)
         out, _ = reference.attention(s.query[None, rows], s.key[None, keys], s.value[None, keys], mask=mask)
         pairs.append(("out", s.results["out"][rows], out[0]))
     if s.dout is None:
@@ -113,7 +121,7 @@ def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str,
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in s[:3])
     for start in range(0, length, CHUNK):
         rows = slice(start, min(start + CHUNK, length))
-        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
+        keys, mask = _visible(case, s, rows)
         inputs = (s.query[None, rows], s.key[None, keys], s.value[None, keys])
         gradients = reference.attention_backward(s.dout[None, rows], *inputs, mask=mask)
         dq[rows] = gradients.query[0]
@@ -122,10 +130,11 @@ def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str,
     return [*pairs, *((name, s.results[name], t) for name, t in (("dq", dq), ("dk", dk), ("dv", dv)))]
 
 
-def _visible(
-    case: Case, seqlen_q: int, seqlen_k: int, rows: slice, device: torch.device
-) -> tuple[slice, Tensor | None]:
+def _visible(case: Case, s: _Sequence, rows: slice) -> tuple[slice, Tensor | None]:
     """The keys that the rows can see, and the mask among them (1, 1, rows, keys) or None."""
+    seqlen_q, seqlen_k, device = len(s.query), len(s.key), s.query.device
+    if s.mask is not None:
+        return slice(0, seqlen_k), s.mask[None, None, rows]
     left, right = case.window if case.window is not None else (seqlen_k, 0 if case.causal else seqlen_k)
     offset = seqlen_k - seqlen_q
     first = max(0, rows.start + offset - left)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.data import DATA
+from tilewise.lab.bench.masks import MASKS
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,13 @@ class Data:
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Dense bool (seqlen_q, seqlen_k), True = attend; None if every key is visible.
+        """Bool (batch or 1, 1, seqlen_q or 1, seqlen_k), True = attend; None if every key is visible.
 
-        For peers without a window; made in blocks of rows, since the positions would fill the memory.
+        Of causal calls and windows, for peers without; made in blocks of rows, as positions fill the memory.
         """
         case = self.case
+        if case.mask:
+            return MASKS[case.mask](case, self.device).dense(case, self.device)
         left, right = case.window if case.window is not None else (None, 0 if case.causal else None)
         if left is None and (right is None or case.seqlen_q == 1):
             return None
@@ -205,4 +208,4 @@ class Data:
             aligned = torch.arange(start, end, device=self.device)[:, None] + case.seqlen_k - case.seqlen_q
             rows = keys <= aligned + right if right is not None else keys <= case.seqlen_k
             mask[start:end] = rows if left is None else rows & (keys >= aligned - left)
-        return mask
+        return mask[None, None]

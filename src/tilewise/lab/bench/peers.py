@@ -73,6 +73,8 @@ class Tilewise(Peer):
             return self._prepare_decode(case, data)
         options: dict[str, Any] = {"window": case.window, "backend": self.backend}
         options["causal"] = case.causal and case.window is None
+        if case.mask:
+            options["mask"] = data.mask
         tensors, dout = dense_tensors(data, layout)
         if case.kind == "varlen":
             lengths = (data.offsets, data.offsets, max(case.lengths), max(case.lengths))
@@ -151,6 +153,8 @@ class External(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.dtype not in ("bfloat16", "float16"):
             raise Refusal(f"{self.package} serves float16 and bfloat16")
+        if case.mask:
+            raise Refusal(f"{self.package} takes no boolean mask")
         module = importlib.import_module(self.module)
         keys = (data.pages.key, data.pages.value) if case.page_size is not None else (data.key, data.value)
 
