@@ -22,6 +22,7 @@ from torch import Tensor
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.options import CaseOption
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Data:
         self.dout = (
             None if case.direction == "forward" else normal(case.seqlen_q, case.num_heads, case.head_dim_v)
         )
+        self.option = CaseOption(case, device, self.seed)
         self._placed: dict[tuple[str, str], Tensor] = {}
 
     def placed(self, name: str, layout: str) -> Tensor:

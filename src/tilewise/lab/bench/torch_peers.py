@@ -29,6 +29,8 @@ class Standard(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.page_size is not None:
             raise Refusal("has no page tables")
+        if case.option:
+            raise Refusal("is shown without options")
         _refuse_too_large(case, data, 3 if case.direction == "forward" else 4)
         tensors, dout = dense_tensors(data, layout)
         group, scale = case.num_heads // case.num_kv_heads, case.head_dim**-0.5
@@ -98,6 +100,8 @@ class Sdpa(Peer):
 
     def _mask(self, case: Case, data: Data) -> dict[str, Any]:
         """SDPA's own causal mask is aligned top-left, so it serves only as many queries as keys."""
+        if case.option:
+            return data.option.sdpa()
         if data.mask is None:
             return {}
         if case.mask:
@@ -176,10 +180,10 @@ class Flex(Peer):
         torch._dynamo.reset()  # a cache of other shapes would count against the recompilation limit
         torch._functorch.config.donated_buffer = False  # donated buffers forbid a second backward
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        gqa = case.num_heads != case.num_kv_heads
+        gqa, score_mod = case.num_heads != case.num_kv_heads, data.option.score_mod()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return compiled(q, k, v, block_mask=block_mask, enable_gqa=gqa)
+            return compiled(q, k, v, score_mod, block_mask, enable_gqa=gqa)
 
         canonical = (lambda t: t[0].transpose(0, 1)) if case.kind == "varlen" else from_bhsd
         return prepare_call(case, tensors, dout, attend, canonical)
