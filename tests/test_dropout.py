@@ -63,8 +63,8 @@ def test_neighbours_are_independent(p):
     seeds = [torch.tensor(s) for s in (7, 8, 7 + (1 << 32))]
     masks = torch.stack([keep_mask(s, p, range(2), 2, 0, n, 0, n) for s in seeds]).double()
     masks = (masks - (1 - rate(p))) / (rate(p) * (1 - rate(p))) ** 0.5  # mean 0, variance 1
-    for shift in [(1, 0, 0, 0, 0), (2, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0),
-                  *((0, 0, 0, i, j) for i in (0, 1, 2, 8, 9, 16) for j in (0, 1, 2, 8, 9, 16) if i or j)]:  # fmt: skip
+    near = [(0, 0, 0, i, j) for i in (0, 1, 2, 8, 9, 16) for j in (0, 1, 2, 8, 9, 16) if i or j]
+    for shift in [(1, 0, 0, 0, 0), (2, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), *near]:
         a, b = masks, masks
         for dim, offset in enumerate(shift):
             a, b = a.narrow(dim, 0, a.shape[dim] - offset), b.narrow(dim, offset, b.shape[dim] - offset)

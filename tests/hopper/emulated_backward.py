@@ -127,6 +127,11 @@ CASES = {
         128,
         {"dropout_p": 0.2, "deterministic": True, "causal": True},
     ),
+    "alibi": (300, 290, 4, 2, 128, 128, {"alibi": 1}),
+    "alibi_causal": (300, 260, 2, 1, 64, 64, {"alibi": 1, "causal": True, "softcap": 3.0}),
+    "alibi_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 64, 64, {"alibi": 2, "dropout_p": 0.4}),
+    "alibi_splits": (700, 500, 2, 2, 64, 64, {"alibi": 1}),
+    "mask_alibi": (300, 300, 4, 2, 64, 64, {"alibi": 1, "mask": "blocks", "causal": True}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
@@ -161,6 +166,9 @@ def check(name: str) -> float:
             )
     if "mask" in options:
         packing["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "alibi" in options:
+        rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
+        packing["alibi_slopes"] = torch.rand(*rows, heads)
     if "dropout_p" in options:
         packing["dropout_seed"] = torch.tensor(2**62 + 4321)
     inputs = Inputs(q, k, v, **packing)

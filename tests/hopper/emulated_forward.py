@@ -83,6 +83,20 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "dropout_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"dropout_p": 0.4}),
     "dropout_few_queries": (5, 400, 8, 2, 128, 128, {"dropout_p": 0.2, "causal": True}),
     "dropout_steep": (500, 400, 2, 2, 64, 64, {"dropout_p": 0.1, "scale": 20.0}),  # done again
+    "alibi": (300, 290, 4, 2, 128, 128, {"alibi": 1}),
+    "alibi_causal_d64": (400, 300, 4, 2, 64, 64, {"alibi": 1, "causal": True}),
+    "alibi_long_causal_d64": (2100, 2100, 1, 1, 64, 64, {"alibi": 1, "causal": True}),
+    "alibi_few_queries": (5, 400, 8, 2, 128, 128, {"alibi": 1, "causal": True, "softcap": 3.0}),
+    "alibi_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"alibi": 2}),
+    "mask_alibi_window": (
+        300,
+        500,
+        2,
+        2,
+        64,
+        64,
+        {"mask": "blocks", "alibi": 1, "window_left": 200, "window_right": 30},
+    ),
     "mask_dropout_window": (
         300,
         500,
@@ -125,6 +139,9 @@ def check(name: str) -> float:
         extras["sinks"] = torch.randn(heads)
     if "mask" in options:
         extras["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "alibi" in options:  # one row of slopes, or one for each sequence
+        rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
+        extras["alibi_slopes"] = torch.rand(*rows, heads)
     if "dropout_p" in options:
         extras["dropout_seed"] = torch.tensor(2**62 + 4321)
     inputs = Inputs(q, k, v, **extras)

@@ -90,7 +90,7 @@ class TileDropout:
         return Value(builder().icmp_unsigned(">=", word.raw, self.limit.raw))
 
     def _shift(self, q0: Scalar, column: int) -> Value:
-        """What moves the bytes of a vector of queries, and of keys that are less than 8 modulo 16, to the top."""
+        """What moves the bytes of a vector of queries, for keys below 8 modulo 16, to the top."""
         count = self.shape.lanes
         if self.is_square:
             shifts = [24 - 2 * (column + lane & 8) for lane in range(count)]

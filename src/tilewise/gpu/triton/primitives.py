@@ -325,7 +325,7 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def keep_tile(i0, j0, seq, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """True [BLOCK_M, BLOCK_N] where a weight survives, see `core.dropout`: bytes of a call serve 4 x 4 of them.
+    """True [BLOCK_M, BLOCK_N] where a weight survives, see `core.dropout`: a call serves 4 x 4 of them.
 
     i0 and j0 must be multiples of 16.
     """

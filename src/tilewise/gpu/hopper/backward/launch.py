@@ -55,8 +55,8 @@ def backward(
     scratch.append(query.new_empty(semaphores, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    seed = None if inputs.dropout_seed is None else inputs.dropout_seed.to(query.device)
-    optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N), seed)
+    ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
@@ -72,18 +72,18 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 6,
+    optional: Tensors = (None,) * 7,
     mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
-    `optional` are dlse, the sequences' offsets, `order_sequences`, and the seed of dropout.
+    `optional` are dlse, the sequences' offsets, `order_sequences` and `extras_of`.
     """
     query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
     key_sums = splits[0] if splits else dq if division.splits else None
-    dlse, cu_q, cu_k, *ordered, seed = optional
-    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2], seed)
+    dlse, cu_q, cu_k, *ordered = optional[:5]
+    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2], *optional[5:])
     return [
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division, mask[2:]), fresh),
@@ -109,13 +109,14 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         LATEST_FIRST=latest_first(problem, block_d),
         HAS_MASK=problem.mask_shape is not None,
         HAS_DROPOUT=problem.dropout_p > 0,
+        HAS_ALIBI=problem.has_alibi,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
 def has_large_lse(problem: AttentionProblem) -> bool:
     """Whether lse may be too large for one float."""
-    return not 0 < problem.softcap <= MOST_SOFTCAP
+    return problem.has_alibi or not 0 < problem.softcap <= MOST_SOFTCAP
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
@@ -266,7 +267,7 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    *tensors_of_call, key_sums, mask_lists, mask_bits, seed = tensors
+    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes = tensors
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
@@ -284,7 +285,7 @@ def main_launch(
         *score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
         *(mask_lists, mask_bits, *mask_strides),
-        *host.extras(problem, seed),
+        *host.extras(problem, seed, slopes),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles

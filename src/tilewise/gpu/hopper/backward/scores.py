@@ -1,8 +1,9 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
+from tilewise.gpu.hopper.common.biases import penalty
 from tilewise.gpu.hopper.common.compat import gl, gluon
-from tilewise.gpu.hopper.common.dropout import marked, survivors
+from tilewise.gpu.hopper.common.dropout import marked
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
 from tilewise.gpu.hopper.mask.visits import hide_by_bits
 
@@ -45,18 +46,7 @@ def has_shift(stats):
 
 
 @gluon.jit
-def surviving(at, key, work, extras, sizes, cfg: gl.constexpr):
-    """Which weights of 64 keys in the step `at` survive dropout, if there is one; see `weights`."""
-    kept = 0
-    if cfg.HAS_DROPOUT:
-        heads = (sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch) * sizes.group_size
-        query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
-        kept = survivors(key, query, work.batch * heads + at.head, extras, cfg.BLOCK_M, True)
-    return kept
-
-
-@gluon.jit
-def weights(s, stats, at, kept, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+def weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
     """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
 
     Weights that are dropped are negative: so `as_operand` makes 0 of them, and their size is there for dS^T.
@@ -64,11 +54,14 @@ def weights(s, stats, at, kept, tile, key, own, work, sizes, factors, cfg: gl.co
     `at`: see `load_shift`.
     """
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    x, unit, slope = capped(s, factors, cfg)
+    x, unit, derivative = capped(s, factors, cfg)
     if cfg.HAS_LARGE_LSE and has_shift(stats):
         x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
     x = x * unit - lse[None, :]
+    if cfg.HAS_ALIBI:
+        query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q
+        x = x - penalty(x, key - query, slope)
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
@@ -77,7 +70,7 @@ def weights(s, stats, at, kept, tile, key, own, work, sizes, factors, cfg: gl.co
     p = exp2(x)
     if cfg.HAS_DROPOUT:
         p = marked(p, kept, True)
-    return p, slope
+    return p, derivative
 
 
 @gluon.jit
@@ -97,14 +90,14 @@ def _clamped(dtype):
 
 @gluon.jit
 def probabilities(
-    s, stats, at, kept, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
+    s, stats, at, kept, slope, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
 ):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, slope = weights(s, stats, at, kept, tile, key, own, work, sizes, factors, cfg)
+    p, derivative = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
     p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:
-        weight = (p * slope).to(dtype)
+        weight = (p * derivative).to(dtype)
     return p_16bit, weight
 
 

@@ -1,7 +1,7 @@
 """Dropout on a warpgroup's registers: which weights of a tile survive, as `core.dropout` has it.
 
 Two threads hold the weights of a call of the generator, in each of two neighbouring squares of 16 rows and
-columns. Each computes the call of one square, and then they trade words: so a tile takes a call for 16 weights.
+columns. Each computes the call of one square, and then they trade words: a tile takes a call for 16 weights.
 """
 
 from tilewise.core.dropout import KEY_A, KEY_B, LOW32, ROUND_A, ROUND_B, ROUNDS
@@ -39,7 +39,17 @@ def random_words(c0, c1, c2, c3):
 
 
 @gluon.jit
-def survivors(row, column, sequence_head, extras, N: gl.constexpr, HAS_KEY_ROWS: gl.constexpr):
+def load_seed(extras, cfg: gl.constexpr):
+    """The two words of dropout's seed, if there is one."""
+    low, high = 0, 0
+    if cfg.HAS_DROPOUT:
+        seed = gl.load(extras.dropout_seed)
+        low, high = gl.cast(seed & LOW, gl.uint32), gl.cast((seed >> 32) & LOW, gl.uint32)
+    return low, high
+
+
+@gluon.jit
+def survivors(row, column, sequence_head, seed, extras, N: gl.constexpr, HAS_KEY_ROWS: gl.constexpr):
     """[4, 8, N // 16, 8] words of a tile of 64 rows and N columns, of which `survives` takes a bit each.
 
     row, column: its first, multiples of 16. Rows are queries and columns keys; HAS_KEY_ROWS, the reverse.
@@ -48,9 +58,7 @@ def survivors(row, column, sequence_head, extras, N: gl.constexpr, HAS_KEY_ROWS:
     rows = row // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     columns = column // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, layout))[None, :]
     none = ((rows ^ columns) & 0).to(gl.uint32)  # of the calls' shape
-    seed = gl.load(extras.dropout_seed)
-    low = none + gl.cast(seed & LOW, gl.uint32)
-    high = none + (gl.cast((seed >> 32) & LOW, gl.uint32) ^ gl.cast(sequence_head, gl.uint32))
+    low, high = none + seed[0], none + (seed[1] ^ gl.cast(sequence_head, gl.uint32))
     rows, columns = none + rows.to(gl.uint32), none + columns.to(gl.uint32)
     if HAS_KEY_ROWS:
         w0, w2, w1, w3 = random_words(rows, columns, low, high)
@@ -81,7 +89,7 @@ def byte_numbers(y, HAS_KEY_ROWS: gl.constexpr):
 
 @gluon.jit
 def dropped(p, words, HAS_KEY_ROWS: gl.constexpr):
-    """Weights [64, N] of 16 bits, but 0 where they do not survive: two at a time, by masks made of bytes' signs."""
+    """Weights [64, N] of 16 bits, but 0 where they do not survive: two at a time, by signs of bytes."""
     y = p.reshape([4, 2, 8, p.shape[1] // 16, 2, 8])
     bytes_of_pair = 0xCC88 + 0x1111 * byte_numbers(y, HAS_KEY_ROWS)
     words = gl.expand_dims(gl.expand_dims(words, 1), 4)

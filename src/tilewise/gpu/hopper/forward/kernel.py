@@ -17,6 +17,7 @@ does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, Sizes
+from tilewise.gpu.hopper.common.biases import load_slope, penalty
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -28,7 +29,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.dropout import dropped, survivors
+from tilewise.gpu.hopper.common.dropout import dropped, load_seed, survivors
 from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
@@ -172,7 +173,7 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    W: gl.constexpr, s, m, l, left, entry, words, kept, has_seen, row, tiles, follows, work, sizes, factors,
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
     dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
@@ -198,28 +199,42 @@ def softmax_step(
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
     if is_steady:
-        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
+        if cfg.HAS_ALIBI:
+            x = x - penalty(s, start, slope)
+        p = exp2(x)
         l = l + partial_sums(p)
     else:
-        p, m, alpha = online_softmax(s, m, factors.scale_log2e)
+        unit = factors.scale_log2e
+        if cfg.HAS_ALIBI:
+            s = s * unit - penalty(s, start, slope)
+            unit = 1.0
+        p, m, alpha = online_softmax(s, m, unit)
         l = rescaled_sums(l, alpha) + partial_sums(p)
-    p = p.to(dtype)
-    if cfg.HAS_DROPOUT:
-        p = dropped(p, kept, False)
-    p = gl.convert_layout(p, operand_layout(cfg.BLOCK_DV))
+    p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady, has_seen
 
 
 @gluon.jit
-def surviving(tile, row, work, extras, sizes, cfg: gl.constexpr):
-    """Which weights of rows from `row` on survive dropout, if there is one; see `softmax_step`."""
+def surviving(tile, row, work, seed, extras, sizes, cfg: gl.constexpr):
+    """Which weights of rows from `row` on survive dropout, if there is one; see `with_dropout`."""
     kept = 0
     if cfg.HAS_DROPOUT:
         heads = sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch
         sequence_head = work.batch * heads + work.head
-        kept = survivors(row, tile * cfg.BLOCK_N, sequence_head, extras, cfg.BLOCK_N, False)
+        kept = survivors(row, tile * cfg.BLOCK_N, sequence_head, seed, extras, cfg.BLOCK_N, False)
     return kept
+
+
+@gluon.jit
+def with_dropout(p, kept, cfg: gl.constexpr):
+    """A tile's P as operand, but 0 where dropout takes it."""
+    if cfg.HAS_DROPOUT:
+        p = gl.convert_layout(p, accumulator_layout(cfg.BLOCK_N), assert_trivial=True)
+        p = gl.convert_layout(dropped(p, kept, False), operand_layout(cfg.BLOCK_DV))
+    return p
 
 
 @gluon.jit
@@ -284,6 +299,7 @@ def mma_role(
     ROWS: gl.constexpr = 64 // cfg.PACK
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
+    seed = load_seed(extras, cfg)
     use = 0  # of the K and V rings
     work_use = 0  # of the work ring
     work, is_exact = peek(rings.work, work_use)
@@ -293,13 +309,14 @@ def mma_role(
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
         before, after, visits = own_visits(tiles, all_tiles, work, mask, cfg)
         use = skip(rings.k, rings.v, use, before)
+        slope = load_slope(work.batch, work.head, extras, cfg)
         q_use = work_use * WARPGROUPS + W
         rings.q.wait(q_use)
 
         left = visits.count - 1  # tiles yet to visit
         entry = entry_at(left, visits, all_tiles, mask, cfg)
         words = load_bits(W, entry, visits, mask, cfg)
-        kept = surviving(tile_of(entry, left, tiles, cfg), row, work, extras, sizes, cfg)
+        kept = surviving(tile_of(entry, left, tiles, cfg), row, work, seed, extras, sizes, cfg)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
@@ -313,8 +330,10 @@ def mma_role(
         follows = is_exact
         if left >= MANY_TILES:
             follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
+        if cfg.FOLLOWS:
+            follows = 0 * left + 1
         p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, kept, 0 * left, row, tiles, 1, work, sizes, factors, dtype, cfg
+            W, s, m, l, left, entry, words, 0 * left, slope, row, tiles, 1, work, sizes, factors, dtype, cfg
         )
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
@@ -322,20 +341,25 @@ def mma_role(
             current = entry
             words = load_bits(W, current, visits, mask, cfg)  # under the products
             entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
+            j = tile_of(current, left, tiles, cfg)
+            p = with_dropout(p, kept, cfg)
+            if cfg.DRAWS_EARLY:
+                kept = surviving(j, row, work, seed, extras, sizes, cfg)
             if cfg.IS_OVERLAPPED:
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
-                kept = surviving(tile_of(current, left, tiles, cfg), row, work, extras, sizes, cfg)
+                if not cfg.DRAWS_EARLY:
+                    kept = surviving(j, row, work, seed, extras, sizes, cfg)
                 s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             else:
                 acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
                 rings.v.release(use)
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)
-                kept = surviving(tile_of(current, left, tiles, cfg), row, work, extras, sizes, cfg)
+                kept = surviving(j, row, work, seed, extras, sizes, cfg)
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, kept, has_seen, row, tiles, follows, work, sizes, factors,
+                W, s, m, l, left, current, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
                 dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
@@ -345,6 +369,7 @@ def mma_role(
                 acc = rescaled(acc, alpha)
             p = p_next
             use += 1
+        p = with_dropout(p, kept, cfg)
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
@@ -366,10 +391,10 @@ def mma_role(
 
 
 MASK_STRIDES = ("mask_stride_batch", "mask_stride_head", "mask_stride_tile")
-DROPOUT_INTEGERS = ("dropout_addend", "dropout_either")
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *DROPOUT_INTEGERS])
+@gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
@@ -377,7 +402,7 @@ def attn_fwd_kernel(
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, cfg: gl.constexpr,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
@@ -387,7 +412,7 @@ def attn_fwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
-    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep)
+    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
