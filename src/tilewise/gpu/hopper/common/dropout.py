@@ -21,9 +21,8 @@ def _product_by(factor):
 @gluon.jit
 def wide_product(x, FACTOR: gl.constexpr):
     """(high, low) words of a product of 32-bit integers. One instruction; as one of 64 bits it is two."""
-    words: gl.constexpr = (gl.uint32, gl.uint32)
     ASM: gl.constexpr = _product_by(FACTOR)
-    return gl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=words, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=(x.dtype, x.dtype), is_pure=True, pack=1)
 
 
 @gluon.jit
