@@ -59,8 +59,8 @@ class Totals:
         first = self.waiting[0] if self.waiting else None
         is_whole = first is not None and first.out.shape[1] == self.shape[1]
         if first is None or len(self.waiting) > 1 or not is_whole or first.out.dtype != dtype:
-            uses_kernel = self.like.is_cuda and self.wide == torch.float32 and has_triton()
-            put = self._by_kernel if uses_kernel else self._by_pytorch
+            is_served = self.like.is_cuda and self.wide == torch.float32 and has_triton()
+            put = self._by_kernel if is_served and self.waiting else self._by_pytorch
             first = Rows(0, *put(dtype, is_whole))
             self.waiting = [first]
         return first.out, first.lse

@@ -34,12 +34,13 @@ def combine(target: Tensor, lse: Tensor | None, operands: tuple[Operand, ...], s
     """Write rows [start, stop) of target and lse. Rows that no operand holds become 0, lse -inf.
 
     Args:
-        target: (batch, tokens, heads, dim), its last dimension contiguous, as that of the operands.
+        target: (batch, tokens, heads, dim), its last dimension contiguous.
         lse: (batch, heads, tokens) float32, or None: the operands are added.
+        operands: at least one.
     """
-    padded = (*operands, *(None,) * (MOST - len(operands)))
-    spans = [(0, 0) if o is None else (o.start, o.start + o.out.shape[1]) for o in padded]
-    tensors = [t for o in padded for t in ((None, None) if o is None else (_dense(o.out), _dense(o.lse)))]
+    missing = MOST - len(operands)  # the kernel takes all: the first again, without rows
+    spans = [(o.start, o.start + o.out.shape[1]) for o in operands] + [(0, 0)] * missing
+    tensors = [t for o in operands + operands[:1] * missing for t in (_dense(o.out), _dense(o.lse))]
     run(_launch, (start, stop, *spans), (target, lse, *tensors))
 
 
@@ -74,9 +75,8 @@ class Pointers(NamedTuple):
     lse_stride_head: int
 
 
-def _pointers(out: Tensor | None, lse: Tensor | None) -> Pointers | None:
-    if out is None:
-        return None
+def _pointers(out: Tensor | None, lse: Tensor | None) -> Pointers:
+    assert out is not None
     batch, token, head, _ = out.stride()
     lse_batch, lse_head = (0, 0) if lse is None else lse.stride()[:2]
     return Pointers(out, batch, token, head, lse, lse_batch, lse_head)
@@ -127,21 +127,15 @@ def combine_kernel(
 @triton.jit
 def load_rows(x, batch, head, row, exists, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [rows, BLOCK_D] of an operand in float32, 0 where it has none."""
-    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
-    if x is not None:
-        column = tl.arange(0, BLOCK_D)
-        ptr = x.out + batch * x.stride_batch + head * x.stride_head
-        ptrs = ptr + row.to(tl.int64)[:, None] * x.stride_token + column[None, :]
-        mask = exists[:, None] & (column < DIM)[None, :]
-        out = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    return out
+    column = tl.arange(0, BLOCK_D)
+    ptr = x.out + batch * x.stride_batch + head * x.stride_head
+    ptrs = ptr + row.to(tl.int64)[:, None] * x.stride_token + column[None, :]
+    mask = exists[:, None] & (column < DIM)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_lse(x, batch, head, row, exists):
     """lse of rows, -inf where the operand has none."""
-    lse = tl.full(row.shape, float("-inf"), tl.float32)
-    if x is not None:
-        ptr = x.lse + batch * x.lse_stride_batch + head * x.lse_stride_head
-        lse = tl.load(ptr + row, mask=exists, other=float("-inf"))
-    return lse
+    ptr = x.lse + batch * x.lse_stride_batch + head * x.lse_stride_head
+    return tl.load(ptr + row, mask=exists, other=float("-inf"))
