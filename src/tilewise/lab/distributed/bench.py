@@ -130,7 +130,7 @@ class _Ready:
 def _run_case(
     case: Case, chosen: dict[str, Prepare], group: Group, clock: Stopwatch, settings: Settings, seed: int
 ) -> dict[str, Any]:
-    data = Data(case, group.device, seed)
+    data = Data(case, group.place, seed)
     entries: dict[str, results.Entry] = {}
     ready: dict[str, _Ready] = {}
     for name, prepare in chosen.items():

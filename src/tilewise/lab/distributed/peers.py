@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +30,11 @@ class Group(NamedTuple):
     rank: int
     world: int
     device: str  # type
+
+    @property
+    def place(self) -> str:
+        """This rank's device; a random generator wants it by number."""
+        return f"cuda:{torch.cuda.current_device()}" if self.device == "cuda" else self.device
 
 
 Prepare = Callable[[Case, Data, Group], Prepared | None]  # None: this rank has nothing to do
