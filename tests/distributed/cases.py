@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 
 import torch
@@ -253,3 +254,12 @@ def transformers_model(group, implementation):
     for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
         torch.distributed.all_reduce(g, group=group)
         close(g, w, name)
+
+
+def long_context(group, path):
+    """The example on the ranks of the pool, all of them: its losses."""
+    spec = importlib.util.spec_from_file_location("long_context", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
+    return example.main(sizes.split(), torch.device("cpu"))

@@ -32,3 +32,12 @@ def test_what_is_not_served_raises(pool, change):
 def test_a_transformers_model(pool, implementation):
     pytest.importorskip("transformers")
     pool.run(2, CASES, "transformers_model", implementation)
+
+
+def test_the_example_learns_as_one_device_does(pool):
+    path = Path(__file__).parents[2] / "examples" / "long_context.py"
+    found = pool.run(4, CASES, "long_context", str(path))
+    for losses in found:
+        assert losses["together"] == found[0]["together"]
+    assert found[0]["together"] == pytest.approx(found[0]["alone"], rel=1e-4)
+    assert found[0]["together"][-1] < found[0]["together"][0]
