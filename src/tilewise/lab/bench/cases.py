@@ -14,6 +14,8 @@ import torch
 from tilewise.core.mask import Visibility
 from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.options import OPTIONS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SHORT_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwdbwd"}
@@ -45,6 +47,8 @@ class Case:
     page_size: int | None = None
     lengths: tuple[int, ...] = ()
     data: str = "randn"  # of `bench.data`, for dense calls
+    mask: str = ""  # of `bench.masks`, for dense calls
+    option: str = ""  # of `bench.options`, for dense calls
 
     @property
     def name(self) -> str:
@@ -64,8 +68,8 @@ class Case:
             return f"decode-{shape}-{batch}-q{self.seqlen_q}-k{self.seqlen_k}{page}"
         if self.kind == "memory":
             return f"memory-{direction}-{shape}-{batch}-s{self.seqlen_q}"
-        data = "" if self.data == "randn" else f"-{self.data}"
-        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{data}"
+        extra = "".join(f"-{word}" for word in (self.data, self.option) if word not in ("", "randn"))
+        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{extra}"
 
     @property
     def head_label(self) -> str:
@@ -81,6 +85,8 @@ class Case:
 
     @property
     def mask_label(self) -> str:
+        if self.mask:
+            return self.mask
         if self.window is not None:
             left, right = self.window
             return f"window{left}" if right == 0 else f"window{left}+{right}"
@@ -99,6 +105,8 @@ class Case:
 
     def visible_pairs(self) -> int:
         """(query, key) pairs that are not masked, over the batch and all heads."""
+        if self.mask:
+            return self.num_heads * MASKS[self.mask](self, "cpu").pairs
         left, right = (None, 0 if self.causal else None) if self.window is None else self.window
         per_length = {
             lengths: Visibility(*lengths, left, right).visible_pairs() for lengths in set(self.sequences)
@@ -261,6 +269,26 @@ def _data(quick: bool, device: str) -> Iterator[Case]:
                         yield dataclasses.replace(case, data=data)
 
 
+def _masks(quick: bool, device: str) -> Iterator[Case]:
+    """Boolean masks that are made beforehand, and block masks of them for FlexAttention."""
+    for n in (4096,) if quick else (4096, 16384):
+        for head_dim, heads in ((64, 32), (128, 16)):
+            for direction in ("forward", "backward"):
+                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n)
+                for mask in MASKS:
+                    yield dataclasses.replace(case, mask=mask)
+
+
+def _options(quick: bool, device: str) -> Iterator[Case]:
+    """What is added to causal scores, or taken from their weights."""
+    for n in (4096,) if quick else (4096, 16384):
+        for head_dim, heads in ((64, 32), (128, 16)):
+            for direction in ("forward", "backward"):
+                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=True)
+                for option in OPTIONS:
+                    yield dataclasses.replace(case, option=option)
+
+
 def _decode(quick: bool, device: str) -> Iterator[Case]:
     if quick:
         for batch, keys, queries, page in (
@@ -345,6 +373,10 @@ SUITES = {
     "window": Suite(_window, "cuda"),
     "varlen": Suite(_varlen, "cuda"),
     "data": Suite(_data, "cuda", ("tilewise", "sdpa-cudnn")),
+    "masks": Suite(_masks, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-efficient", "flex")),
+    "options": Suite(
+        _options, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-2")
+    ),
     "decode": Suite(_decode, "cuda"),
     "distributed": Suite(_distributed, None),
     "memory": Suite(
