@@ -35,7 +35,7 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.bench.cli import app as bench_app
     from tilewise.lab.claims.command import claims
     from tilewise.lab.demo.command import demo
-    from tilewise.lab.distributed import distributed
+    from tilewise.lab.distributed.plan import distributed
     from tilewise.lab.doctor import doctor
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command

@@ -29,7 +29,7 @@ class Case:
 
     `kind` is "dense", "varlen" (documents of `lengths`, packed), "decode" (few queries against a cache)
     or "memory" (a dense call whose peak memory is measured). `direction` "backward" times the gradients
-    alone; "forward+backward" is for memory.
+    alone; "forward+backward" is for memory, and for many devices.
     """
 
     kind: str
@@ -116,7 +116,8 @@ class Case:
     def flops(self) -> int:
         """Floating-point operations of the visible pairs: two products forward, 2.5 times that backward."""
         forward = 2 * self.visible_pairs() * (self.head_dim + self.head_dim_v)
-        return int(forward * BACKWARD_FLOPS) if self.direction == "backward" else forward
+        factors = {"forward": 1.0, "backward": BACKWARD_FLOPS, "forward+backward": 1.0 + BACKWARD_FLOPS}
+        return int(forward * factors[self.direction])
 
     def cache_bytes(self) -> int:
         """Bytes of the keys and values, each read once: what bounds decoding."""
@@ -345,6 +346,25 @@ def _memory(quick: bool, device: str) -> Iterator[Case]:
             yield dense(direction, dtype, head_dim, heads, 1, n, kind="memory")
 
 
+def _distributed(quick: bool, device: str) -> Iterator[Case]:
+    """One sequence over the ranks that torchrun has started."""
+    if device == "cpu":
+        dtype, heads, head_dim, lengths, window = "float32", 2, 64, (4096,) if quick else (4096, 16384), 512
+    else:
+        dtype, heads, head_dim, lengths, window = "bfloat16", 16, 128, (32768, 131072), 4096
+    longest, source = lengths[-1], random.Random(0)
+    documents: list[int] = []
+    while (rest := longest - sum(documents)) > 0:
+        documents.append(min(rest, source.randint(longest // 128, longest // 4)))
+    for direction in ("forward", "forward+backward"):
+        for n in lengths:
+            yield dense(direction, dtype, head_dim, heads, 1, n, causal=True)
+        yield packed(direction, dtype, head_dim, heads, tuple(documents), True)
+        yield dense(direction, dtype, head_dim, heads, 1, longest, window=(window, 0))
+    if device == "cuda" and not quick:
+        yield dense("forward+backward", dtype, head_dim, heads, 1, 1 << 20, causal=True)
+
+
 SUITES = {
     # The other peers of the CPU (--peers all) are far slower there.
     "cpu": Suite(_cpu, "cpu", ("tilewise", "sdpa-flash", "flex"), {"flex": r"^fwd-f32-d64-h8-b1-s1024-"}),
@@ -358,6 +378,7 @@ SUITES = {
         _options, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-2")
     ),
     "decode": Suite(_decode, "cuda"),
+    "distributed": Suite(_distributed, None),
     "memory": Suite(
         _memory,
         None,
