@@ -263,3 +263,19 @@ def long_context(group, path):
     spec.loader.exec_module(example)
     sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
     return example.main(sizes.split(), torch.device("cpu"))
+
+
+def bench_suite(group):
+    """The benchmark's own loop on the ranks of the pool, all of them: what the first rank writes."""
+    from tilewise.lab.bench.cases import dense, packed
+    from tilewise.lab.bench.run import Settings
+    from tilewise.lab.distributed.bench import run
+    from tilewise.lab.distributed.peers import Group
+
+    cases = [
+        dense("forward", "float32", 16, 4, 1, 130, causal=True),
+        packed("forward+backward", "float32", 16, 4, (70, 1, 60), True),
+        dense("forward+backward", "float32", 16, 4, 1, 128, window=(20, 0)),
+    ]
+    ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
+    return run(Settings("distributed", rounds=2), cases, ranks)
