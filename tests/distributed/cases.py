@@ -17,6 +17,7 @@ from tilewise.distributed import (
     unshard,
 )
 from tilewise.distributed.faults import Disagreement
+from tilewise.testing import compare
 
 WHOLE = ("sinks",)
 
@@ -279,3 +280,59 @@ def bench_suite(group):
     ]
     ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
     return run(Settings("distributed", rounds=2), cases, ranks)
+
+
+def on_dtensors(group, layout, packed):
+    """Heads over two ranks, the sequence over two others, out and gradients as DTensors again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    torch.manual_seed(0)
+    shape = (12, 4, 8) if packed else (2, 12, 4, 8)
+    whole = [torch.randn(shape, dtype=torch.float64) for _ in range(4)]
+    ends = torch.tensor([0, 5, 12]) if packed else None
+    starts = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if packed else {}
+    exact = reference.attention(*whole[:3], causal=True, **starts)
+    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    places = (
+        [Shard(0), Shard(1)] if packed else [Shard(2), Shard(1)] if layout == "bhsd" else [Shard(1), Shard(2)]
+    )
+    q, k, v, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = context_parallel_attention(
+        *leaves, causal=True, layout=layout, cu_seqlens=ends, return_lse=True, method="ring"
+    )
+    assert isinstance(out, DTensor) and list(out.placements) == places and out.shape == q.shape
+    close(swap(out.full_tensor()), exact[0], "out")
+    close(lse.full_tensor(), exact[1], "lse")
+    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
+        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
+    other = distribute_tensor(swap(whole[0]).contiguous(), mesh, [Replicate(), Shard(places[1].dim)])
+    try:
+        context_parallel_attention(other, other, other, layout=layout, cu_seqlens=ends)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def rounding(group, seed, method, dtype):
+    """Errors of a 16-bit call against those of PyTorch in that dtype, by the rule of `tilewise.testing`."""
+    torch.manual_seed(seed)
+    n, heads = 300, 4
+    q, k, v, dout = (torch.randn(1, n, heads, 32).to(dtype) for _ in range(4))
+    own = [shard(t, group=group).requires_grad_() for t in (q, k, v)]
+    out = context_parallel_attention(*own, group=group, method=method, causal=True, seqlen=n)
+    grads = torch.autograd.grad(out, own, shard(dout, group=group))
+    found = [unshard(t.detach(), group=group, seqlen=n) for t in (out, *grads)]
+    right, base = (
+        [
+            reference.attention(q, k, v, causal=True, dtype=t)[0],
+            *reference.attention_backward(dout, q, k, v, causal=True, dtype=t)[:3],
+        ]
+        for t in (torch.float64, dtype)
+    )
+    for name, f, x, b in zip(("out", "dq", "dk", "dv"), found, right, base):
+        report = compare(name, f, x, b)
+        assert f.dtype == dtype and report.is_within, report

@@ -15,6 +15,7 @@ from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch.choice import choose
 from tilewise.distributed import engine
 from tilewise.distributed.cost import Network, Sizes, choose as choose_method, fits, measured
+from tilewise.distributed.dtensor import is_dtensor, shards_of
 from tilewise.distributed.faults import agree
 from tilewise.distributed.heads import Swap, heads_to_tokens, tokens_to_heads
 from tilewise.distributed.layout import Layout, layout_of
@@ -34,7 +35,7 @@ def context_parallel_attention(
     mesh: Any = None,
     method: str = "auto",
     network: Network | None = None,
-    balance: str = "zigzag",
+    balance: str | None = None,
     seqlen: int | None = None,
     cu_seqlens: Any = None,
     causal: bool = False,
@@ -59,7 +60,9 @@ def context_parallel_attention(
 
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
-            head_dim) with cu_seqlens.
+            head_dim) with cu_seqlens. Or all three DTensors that one dimension of their mesh shards along the
+            sequence, which that dimension must divide; other dimensions may shard batch and heads, and what
+            else has heads is of this rank's.
         key: likewise with num_kv_heads, of the same tokens.
         value: likewise with num_kv_heads and head_dim_v.
         group: the ranks that share the sequence; None is the default group, or this process alone.
@@ -69,7 +72,7 @@ def context_parallel_attention(
             ranks that follow each other, a ring across. "auto" is what `explain` says to be fastest.
         network: for "auto", the speed of messages and of a device, the same on all ranks; None: measured in
             the first call of a group, which takes some messages and a small attention more.
-        balance: how `shard` dealt the tokens out.
+        balance: how `shard` dealt the tokens out; None: "zigzag", of DTensors "contiguous", as they are.
         seqlen: the total number of tokens; None: all ranks have as many as this one.
         cu_seqlens: (documents + 1,) offsets of packed documents in the whole sequence, the same on all ranks:
             a list or a tensor. A tensor on a GPU is read in every call, which waits.
@@ -103,6 +106,14 @@ def context_parallel_attention(
         >>> context_parallel_attention(shard(q), shard(k), shard(v), causal=True).shape  # alone: all tokens
         torch.Size([1, 6, 2, 8])
     """
+    wrap = None
+    if is_dtensor(query):
+        if group is not None or mesh is not None:
+            raise ValueError("group and mesh must be None for DTensors, which have a mesh")
+        form = layout if cu_seqlens is None else "packed"
+        query, key, value, group, seqlen, wrap = shards_of(query, key, value, form)
+        balance = balance or "contiguous"
+    balance = balance or "zigzag"
     inner, mesh = _mesh_degree(mesh, method)
     ranks = ranks_of(group, mesh) if inner is None else _flat_ranks(mesh, group)
     error = call = None
@@ -143,6 +154,8 @@ def context_parallel_attention(
         out, lse = out[0], None if lse is None else lse[0]
     elif layout == "bhsd":
         out = out.transpose(1, 2)
+    if wrap is not None:
+        out, lse = wrap(out, lse)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
