@@ -336,3 +336,37 @@ def rounding(group, seed, method, dtype):
     for name, f, x, b in zip(("out", "dq", "dk", "dv"), found, right, base):
         report = compare(name, f, x, b)
         assert f.dtype == dtype and report.is_within, report
+
+
+def with_functions(group, seed, method, balance, options):
+    """Functions that read captured tensors by position, head and batch entry: forward, all gradients."""
+    torch.manual_seed(seed)
+    n, heads, new = 37, 4, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    q, k, v, dout = new(2, n, heads, 8), new(2, n, 2, 8), new(2, n, 2, 8), new(2, n, heads, 8)
+    table, prefix = new(heads, n).requires_grad_(), torch.tensor([5, 30])
+
+    def score_mod(score, b, h, i, j):
+        return torch.tanh(score) * 2 + table[h, i] * (i - j) * 0.1
+
+    def mask_mod(b, h, i, j):
+        return (i >= j) | (j < prefix[b]) | (h == 2)
+
+    functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+    functions = functions if seed % 2 else {"mask_mod": mask_mod}
+    captured = (table,) if seed % 2 else ()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    exact, exact_lse = attention(*leaves, **functions, **options, return_lse=True)
+    wanted = torch.autograd.grad(exact, (*leaves, *captured), dout)
+    where = {"group": group, "balance": balance}
+    own = [shard(t, **where).requires_grad_() for t in (q, k, v)]
+    out, lse = context_parallel_attention(
+        *own, **functions, **options, **where, method=method, seqlen=n, return_lse=True
+    )
+    grads = torch.autograd.grad(out, (*own, *captured), shard(dout, **where))
+    close(unshard(out.detach(), seqlen=n, **where), exact.detach(), "out")
+    close(unshard(lse.detach(), dim=-1, seqlen=n, **where), exact_lse.detach(), "lse")
+    for g, w in zip(grads[:3], wanted):
+        close(unshard(g, seqlen=n, **where), w, "gradient")
+    for g, w in zip(grads[3:], wanted[3:]):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, "captured")

@@ -89,3 +89,11 @@ def test_dtensors(pool, layout, packed):
 )
 def test_sixteen_bits_err_as_one_device_does(pool, method, dtype):
     pool.run(4, CASES, "rounding", 1, method, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses", "2d"])
+def test_mask_and_score_functions(pool, method, seed):
+    options = {"softcap": 3.0} if method == "ring" else {"causal": method == "2d"}
+    world = 2 if method == "ulysses" else 4
+    pool.run(world, CASES, "with_functions", seed, method, ("zigzag", "contiguous")[seed], options)
