@@ -23,9 +23,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.launch import launch_plan
-from tilewise.gpu.triton import backward, call, combine, forward, launch, launch_decode
+from tilewise.core.statistics import Aux
+from tilewise.gpu.launch import combine, launch_plan
+from tilewise.gpu.triton import backward, call, forward, launch, launch_decode
+from tilewise.gpu.triton.statistics.plan import StatisticsPlan
+
+STATISTICS = Aux(max_logit=True, entropy=True, column_sum=True, expected_distance=True)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,8 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
 
     def run() -> None:
         out, lse, residual = launch.forward(problem, inputs, residual=True)
+        if not name.startswith("decode"):
+            StatisticsPlan(problem, STATISTICS).run(inputs, Results(None, lse, residual))
         if not name.startswith("decode") and "paged" not in case.extras:
             launch.backward(problem, inputs, out, lse, out, lse, residual=residual)
 

@@ -15,7 +15,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from tilewise.gpu.triton.combine import Operand, combine  # noqa: E402
+from tilewise.gpu.launch.combine import Operand, combine  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 NEG_INF = float("-inf")

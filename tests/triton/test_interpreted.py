@@ -24,7 +24,10 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"triton/test_{name}.py" for name in ("attention", "decode", "chunks", "large_scores", "guards")),
+        *(
+            f"triton/test_{name}.py"
+            for name in ("attention", "decode", "chunks", "large_scores", "guards", "statistics")
+        ),
         *(f"hopper/test_{name}.py" for name in ("backward_rows", "quantize")),
     ],
 )

@@ -24,7 +24,7 @@ NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
     "hopper": frozenset({"lse"}),
-    "triton": frozenset({"lse"}),
+    "triton": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum", "expected_distance"}),
     "llvm": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum"}),
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),

@@ -66,7 +66,7 @@ class Totals:
         return first.out, first.lse
 
     def _by_kernel(self, dtype: torch.dtype, is_whole: bool) -> tuple[Tensor, Tensor | None]:
-        from tilewise.gpu.triton.combine import Operand, combine
+        from tilewise.gpu.launch.combine import Operand, combine
 
         if is_whole and self.waiting[0].out.dtype == dtype:
             (_, target, lse), *others = self.waiting

@@ -11,7 +11,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             (no other keys to see: p_t /= its sums over keys)
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
-            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
+            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts inverse_keep)
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q                          [BLOCK_K, head_dim]
         dq of the tile += dq_t, after the previous block of keys has added its own
