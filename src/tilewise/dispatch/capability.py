@@ -98,7 +98,7 @@ ROWS = (
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
     Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
     Row("mask and score functions", lambda p: p.functions is not None, dict.fromkeys(
-        ("hopper", "triton", "aten"), "does not take mask or score functions"
+        ("hopper", "aten"), "does not take mask or score functions"
     )),
     Row("gradient of tensors that score functions read", _has_captured_gradient, {
         f"{name} backward": "has no gradient of tensors that a score function reads" for name in BACKENDS[:-1]

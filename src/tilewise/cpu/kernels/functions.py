@@ -25,6 +25,7 @@ from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.elementary import elementary, nan_maximum, nan_minimum
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.numerics import quotient
 from tilewise.cpu.dsl.vector import (
     F64,
     I1,
@@ -96,7 +97,7 @@ class KernelFunctions:
         """The keys j0 + [first, n) without those at both ends that are in empty tiles; none: n <= first."""
         args, row = head.args, self.map_row(head, q0)
         size = as_int(1) << args.map_k
-        begin, end = Var(as_int(n)), Var(as_int(first))
+        begin, end = Var(as_int(n)), Var(minimum(as_int(first), as_int(n)))
         start, stop = as_int(j0) + first, as_int(j0) + maximum(as_int(first), as_int(n))
         for c in loop(start >> args.map_k, (stop + (size - 1)) >> args.map_k):
             with when(row[c].load() > EMPTY):
@@ -318,15 +319,15 @@ class Scope:
         a, b = args
         constant = self.graph.value(node.args[1])
         if node.op == "div":
-            return a * (1 / constant) if _is_invertible(constant) else a / b
+            return quotient(a, b, like(1 / constant, a)) if _is_invertible(constant) else a / b
         if constant is None:
             b = select(b.equals(0), 1, b)
         if isinstance(constant, int) and constant > 0 and constant & (constant - 1) == 0:
             if node.op == "mod":
                 return a & (constant - 1)
             return Value(builder().ashr(a.raw, like(constant.bit_length() - 1, a).raw))
-        quotient = _floor_quotient(a, b, constant is not None)
-        return quotient if node.op == "floordiv" else a - quotient * b
+        found = _floor_quotient(a, b, constant is not None)
+        return found if node.op == "floordiv" else a - found * b
 
     def _load(self, n: int, r: int, v: int) -> Operand:
         """A captured number, or those of a vector of places."""
@@ -374,7 +375,7 @@ def _python(constant: Any, kind: str) -> Any:
 
 
 def _is_invertible(constant: Any) -> bool:
-    """Whether a product with 1 / constant is as good as a quotient."""
+    """Whether 1 / constant is a float32."""
     return constant is not None and 1e-30 < abs(constant) < 1e30
 
 
@@ -406,11 +407,11 @@ def _floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
         wide = ir.VectorType(F64, a.type.count)
         x, y = (Value(builder().sitofp(t.raw, wide)) for t in (a, b))
         return Value(builder().fptosi(elementary("floor", x / y, 0).raw, a.type))
-    quotient = Value(builder().sdiv(a.raw, b.raw))
-    rest = a - quotient * b
+    found = Value(builder().sdiv(a.raw, b.raw))
+    rest = a - found * b
     is_negative = rest < 0
     is_off = (is_negative ^ (b < 0)) & _converted(rest, is_negative.type)
-    return quotient - _converted(is_off, a.type)
+    return found - _converted(is_off, a.type)
 
 
 def _power(x: Operand, exponent: Any) -> Value:

@@ -18,10 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.core.device_errors import INDEX
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
+INDEX_FLAG = tl.constexpr(INDEX)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # ---- programmatic dependent launch
@@ -75,11 +77,14 @@ def key_regions(i0, i1, seq, sizes, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def full_end(full_lo, full_hi, is_whole, extras):
+def full_end(full_lo, full_hi, is_whole, extras, cfg: tl.constexpr):
     """Where full tiles end: at their start if some row or column of the program's own tile does not exist.
 
-    What is read of a mask or a bias in a full tile is not checked to lie inside of it.
+    What is read of a mask or a bias in a full tile is not checked to lie inside of it. A mask function, of
+    which no `Visits` are known, may hide keys in any tile.
     """
+    if cfg.MASK is not None:
+        full_hi = full_lo
     if extras.mask is not None or extras.bias is not None:
         full_hi = tl.where(is_whole, full_hi, full_lo)
     return full_hi
@@ -182,11 +187,11 @@ def store_scores(x, tile, i, j, seq, IS_EDGE: tl.constexpr):
 
 @triton.jit
 def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
-    """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
+    """(scores with every option applied, tanh of the capped ones, slope) from the plain products s = q k^T.
 
     Still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where the key is not
-    visible. IS_EDGE=False promises that lengths and window hide nothing in this tile. `bias` and `mask` are
-    what `load_scores` gives for those of extras.
+    visible. IS_EDGE=False promises that lengths, window and a mask function hide nothing in this tile. `bias`
+    and `mask` are what `load_scores` gives for those of extras; `slope` is the score function's derivative.
     """
     t = s
     unit = 1.0
@@ -203,11 +208,60 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + seq.b * extras.alibi.stride_batch + seq.h).to(tl.float32)
         s -= tl.abs(i + seq.offset - j).to(tl.float32) * (slope * unit)
+    slope_of_score = s
+    wrong = None
+    if cfg.SCORE is not None:
+        s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
     if IS_EDGE:
         s = tl.where(visible_pairs(i, j, seq, sizes), s, float("-inf"))
+        if cfg.MASK is not None:
+            visible, wrong_in_mask = cfg.MASK(i, j, seq, extras.captured)
+            s = tl.where(visible, s, float("-inf"))
+            if wrong_in_mask is not None:
+                s = poisoned(s, wrong_in_mask, i, seq, extras.captured)
     if extras.mask is not None:
         s = tl.where(mask != 0, s, float("-inf"))
-    return s, t
+    if wrong is not None:
+        s = poisoned(s, wrong, i, seq, extras.captured)
+    return s, t, slope_of_score
+
+
+@triton.jit
+def poisoned(s, wrong, i, seq, captured):
+    """NaN in the place of visible scores that functions have read out of range for, which is reported."""
+    is_bad = wrong & (s != float("-inf")) & (i < seq.seqlen_q)
+    tl.store(captured.errors + INDEX_FLAG + is_bad.to(tl.int32) * 0, 1, mask=is_bad)
+    return tl.where(is_bad, float("nan"), s)
+
+
+@triton.jit
+def before_function(ds, slope, cfg: tl.constexpr):
+    """The gradient of scores before the score function, from that behind it; 0 from 0, as at hidden keys."""
+    if cfg.HAS_SLOPE:
+        return tl.where(ds == 0.0, 0.0, ds * slope)
+    else:
+        return ds
+
+
+# ---- which tiles functions leave
+
+
+@triton.jit
+def visited_tiles(b, h, tile, rows, sizes, visits):
+    """(row of `visits.order`, full tiles, tiles) of a program's tile, in tiles of its loop."""
+    heads = 1 + visits.per_head * (sizes.num_heads - 1)
+    rows = tl.cdiv(rows, visits.factor)
+    row = ((b * visits.per_batch * heads + h * visits.per_head) * rows + tile // visits.factor).to(tl.int64)
+    full = tl.load(visits.counts + 2 * row) * visits.factor
+    return row, full, tl.load(visits.counts + 2 * row + 1) * visits.factor
+
+
+@triton.jit
+def visited_tile(n, row, columns, visits):
+    """The n-th tile of a row."""
+    columns = tl.cdiv(columns, visits.factor)
+    run = tl.load(visits.order + row * columns + n // visits.factor)
+    return run * visits.factor + n % visits.factor
 
 
 @triton.jit
