@@ -31,6 +31,7 @@ pytest.importorskip("triton")
         ("triton/test_chunks.py", "not slow"),
         ("triton/test_large_scores.py", "not slow"),
         ("triton/test_guards.py", "not slow"),
+        ("triton/test_functions.py", "not slow"),
         ("hopper/test_backward_rows.py", "not slow"),
         ("hopper/test_quantize.py", "not slow"),
     ],

@@ -23,7 +23,7 @@ def edges(n: int, block: int, device: torch.device | str | None = None) -> Inter
 
 
 def tile_kinds(
-    functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+    functions: Functions, buffers: Buffers | None, b: Interval, h: Interval, i: Interval, j: Interval
 ) -> Tensor:
     """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
 
@@ -82,7 +82,7 @@ def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...])
     return first.view(shape), last.view(shape)
 
 
-def _visible(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
+def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
     """Whether keys are always visible, and whether sometimes."""
     intervals = Intervals(functions.graph, functions, buffers, ranges)
     always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i[0].device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.kernel_map import kernel_map
+from tilewise.core.functions.kernel_map import captured_kinds, kernel_map
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges
 from tilewise.core.mask import Visibility
 from tilewise.core.problem import AttentionProblem, Inputs
@@ -34,7 +34,7 @@ def visits(
         return None, None
     extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     call = (problem.functions, extent, problem.visibility(), block_m, block_n, by_key, inputs.query.device)
-    if any(functions.graph.nodes[n].op == "load" for n in functions.graph.reachable(functions.hiding)):
+    if captured_kinds(functions):
         buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
         return _lists(*call, buffers)
     return _lists_of_nothing_captured(*call)
@@ -42,12 +42,12 @@ def visits(
 
 @functools.lru_cache(maxsize=128)
 def _lists_of_nothing_captured(*call: object) -> Lists:
-    return _lists(*call, Buffers(None, None, None))  # type: ignore[arg-type]
+    return _lists(*call, None)  # type: ignore[arg-type]
 
 
 def _lists(
     text: str, extent: tuple[int, int, int, int], visibility: Visibility, block_m: int, block_n: int,
-    by_key: bool, device: torch.device, buffers: Buffers,
+    by_key: bool, device: torch.device, buffers: Buffers | None,
 ) -> Lists:  # fmt: skip
     found = kernel_map(decode(text), buffers, extent, block_m, block_n, device)
     kinds = torch.minimum(found.kinds, _kinds_of_ranges(visibility, found.block_q, found.block_k, device))
