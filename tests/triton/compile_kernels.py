@@ -51,7 +51,9 @@ def _functions(heads: int) -> str:
     slopes, table = torch.empty(heads), torch.empty(heads, 64)
     found = trace(
         lambda b, h, i, j: (j <= i) & ((i // 64 - j // 64) % 3 != h),
-        lambda s, b, h, i, j: 8 * torch.tanh(s / 8) * slopes[h] + table[h, (i - j).clamp(0, 63)] + table[h, i],
+        lambda s, b, h, i, j: (
+            8 * torch.tanh(s / 8) * slopes[h] + table[h, (i - j).clamp(0, 63)] + table[h, i]
+        ),
     )
     return found.functions.text
 

@@ -17,8 +17,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 import tilewise
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.triton import visits as lists
-from tilewise.gpu.triton.functions import KernelFunctions, helpers
+from tilewise.gpu.triton.functions import visits as lists
+from tilewise.gpu.triton.functions.source import KernelFunctions, helpers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -86,7 +86,10 @@ def test_every_operation():
 
 def test_packed_sequences():
     starts = torch.tensor([0, 20, 20, 50], device=DEVICE)
-    options = {"mask_mod": lambda b, h, i, j: (i - j) % (b + 2) == 0, "score_mod": lambda s, b, *_: s * (b + 1)}
+    options = {
+        "mask_mod": lambda b, h, i, j: (i - j) % (b + 2) == 0,
+        "score_mod": lambda s, b, *_: s * (b + 1),
+    }
     check([randn(50, 2, 16) for _ in range(3)], cu_seqlens_q=starts, cu_seqlens_k=starts, **options)
 
 

@@ -102,11 +102,10 @@ ROWS = (
     )),
     Row("gradient of tensors that score functions read", _has_captured_gradient, {
         f"{name} backward": "has no gradient of tensors that a score function reads" for name in BACKENDS[:-1]
-    }),
-    Row("functions with rare operations", lambda p: rare_operation(p.functions), {
-        name: "prints no erf, no remainder or floor division of floats and no powers but 0.5 and whole "
-        "numbers of at most 16" for name in BACKENDS[:-1]
     }, is_rare=True),
+    Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
+        BACKENDS[:-1], "prints no erf, no % or // of floats, no power but 0.5 and whole numbers up to 16"
+    ), is_rare=True),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
     Row("scale of 0 or less", lambda p: p.scale <= 0, {

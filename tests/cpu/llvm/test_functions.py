@@ -8,9 +8,9 @@ import operator
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
 
 import tilewise
+from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
 from tilewise import reference
 from tilewise.core.functions import kernel_map as maps
 from tilewise.core.functions.trace import trace
@@ -62,7 +62,7 @@ def test_every_operation():
 
     def mask_mod(b, h, i, j):
         whole = (i - 2 * j) // (j % 5 * 2 - 3) + (i * 7) % -3 + (i - j) // 7 + abs(numbers[i] - j) // 4
-        whole = whole + (numbers[j] * i ** 2) % 11 + ((i << 3) >> 1) + (i & j) + (i | 5) + (i ^ j) - ~i
+        whole = whole + (numbers[j] * i**2) % 11 + ((i << 3) >> 1) + (i & j) + (i | 5) + (i ^ j) - ~i
         wide = torch.maximum(big[i] * 3, big[j]) // 1000 - (big[i] >> 5) % 77 + torch.minimum(big[j], i)
         return ((whole + wide) % 3 != 0) | (flags[i] & ~flags[j]) | (flags[j] ^ (i != j))
 
@@ -72,7 +72,13 @@ def test_every_operation():
         y = y + torch.sqrt(x * x + 1) * torch.sin(3 * x) + torch.cos(x - i) / (2 + x**2) + torch.tanh(y)
         steps = torch.floor(x) + torch.ceil(x / 3) - torch.round(x * 2) + torch.trunc(x)
         y = y + torch.where(x > 0.3, torch.minimum(x, y), torch.maximum(s, j * 0.125)) + steps * 0.25
-        return y + (x.long() % 4) * 0.5 + (s * 4).bool() + flags[j].double() - abs(numbers[i]).double() ** 0.5 / 9
+        return (
+            y
+            + (x.long() % 4) * 0.5
+            + (s * 4).bool()
+            + flags[j].double()
+            - abs(numbers[i]).double() ** 0.5 / 9
+        )
 
     check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)],
           mask_mod=mask_mod, score_mod=score_mod)  # fmt: skip
@@ -92,7 +98,9 @@ def test_errors_stay_in_budget(dtype):
 
 def test_packed_sequences():
     """Indices count from each sequence's start; some sequences are empty."""
-    starts_q, starts_k = (torch.tensor([0, *itertools.accumulate(n)]) for n in ((70, 0, 40, 9), (90, 5, 0, 33)))
+    starts_q, starts_k = (
+        torch.tensor([0, *itertools.accumulate(n)]) for n in ((70, 0, 40, 9), (90, 5, 0, 33))
+    )
     q, k, v = (torch.randn(int(s[-1]), 2, 8, dtype=torch.double) for s in (starts_q, starts_k, starts_k))
     options = functions((torch.arange(90) // 13), torch.rand(2).double(), torch.randn(2, 20).double())
     check((q, k, v), cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
@@ -127,7 +135,10 @@ def test_indices_out_of_range():
     x, table = torch.randn(1, 60, 1, 8), torch.randn(40)
 
     def run(causal_at, table=table):
-        options = {"score_mod": lambda s, b, h, i, j: s + table[j], "mask_mod": lambda b, h, i, j: j < causal_at}
+        options = {
+            "score_mod": lambda s, b, h, i, j: s + table[j],
+            "mask_mod": lambda b, h, i, j: j < causal_at,
+        }
         return tilewise.attention(x, x, x, backend="llvm", **options)
 
     assert run(40).isfinite().all()
@@ -151,14 +162,16 @@ def test_maps_do_not_grow_with_the_square(monkeypatch):
     """A million tokens have a map of larger tiles."""
     monkeypatch.setattr(maps, "TILES_AT_ONCE", 1 << 12)
     found = trace(lambda b, h, i, j: (j <= i) & (i - j < 1024), None).functions
-    made = maps.kernel_map(found, maps.Buffers(None, None, None), (2, 3, 1 << 20, 1 << 20), 48, 32, torch.device("cpu"))
+    made = maps.kernel_map(
+        found, maps.Buffers(None, None, None), (2, 3, 1 << 20, 1 << 20), 48, 32, torch.device("cpu")
+    )
     assert made.kinds.numel() <= 1 << 12 and made.kinds.shape[:2] == (1, 1)
     assert made.block_q == 48 << (made.block_k // 32).bit_length() - 1
 
 
 def test_what_is_not_printed_is_refused():
     x, table = torch.randn(1, 6, 1, 4, requires_grad=True), torch.ones(6, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="no erf.*'tiled' would serve"):
+    with pytest.raises(NotImplementedError, match=r"no erf.*'tiled' would serve"):
         tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, *_: torch.erf(s))
     with pytest.raises(NotImplementedError, match="no gradient of tensors that a score function reads"):
         tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, b, h, i, j: s + table[i])
@@ -174,4 +187,6 @@ def test_statistics():
         tilewise.attention(q, k, v, return_aux=aux, backend=name, **options)[-1] for name in ("llvm", "tiled")
     )
     for name in ("row_max", "entropy", "column_sum"):
-        torch.testing.assert_close(*(operator.attrgetter(name)(x) for x in (ours, tiled)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            *(operator.attrgetter(name)(x) for x in (ours, tiled)), rtol=1e-9, atol=1e-9
+        )

@@ -179,7 +179,7 @@ class Functions:
     @functools.cached_property
     def hiding(self) -> tuple[int, ...]:
         """The roots that may hide keys: the mask, and a score with a -inf of its own."""
-        roots = () if self.mask is None else (self.mask,)
+        roots: tuple[int, ...] = () if self.mask is None else (self.mask,)
         if self.score is not None:
             constants = {self.graph.value(n) for n in self.graph.reachable([self.score])}
             roots += (self.score,) if -math.inf in constants else ()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from tilewise.cpu.dsl.numerics import (
     FORMATS,
+    exp,
     exp_parts,
     horner,
-    polynomial,
-    exp,
     log,
+    polynomial,
     tanh,
 )
 from tilewise.cpu.dsl.vector import (
@@ -27,7 +27,6 @@ from tilewise.cpu.dsl.vector import (
     absolute,
     as_kind,
     bitcast,
-    copysign,
     element_of,
     emitter,
     fma,
@@ -131,5 +130,3 @@ def nan_maximum(a: Operand, b: Operand) -> Value:
 
 def is_nan(x: Operand) -> Value:
     return x.equals(x) ^ like(1, x.equals(x))
-
-

@@ -125,8 +125,9 @@ class CallPlan:
         if problem.dropout_p > 0:
             block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
         if problem.functions is not None:
-            lengths = (int(spans[:, n].max()) for n in (1, 3)) if self.is_ragged and problem.batch else None
-            most = (problem.seqlen_q, problem.seqlen_k) if lengths is None else tuple(lengths)
+            most = problem.seqlen_q, problem.seqlen_k
+            if self.is_ragged and problem.batch:
+                most = int(spans[:, 1].max()), int(spans[:, 3].max())
             is_backward = self.signature.direction == "backward"
             kept += bind_functions(problem, block, inputs, most, self.kernel.facts["block_q"], is_backward)
         return kept

@@ -51,7 +51,12 @@ def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tru
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     config = _tile_config(problem, inputs, BF16_FORWARD, _pieces(problem, may_cut))
     keys = 128 if problem.seqlen_k <= 128 else 256
-    if not config.pieces or problem.has_packed_keys or config.functions or problem.seqlen_k > min(keys, 2 * problem.head_dim_v):
+    if (
+        not config.pieces
+        or problem.has_packed_keys
+        or config.functions
+        or problem.seqlen_k > min(keys, 2 * problem.head_dim_v)
+    ):
         return config
     return replace(config, key_block=keys)  # P is transposed, which costs less than V
 

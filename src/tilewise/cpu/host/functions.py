@@ -61,9 +61,7 @@ def _bind_visits(block: Block, tiles: KernelMap) -> Tensor:
     last = (-(-(starts + keys) // tiles.block_k)).clamp(max=columns)
     visits = (counts[..., last] > counts[..., first]).to(torch.uint8)
     found = tiles._replace(kinds=visits)
-    block.update(
-        visits=visits.data_ptr(), **dict(zip(("visits_b", "visits_h", "visits_i"), found.strides()))
-    )
+    block.update(visits=visits.data_ptr(), **dict(zip(("visits_b", "visits_h", "visits_i"), found.strides())))
     return visits
 
 
@@ -74,7 +72,9 @@ def _with_room(functions: Functions, given: Buffers) -> Buffers:
     if not room:
         return given
     floats, integers = (
-        torch.zeros(room, dtype=dtype, device=CPU) if t is None else torch.cat([t.detach(), t.new_zeros(room)])
+        torch.zeros(room, dtype=dtype, device=CPU)
+        if t is None
+        else torch.cat([t.detach(), t.new_zeros(room)])
         for t, dtype in ((given.floats, torch.float64), (given.integers, torch.int64))
     )
     return given._replace(floats=floats, integers=integers)

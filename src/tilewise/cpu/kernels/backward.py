@@ -41,7 +41,6 @@ from tilewise.cpu.dsl.vector import (
     Value,
     Var,
     absolute,
-    as_int,
     element_of,
     fma,
     like,
@@ -166,7 +165,7 @@ class BackwardKernel:
             self.load_statistics(head, q0, self.load_queries(head, q0))
             fill_zero(shape, self.dq_t, shape.pad)
             for j in loop(first, last, block_k):
-                begin, end = self.scores.visible(head, q0, j0 + j, as_int(0), minimum(last - j, block_k))
+                begin, end = self.scores.visible(head, q0, j0 + j, 0, minimum(last - j, block_k))
                 with when(begin < end):
                     for kernel in fitting(self, head, q0):
                         kernel.step(head, q0, j0, j, end)

@@ -285,9 +285,7 @@ def score_unit(config: Config) -> float:
     return 1.0 if has_options(config) or config.has_sinks else LN_2
 
 
-def finish_scores(
-    shape: Shape, scores: TileScores, s_t: Rows, j: Value, scale: Value
-) -> None:
+def finish_scores(shape: Shape, scores: TileScores, s_t: Rows, j: Value, scale: Value) -> None:
     """Products of the keys [j, j + rows) at s_t -> scores with their options, in place.
 
     Without options they stay products, and the scale is left to the exponential.

@@ -1,8 +1,8 @@
 """Mask and score functions in the kernels: an expression, printed where a tile's scores are finished.
 
 A node is computed as seldom as it may be. What depends on neither query nor key is one number a tile; what
-depends on the query alone, a vector for each vector of queries, once a tile; what depends on the key alone, one
-number a key. Only the rest is computed for each score. Numbers by themselves are 64 bits wide, in vectors
+depends on the query alone, a vector for each vector of queries, once a tile; what depends on the key alone,
+one number a key. Only the rest is computed for each score. Numbers by themselves are 64 bits wide, in vectors
 integers are 32 bits wide where those hold every value (`core.functions.widths`).
 
 An index out of range reads some place of its tensor. If the score is visible, the host is told.
@@ -12,49 +12,45 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
 
 from tilewise.core.functions.derivative import derivative
-from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT, LOGIC, Graph, decode
+from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, LOGIC, Graph, decode
 from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.core.functions.widths import wide_integers
 from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.elementary import elementary, nan_maximum, nan_minimum
+from tilewise.cpu.dsl.elementary import elementary
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.numerics import quotient
+from tilewise.cpu.dsl.operations import OPERATIONS, converted, floor_quotient, is_invertible, power
 from tilewise.cpu.dsl.vector import (
-    F64,
     I1,
     I32,
-    I64,
     STORED,
     Operand,
     Scalar,
     Value,
     Var,
-    absolute,
     as_int,
     builder,
     int32,
     iota,
-    is_float,
     like,
     maximum,
     minimum,
     select,
     splat,
 )
-from tilewise.cpu.kernels.tiles import INF, Arguments, Grid, Head, Scratch, Shape
+from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape
 
 Known = dict[tuple[Any, ...], Operand]
 
 
 class Wrong(NamedTuple):
-    """Where the index of a load is out of range: for one key r (None: for all) and one vector v of queries."""
+    """Where the index of a load is out of range: for one key r and one vector v of queries; None: for all."""
 
     tensor: int
     r: int | None
@@ -110,7 +106,9 @@ class KernelFunctions:
         """Of the first to last `blocks` of keys, as `visits` counts them: whether this one is visited by the
         tile of queries at q0, how many before it are, and whether none behind it is."""
         args = head.args
-        row = head.batch * args.visits_b + head.head * args.visits_h + as_int(q0) // args.map_q * args.visits_i
+        row = (
+            head.batch * args.visits_b + head.head * args.visits_h + as_int(q0) // args.map_q * args.visits_i
+        )
         visits = args.ptr("visits", "u8")[row]
         before, behind = Var(as_int(0)), Var(as_int(0))
         for total, start, stop in ((before, blocks[0], block), (behind, block + 1, blocks[1] + 1)):
@@ -220,7 +218,9 @@ class Scope:
     vectors of queries by v.
     """
 
-    def __init__(self, tile: TileFunctions, known: Known, wrong: list[Wrong], keys: list[Value] | None = None):
+    def __init__(
+        self, tile: TileFunctions, known: Known, wrong: list[Wrong], keys: list[Value] | None = None
+    ):
         self.tile, self.owner, self.shape = tile, tile.owner, tile.shape
         self.graph, self.levels = tile.owner.graph, tile.owner.levels
         self.known, self.wrong, self.keys = known, wrong, keys or []
@@ -248,7 +248,7 @@ class Scope:
             return Value(like(_python(constant, kind), Value(ir.Constant(type_, ir.Undefined))).raw)
         place = (*self._place(n, r, v), kind, is_vector, bits)
         if place not in self.known:
-            x = _converted(self.at(n, r, v), self._type(kind, "i" in self.levels[n], bits))
+            x = converted(self.at(n, r, v), self._type(kind, "i" in self.levels[n], bits))
             x = splat(x, self.shape.lanes) if is_vector and not isinstance(x.type, ir.VectorType) else x
             self.known[place] = x
         return Value(self.known[place].raw)
@@ -282,15 +282,15 @@ class Scope:
         kinds = [self._argument_kind(n, place) for place in range(len(node.args))]
         args = [self._operand(a, r, v, kind, is_vector, bits) for a, kind in zip(node.args, kinds)]
         if node.op in (BOOL, INT, FLOAT):
-            found: Operand = _converted(args[0], self._type(node.op, is_vector, bits))
+            found: Operand = converted(args[0], self._type(node.op, is_vector, bits))
         elif node.op == "pow":
-            found = _power(args[0], self.graph.value(node.args[1]))
+            found = power(args[0], self.graph.value(node.args[1]))
         elif node.op in FUNCTIONS:
             found = elementary(node.op, args[0], self.shape.exp_degree)
         elif node.op in ("floordiv", "mod", "div"):
             found = self._quotient(n, args)
         else:
-            found = _OPERATIONS[node.op](*args)
+            found = OPERATIONS[node.op](*args)
         return self._narrowed(found, n, is_vector)
 
     def _argument_kind(self, n: int, place: int) -> str:
@@ -312,21 +312,21 @@ class Scope:
         if self.graph.nodes[n].kind != INT or not is_vector:
             return x
         bits = 64 if n in self.owner.wide else 32
-        return _converted(x, self._type(INT, True, bits))
+        return converted(x, self._type(INT, True, bits))
 
     def _quotient(self, n: int, args: list[Value]) -> Operand:
         node = self.graph.nodes[n]
         a, b = args
         constant = self.graph.value(node.args[1])
         if node.op == "div":
-            return quotient(a, b, like(1 / constant, a)) if _is_invertible(constant) else a / b
+            return quotient(a, b, like(1 / constant, a)) if is_invertible(constant) else a / b
         if constant is None:
             b = select(b.equals(0), 1, b)
         if isinstance(constant, int) and constant > 0 and constant & (constant - 1) == 0:
             if node.op == "mod":
                 return a & (constant - 1)
             return Value(builder().ashr(a.raw, like(constant.bit_length() - 1, a).raw))
-        found = _floor_quotient(a, b, constant is not None)
+        found = floor_quotient(a, b, constant is not None)
         return found if node.op == "floordiv" else a - found * b
 
     def _load(self, n: int, r: int, v: int) -> Operand:
@@ -348,7 +348,7 @@ class Scope:
         name, stored = ("captured_floats", self.shape.kind) if kind == FLOAT else ("captured_integers", "i64")
         source = self.tile.head.args.ptr(name, stored)
         found = self._gathered(source, place) if is_vector else source[place].load()
-        return _converted(found, self._type(BOOL, is_vector, 64)) if kind == BOOL else found
+        return converted(found, self._type(BOOL, is_vector, 64)) if kind == BOOL else found
 
     def _layout(self, tensor: int) -> tuple[Value, list[Value]]:
         """Where a captured tensor begins in its buffer, and its sizes."""
@@ -372,84 +372,3 @@ class Scope:
 
 def _python(constant: Any, kind: str) -> Any:
     return {BOOL: bool, INT: int, FLOAT: float}[kind](constant) if kind != BOOL else int(bool(constant))
-
-
-def _is_invertible(constant: Any) -> bool:
-    """Whether 1 / constant is a float32."""
-    return constant is not None and 1e-30 < abs(constant) < 1e30
-
-
-def _converted(x: Operand, type_: ir.Type) -> Value:
-    """A number or vector as another type of as many lanes: integers of 1 (a bool), 32 or 64 bits, a float."""
-    if x.type == type_:
-        return Value(x.raw)
-    element = type_.element if isinstance(type_, ir.VectorType) else type_
-    was = x.type.element if isinstance(x.type, ir.VectorType) else x.type
-    b = builder()
-    if element == I1:
-        compared = b.fcmp_unordered if is_float(was) else b.icmp_signed
-        return Value(compared("!=", x.raw, like(0, x).raw))
-    if is_float(element):
-        return Value((b.uitofp if was == I1 else b.sitofp)(x.raw, type_))
-    if is_float(was):
-        limit = 2.0**62  # what is beyond has no integer in PyTorch either
-        x = select(x.equals(x), maximum(-limit, minimum(x, like(limit, x))), 0.0)
-        return Value(b.fptosi(x.raw, type_))
-    if was == I1:
-        return Value(b.zext(x.raw, type_))
-    return Value((b.trunc if was.width > element.width else b.sext)(x.raw, type_))
-
-
-def _floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
-    """a // b of integers, b not 0. Of 32-bit vectors, which no processor divides, in float64: exact."""
-    is_short = isinstance(a.type, ir.VectorType) and a.type.element == I32
-    if is_short and not is_constant:
-        wide = ir.VectorType(F64, a.type.count)
-        x, y = (Value(builder().sitofp(t.raw, wide)) for t in (a, b))
-        return Value(builder().fptosi(elementary("floor", x / y, 0).raw, a.type))
-    found = Value(builder().sdiv(a.raw, b.raw))
-    rest = a - found * b
-    is_negative = rest < 0
-    is_off = (is_negative ^ (b < 0)) & _converted(rest, is_negative.type)
-    return found - _converted(is_off, a.type)
-
-
-def _power(x: Operand, exponent: Any) -> Value:
-    """x to a power that `unserved_operation` lets pass."""
-    if exponent == 0.5:
-        return elementary("sqrt", x, 0)
-    found = Value(like(1, x).raw)
-    for _ in range(abs(int(exponent))):
-        found = found * x
-    return found if exponent >= 0 else 1.0 / found
-
-
-def _absolute(x: Operand) -> Value:
-    return absolute(x) if is_float(x.type) else select(x < 0, -x, x)
-
-
-def _shift(name: str) -> Callable[[Operand, Operand], Value]:
-    return lambda a, b: Value(getattr(builder(), name)(a.raw, maximum(0, minimum(b, like(63, b))).raw))
-
-
-def _compared(op: str) -> Callable[[Operand, Operand], Value]:
-    def found(a: Operand, b: Operand) -> Value:
-        compare = builder().icmp_signed
-        if is_float(a.type):
-            compare = builder().fcmp_unordered if op == "!=" else builder().fcmp_ordered
-        return Value(compare(op, a.raw, b.raw))
-
-    return found
-
-
-def _extreme(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b: (of_floats if is_float(a.type) else of_integers)(a, b)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": _absolute,
-    "minimum": _extreme(nan_minimum, minimum), "maximum": _extreme(nan_maximum, maximum),
-    **dict(zip(COMPARISONS, map(_compared, ("<", "<=", "==", "!=")))),
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ like(-1, a),
-    "shl": _shift("shl"), "shr": _shift("ashr"), "where": select,
-}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tilewise.core.functions.expression import decode
 from tilewise.cpu.dsl.control import either, loop, when
@@ -138,7 +139,7 @@ class Scores:
                 for c, width in pieces(0, shape.block_k, shape.lanes):
                     add_at(row[c], terms[0, c], width)
 
-    def visible(self, head: Head, q0: Scalar, j0: Value, first: Value, n: Value) -> tuple[Value, Value]:
+    def visible(self, head: Head, q0: Scalar, j0: Value, first: Scalar, n: Value) -> tuple[Any, Value]:
         """The keys j0 + [first, n), without those at both ends that functions hide from a tile of queries."""
         if self.functions is None or not self.functions.has_map:
             return first, n

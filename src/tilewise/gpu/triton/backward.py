@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import before_function, visited_tile, visited_tiles
 from tilewise.gpu.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
-    before_function,
     edge_tile,
     exponentials,
     full_end,
@@ -37,8 +37,6 @@ from tilewise.gpu.triton.primitives import (
     softmax_stats,
     stat_start,
     store_scores,
-    visited_tile,
-    visited_tiles,
     wait_for_kernel_before,
 )
 from tilewise.gpu.triton.tiles import (
@@ -168,7 +166,7 @@ def attn_bwd_dkdv_kernel(
         if extras.visits is not None:
             columns = tl.cdiv(seqlen_q, cfg.BLOCK_M)
             row, full, count = visited_tiles(b, h, tile, tl.cdiv(seqlen_k, BLOCK_N), sizes, extras.visits)
-            for n in range(0, full):
+            for n in range(full):
                 i0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_M
                 dk_acc, dv_acc = dkdv_step(
                     dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
@@ -287,7 +285,7 @@ def attn_bwd_dq_kernel(
         row, full, count = visited_tiles(
             seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
         )
-        for n in range(0, full):
+        for n in range(full):
             j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
             dq_acc = dq_step(
                 dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import BiasSizes, Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import before_function
 from tilewise.gpu.triton.primitives import (
-    before_function,
     exponentials,
     keep_entries,
     keep_tile,
@@ -35,7 +35,8 @@ from tilewise.gpu.triton.tiles import (
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
+    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits,
+    factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,

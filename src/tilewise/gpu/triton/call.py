@@ -26,7 +26,7 @@ from tilewise.gpu.triton.arguments import (
     Slopes,
     Visits,
 )
-from tilewise.gpu.triton.functions import KernelFunctions, helpers, kernel_functions
+from tilewise.gpu.triton.functions.source import KernelFunctions, helpers, kernel_functions
 from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
 
 # L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import visited_tile, visited_tiles
 from tilewise.gpu.triton.primitives import (
     edge_tile,
     exact_lse,
@@ -28,8 +29,6 @@ from tilewise.gpu.triton.primitives import (
     online_softmax,
     sink_maximum,
     stat_start,
-    visited_tile,
-    visited_tiles,
 )
 from tilewise.gpu.triton.tiles import (
     add_weighted_rows,
@@ -87,7 +86,7 @@ def attn_fwd_kernel(
         row, full, count = visited_tiles(
             seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
         )
-        for n in range(0, full):
+        for n in range(full):
             j0 = visited_tile(n, row, columns, extras.visits) * BLOCK_N
             acc, m, l = forward_step(
                 acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False

@@ -34,9 +34,9 @@ from tilewise.gpu.triton.call import (
     table_tile,
     with_dense_rows,
 )
-from tilewise.gpu.triton.functions import KernelFunctions
+from tilewise.gpu.triton.functions.source import KernelFunctions
+from tilewise.gpu.triton.functions.visits import visits
 from tilewise.gpu.triton.tuning_table import KernelTile
-from tilewise.gpu.triton.visits import visits
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
 PARTIAL_BIAS_BYTES = 64 << 20
@@ -307,7 +307,7 @@ def _shared_dbias(
     inputs: Inputs,
     results: Results,
     tile: KernelTile | None,
-    functions: KernelFunctions | None,
+    functions: KernelFunctions | None = None,
 ) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order."""
     bias = inputs.bias
@@ -346,7 +346,7 @@ def _dbias_launch(
     tensors: Tensors,
     tile: KernelTile,
     sizes: BiasSizes,
-    functions: KernelFunctions | None,
+    functions: KernelFunctions | None = None,
 ) -> Launch:
     from tilewise.gpu.triton.backward_bias import attn_bwd_dbias_kernel
 

@@ -1,8 +1,9 @@
-"""Which tiles mask and score functions leave to a dense call's kernels, as lists that their loops go through."""
+"""Which tiles mask and score functions leave to a dense call's kernels: lists that their loops go through."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +42,13 @@ def visits(
 
 
 @functools.lru_cache(maxsize=128)
-def _lists_of_nothing_captured(*call: object) -> Lists:
-    return _lists(*call, None)  # type: ignore[arg-type]
+def _lists_of_nothing_captured(*call: Any) -> Lists:
+    return _lists(*call)
 
 
 def _lists(
     text: str, extent: tuple[int, int, int, int], visibility: Visibility, block_m: int, block_n: int,
-    by_key: bool, device: torch.device, buffers: Buffers | None,
+    by_key: bool, device: torch.device, buffers: Buffers | None = None,
 ) -> Lists:  # fmt: skip
     found = kernel_map(decode(text), buffers, extent, block_m, block_n, device)
     kinds = torch.minimum(found.kinds, _kinds_of_ranges(visibility, found.block_q, found.block_k, device))
@@ -63,7 +64,9 @@ def _kinds_of_ranges(visibility: Visibility, block_q: int, block_k: int, device:
     A tile with rows or columns that don't exist is not FULL.
     """
     v, seqlen_k = visibility, visibility.seqlen_k
-    (q0, q_last), (k0, k_last) = (edges(n, b, device) for n, b in ((v.seqlen_q, block_q), (seqlen_k, block_k)))
+    (q0, q_last), (k0, k_last) = (
+        edges(n, b, device) for n, b in ((v.seqlen_q, block_q), (seqlen_k, block_k))
+    )
     q0, q_last, k0, k_last = q0[:, None] + v.offset, q_last[:, None] + v.offset, k0[None], k_last[None]
     some = torch.ones((q0.shape[0], k0.shape[1]), dtype=torch.bool, device=device)
     every = (q_last - q0 == block_q - 1) & (k_last - k0 == block_k - 1)

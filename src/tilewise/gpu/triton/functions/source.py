@@ -3,8 +3,9 @@
     mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is out of range)
     score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is out of range)
 
-`i` and `j` are a tile's positions, [rows, 1] and [1, columns] or the other way round. Integers are of 32 bits where
-these hold every value. Indices that a call's shapes don't keep in range are guarded: `KernelFunctions.guarded`.
+`i` and `j` are a tile's positions, [rows, 1] and [1, columns] or the other way round. Integers are of 32 bits
+where these hold every value. Indices that a call's shapes don't keep in range are guarded: see
+`KernelFunctions`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def helpers(kernel: KernelFunctions) -> Helpers:
 
 _HEAD = """import triton
 import triton.language as tl
-from tilewise.gpu.triton.function_operations import (
+from tilewise.gpu.triton.functions.operations import (
     exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, smaller, trunc, whole_number
 )
 
@@ -129,8 +130,10 @@ class _Printer:
         constant = self.graph.value(root)
         if kind == BOOL:
             yes = f"({zero} == 0)"
-            return (yes if constant else f"({zero} != 0)") if constant is not None else (
-                f"({yes} & {self.operand(root, kind)})"
+            return (
+                (yes if constant else f"({zero} != 0)")
+                if constant is not None
+                else (f"({yes} & {self.operand(root, kind)})")
             )
         return f"({zero}.to(tl.float32) + {self.operand(root, kind)})"
 
