@@ -22,10 +22,10 @@ demo: $(STAMP)
 	$(BIN)/tilewise demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m ''
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ''
 	$(MAKE) test-isa test-old-triton
 
 # Every GPU kernel compiles with the oldest Triton too.

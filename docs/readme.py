@@ -1,7 +1,7 @@
-"""What README.md holds that is made, not written: `python docs/readme.py`, or `make readme`.
+"""What README.md and docs/claims.md hold that is made, not written: `make readme`.
 
-Its plot, its table of results and its table of features come from `benchmarks/results` and from
-`tilewise.dispatch.capability`; each stands between two comments that name it.
+The plot and the tables come from `benchmarks` and from `tilewise.dispatch.capability`; each table stands
+between two comments that name it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
+from tilewise.lab.claims import report as claims_report, run as claims_run
 
 ROOT = Path(__file__).parents[1]
+CLAIMS = ROOT / "docs" / "claims.md"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADLINE, DECODE, CPU = (
@@ -48,19 +50,28 @@ def results_table() -> str:
     return "\n".join(report.markdown(header, rows))
 
 
-def sections() -> dict[str, str]:
-    """The made parts of the README, by the names in its comments."""
-    return {"results": results_table(), "features": capability.table()}
+def claims_tables() -> str:
+    """Every file of `tilewise claims`, GPUs first."""
+    files = [claims_run.load(path) for path in sorted((ROOT / "benchmarks" / "claims").glob("*.json"))]
+    return claims_report.tables(sorted(files, key=lambda found: found["device"]["type"], reverse=True))
+
+
+def sections() -> dict[Path, dict[str, str]]:
+    """The made parts of each page, by the names in its comments."""
+    return {
+        README: {"results": results_table(), "features": capability.table()},
+        CLAIMS: {"claims": claims_tables()},
+    }
 
 
 def with_sections(text: str, made: dict[str, str]) -> str:
-    """The README with its made parts put in. Raises LookupError if one has no place."""
+    """A page with its made parts put in. Raises LookupError if one has no place."""
     for name, content in made.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, found, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found and found_end):
-            raise LookupError(f"README.md has no lines {begin!r} and {end!r}")
+            raise LookupError(f"the page has no lines {begin!r} and {end!r}")
         text = f"{before}{begin}\n{content}\n{end}{after}"
     return text
 
@@ -109,6 +120,7 @@ def draw_tiles(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(with_sections(README.read_text(), sections()))
+    for page, made in sections().items():
+        page.write_text(with_sections(page.read_text(), made))
     draw(PLOT)
     draw_tiles(TILES)

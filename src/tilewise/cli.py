@@ -33,8 +33,9 @@ def _app():  # type: ignore[no-untyped-def]
         """Exact attention, tile by tile."""
 
     from tilewise.lab.bench.cli import app as bench_app
+    from tilewise.lab.claims.command import claims
     from tilewise.lab.demo.command import demo
-    from tilewise.lab.distributed import distributed
+    from tilewise.lab.distributed.plan import distributed
     from tilewise.lab.doctor import doctor
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
@@ -50,6 +51,7 @@ def _app():  # type: ignore[no-untyped-def]
     app.command("roofline")(roofline_command)
     app.command("kv-memory")(kv_memory_command)
     app.command()(distributed)
+    app.command()(claims)
     app.command()(tune)
     app.add_typer(bench_app, name="bench")
     return app

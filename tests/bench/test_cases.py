@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilewise.lab.bench.cases import SUITES, Case, decode, dense, document_lengths, find_suite, packed
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.masks import MASKS
 
 
 def all_cases(name: str, quick: bool) -> list[Case]:
@@ -84,6 +86,14 @@ def test_visible_pairs_are_those_of_a_mask_written_out(case):
             seen &= distance >= -case.window[0]
         total += int(seen.sum()) * case.num_heads
     assert case.visible_pairs() == total
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_visible_pairs_are_those_of_the_dense_mask(name):
+    case = replace(dense("forward", "float32", 64, 4, 3, 1024), mask=name)
+    mask = MASKS[name](case, "cpu").dense(case, "cpu")
+    assert case.visible_pairs() == 4 * int(mask.expand(3, 1, 1024, 1024).sum())
+    assert 0.4 < case.visible_pairs() / (4 * 3 * 1024**2) < 0.8
 
 
 def test_flops_and_bytes():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tilewise import reference
 from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
+from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.options import OPTIONS
 from tilewise.lab.bench.peer import Data
 
 CASES = [
@@ -45,6 +49,25 @@ def test_passes_what_is_right(case):
     verdict = gate.check(case, data, exact(case, data))
     assert verdict.fault is None
     assert 0 < verdict.error < verdict.limit
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_holds_a_case_to_its_mask(name):
+    case = replace(dense("backward", "float32", 32, 2, 2, 512), mask=name)
+    data = random_data(case)
+    assert gate.check(case, data, exact(case, data, mask=data.mask)).fault is None
+    assert gate.check(case, data, exact(case, data)).fault is not None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_holds_a_case_to_its_option(name):
+    case = replace(dense("forward", "float32", 32, 2, 2, 512, causal=True), option=name)
+    data = random_data(case)
+    options = data.option.tilewise()
+    if name == "dropout":
+        options["dropout_seed"] = torch.tensor(1)
+    assert gate.check(case, data, exact(case, data, **options)).fault is None
+    assert gate.check(case, data, exact(case, data)).fault is not None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 
 import torch
 
-from tilewise import KVCache, reference
+from tilewise import Aux, KVCache, attention, attention_varlen, reference
 from tilewise.distributed import (
     attention_with_split_cache,
+    context_parallel,
     context_parallel_attention,
     positions,
     shard,
@@ -164,3 +166,100 @@ def overflow(group):
         attention_with_split_cache(x, cache, x, x, owner=1, group=group)
     except ValueError as error:
         return str(error)
+
+
+def inside_context(group, seed, face, balance, cu_seqlens):
+    """Code that knows of no ranks, in `context_parallel`: forward and gradients."""
+    draw = torch.Generator().manual_seed(seed)
+    n = 43
+    q, dout = (torch.randn(1, n, 4, 16, dtype=torch.float64, generator=draw) for _ in range(2))
+    k, v = (torch.randn(1, n, 2, 16, dtype=torch.float64, generator=draw) for _ in range(2))
+    wanted = [q.clone(), k.clone(), v.clone()]
+    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
+    buffers = [q, k, v, dout]
+    with context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, -3, 1], no_restore_buffers={dout}, **where):
+        leaves = [t.clone().requires_grad_() for t in buffers[:3]]
+        assert leaves[0].shape[1] < n
+        if face == "sdpa":
+            heads_first = [t.transpose(1, 2) for t in leaves]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads_first, is_causal=True, enable_gqa=True
+            )
+            out = out.transpose(1, 2)
+        elif face == "varlen":
+            ends = torch.tensor([0, leaves[0].shape[1]])
+            out = attention_varlen(*(t[0] for t in leaves), ends, ends, causal=True)[None]
+        else:
+            out, _ = attention(*leaves, causal=True, return_lse=True)
+        own = dout.clone()
+    grads = torch.autograd.grad(out, leaves, own)
+    for t, before in zip((q, k, v), wanted):
+        assert torch.equal(t, before)
+    assert dout.shape[1] < n
+    whole = unshard(dout, seqlen=n, **where)
+    starts = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    packed = {} if starts is None else {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    tensors = wanted if starts is None else [t[0] for t in wanted]
+    lead = (lambda t: t) if starts is None else (lambda t: t[None])
+    exact = reference.attention(*tensors, causal=True, **packed)[0]
+    close(unshard(out.detach(), seqlen=n, **where), lead(exact), "out")
+    dout = whole if starts is None else whole[0]
+    gradients = reference.attention_backward(dout, *tensors, causal=True, **packed)
+    for g, name in zip(grads, ("query", "key", "value")):
+        close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
+
+
+def refused_in_context(group, change):
+    x = torch.ones(1, 5, 2, 8)
+    ends = torch.tensor([0, 2, 5])
+    calls = {
+        "dropout": lambda: attention(x, x, x, dropout_p=0.5),
+        "documents": lambda: attention_varlen(x[0], x[0], x[0], ends, ends),
+        "function": lambda: attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k),
+        "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True)),
+    }
+    try:
+        with context_parallel(group=group, seqlen=10):
+            calls[change]()
+    except (NotImplementedError, ValueError) as error:
+        assert attention(x, x, x).shape == x.shape  # outside all is as before
+        return str(error)
+    return None
+
+
+def transformers_model(group, implementation):
+    """A model whose layers have a window, on shards of a batch of two: logits and gradients."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from tilewise.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    window = 5 if implementation == "tilewise" else None
+    config = MistralConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window, attn_implementation=implementation,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).double()
+    n = 21
+    tokens = torch.randint(11, (2, n))
+    places = torch.arange(n).expand(2, -1).clone()
+    exact = model(input_ids=tokens).logits
+    wanted = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
+    where = {"group": group, "balance": "zigzag" if implementation == "tilewise" else "contiguous"}
+    with context_parallel(buffers=[tokens, places], buffer_seq_dims=[1, 1], **where):
+        logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
+        grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    close(unshard(logits.detach(), seqlen=n, **where), exact.detach(), "logits")
+    for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, name)
+
+
+def long_context(group, path):
+    """The example on the ranks of the pool, all of them: its losses."""
+    spec = importlib.util.spec_from_file_location("long_context", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
+    return example.main(sizes.split(), torch.device("cpu"))

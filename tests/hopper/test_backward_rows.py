@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("block_m", "block_d", "dim"), [(64, 128, 128), (128, 64, 40), (64, 128, 96)])
 def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bool):
@@ -68,6 +69,7 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
         torch.testing.assert_close(found[:, there], rows[:, here, :dim] * 0.5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("has_own_shifts", [False, True])
 @pytest.mark.parametrize("largest", [40.0, 60.0, 1e6, 1e9])
 def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
@@ -102,6 +104,7 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     assert (stats[-1, 0, total % block_m :] == math.inf).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_evenly_split", [False, True])
 @pytest.mark.parametrize(("block_d", "dim", "dim_v"), [(64, 64, 40), (128, 128, 104)])
 def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, is_evenly_split: bool):

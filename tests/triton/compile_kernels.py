@@ -24,9 +24,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.core.functions.trace import trace
+from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.launch import launch_plan
+from tilewise.core.statistics import Aux
+from tilewise.gpu.launch import combine, launch_plan
 from tilewise.gpu.triton import backward, call, forward, launch, launch_decode
+from tilewise.gpu.triton.statistics.plan import StatisticsPlan
+
+STATISTICS = Aux(max_logit=True, entropy=True, column_sum=True, expected_distance=True)
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,8 @@ def case_inputs(case: Case) -> Inputs:
 
 
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
+    if name == "combine":
+        return compile_combine(capability)
     case = CASES[name]
     for module in (call, launch_decode):
         module.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
@@ -176,10 +183,26 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
 
     def run() -> None:
         out, lse, residual = launch.forward(problem, inputs, residual=True)
+        if not name.startswith("decode"):
+            StatisticsPlan(problem, STATISTICS).run(inputs, Results(None, lse, residual))
         if not name.startswith("decode") and "paged" not in case.extras:
             launch.backward(problem, inputs, out, lse, out, lse, residual=residual)
 
     return compiled_rows(name, run, capability)
+
+
+def compile_combine(capability: int) -> list[dict[str, Any]]:
+    """Results of disjoint keys merged, and gradients added, into both dtypes that they are kept in."""
+    make = functools.partial(torch.empty, device="meta")
+
+    def run() -> None:
+        for dtype, count in ((torch.bfloat16, 3), (torch.float32, 2)):
+            for lse in (make(1, 16, 512), None):
+                target = make(1, 512, 16, 128, dtype=dtype)
+                parts = (combine.Operand(0, target, lse),) * count
+                combine.combine(target, lse, parts, 3, 500)
+
+    return compiled_rows("combine", run, capability)
 
 
 def compiled_rows(case: str, run: Callable[[], object], capability: int) -> list[dict[str, Any]]:
@@ -250,7 +273,7 @@ def main() -> None:
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:
-        print_rows(lambda name: compile_case(name, capability), CASES, sys.argv[2:])
+        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine"], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -35,10 +35,6 @@ PAGE = 16
 NAN = float("nan")
 
 
-def slow_unless(is_quick: bool, value: Any) -> Any:
-    return pytest.param(value, marks=[pytest.mark.slow] if IS_INTERPRETED and not is_quick else [])
-
-
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
@@ -99,8 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("queries", "is_paged"), [(1, True), (3, False)])
-@pytest.mark.parametrize("case", [slow_unless(c in ("causal", "leftpad", "bias_mask"), c) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtype = DTYPES[-1]):
     options = dict(CASES[case])
     batch, heads, kv_heads, dim, dim_v = len(LENGTHS), 6, 2, 24, 40
@@ -127,7 +124,8 @@ def test_every_dtype(dtype: torch.dtype):
 TILES = [(16, 16, 1, False), (16, 32, 2, True), (32, 16, 1, True), (32, 32, 1, False)]
 
 
-@pytest.mark.parametrize("tile", [slow_unless(t is TILES[2], t) for t in TILES])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("heads", "queries"), [(8, 1), (8, 5), (3, 16)])
 def test_every_cut(tile: tuple[int, int, int, bool], heads: int, queries: int):
     """Rows that fill several tiles, segments over many workers and workers over many segments."""

@@ -22,22 +22,18 @@ pytest.importorskip("triton")
     reason="the tests run in this process",
 )
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    "name",
     [
-        ("triton/test_attention.py", "not slow"),
-        pytest.param("triton/test_attention.py", "slow", marks=pytest.mark.slow),
-        ("triton/test_decode.py", "not slow"),
-        pytest.param("triton/test_decode.py", "slow", marks=pytest.mark.slow),
-        ("triton/test_chunks.py", "not slow"),
-        ("triton/test_large_scores.py", "not slow"),
-        ("triton/test_guards.py", "not slow"),
-        ("triton/test_functions.py", "not slow"),
-        ("hopper/test_backward_rows.py", "not slow"),
-        ("hopper/test_quantize.py", "not slow"),
+        *(
+            f"triton/test_{name}.py"
+            for name in ("attention", "decode", "chunks", "large_scores", "guards", "statistics", "functions")
+        ),
+        *(f"hopper/test_{name}.py" for name in ("backward_rows", "quantize")),
     ],
 )
-def test_under_the_interpreter(name: str, kind: str):
+def test_under_the_interpreter(name: str, request: pytest.FixtureRequest):
     tests = Path(__file__).parents[1] / name
+    kind = request.config.getoption("-m")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, str(tests)],
         env=os.environ | {"TRITON_INTERPRET": "1"},

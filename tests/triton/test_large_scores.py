@@ -48,9 +48,9 @@ def over_budget(inputs: Inputs, residual: bool = True, **options: Any) -> list[s
         for dtype in (torch.float64, inputs.query.dtype)
     )
     reports = [
-        compare(name, a, e, b)
-        for name, a, e, b in zip(NAMES, found, exact, baseline, strict=True)
-        if a is not None
+        compare(name, a, getattr(exact, name), getattr(baseline, name))
+        for name in NAMES
+        if (a := getattr(found, name)) is not None
     ]
     return [str(report) for report in reports if report.max_error > report.max_budget]
 

@@ -7,7 +7,7 @@ formulas compiled code shares, serves all that watches: torch.func, forward mode
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,23 @@ from tilewise.dispatch.plans import Entry
 _NEEDED = ("query", "key", "value")
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 _NO_LSE, _LSE = Request(lse=False), Request()
+_server: Callable[..., tuple[Tensor, Any]] | None = None
+
+
+@contextlib.contextmanager
+def served_by(server: Callable[..., tuple[Tensor, Any]] | None) -> Iterator[None]:
+    """Inside, `server(inputs, options, backend, order, wants_lse)` answers all calls, in every thread."""
+    global _server
+    before, _server = _server, server
+    try:
+        yield
+    finally:
+        _server = before
+
+
+def is_served() -> bool:
+    """Whether another than this process's devices answers calls."""
+    return _server is not None
 
 
 def obeying_torch(options: Options) -> Options:
@@ -63,6 +80,8 @@ def attention(
         NotImplementedError: see `dispatch.choice.choose`.
     """
     options = obeying_torch(options)
+    if _server is not None:
+        return _server(inputs, options, backend, order, wants_lse)
     if entry is None:
         if not is_plain_eager(inputs.query):
             return _watched_attention(inputs, options, backend, order)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.autograd.functions import is_served
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
@@ -56,6 +57,8 @@ def _disable() -> None:
 def _attention(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool
 ) -> tuple[Tensor, Tensor, Statistics]:
+    if is_served():
+        raise NotImplementedError("return_aux is not served inside of context_parallel: return_lse is")
     entry, inputs = _entry(inputs, options, backend, aux)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:

@@ -24,11 +24,12 @@ NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
     "hopper": frozenset({"lse"}),
-    "triton": frozenset({"lse"}),
+    "triton": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum", "expected_distance"}),
     "llvm": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum"}),
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
+WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 
 
 def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
@@ -36,6 +37,8 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
     missing = [statistic for statistic in aux.names if statistic not in SERVES[name]]
     if missing:
         return f"does not give {', '.join(missing)}"
+    if name in WITHOUT_FUNCTIONS and problem.functions is not None:
+        return "has no statistics with mask or score functions"
     return refusal(name, problem, FORWARD)
 
 

@@ -1,6 +1,7 @@
 """One sequence across many devices, over `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
 
 from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.context import context_parallel
 from tilewise.distributed.cost import Network, explain
 from tilewise.distributed.decode import attention_with_split_cache
 from tilewise.distributed.layout import positions, shard, unshard
@@ -8,6 +9,7 @@ from tilewise.distributed.layout import positions, shard, unshard
 __all__ = [
     "Network",
     "attention_with_split_cache",
+    "context_parallel",
     "context_parallel_attention",
     "explain",
     "positions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -168,8 +169,11 @@ def _run(
     is_single = len(tokens.starts) == 2
     needs_tokens = any(t is not None for t in extras)
     pattern = "all_gather" if method == "all_gather" else "ring"
-    steps = make_schedule(tokens.joined(degree), outer.rank, _rules(options, extras), pattern)
-    work = engine.Work(outer, steps, options, backend, packs=not is_single and not needs_tokens)
+    schedule = functools.partial(
+        make_schedule, tokens.joined(degree), outer.rank, _rules(options, extras), pattern
+    )
+    packs = not is_single and not needs_tokens
+    work = engine.Work(outer, schedule(), schedule(is_backward=True), options, backend, packs)
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
         return out, lse

@@ -4,12 +4,14 @@ A rank computes step n while the keys of step n + 1 arrive, in the backward also
 
     time = sum over steps of max(FLOPs / speed, messages * latency + bytes / bandwidth)
 
-Ulysses adds two exchanges of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed
-of long sequences, and merging to be free: the efficiency is an upper bound.
+In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of heads for
+tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and merging to be
+free: the efficiency is an upper bound.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -40,11 +42,11 @@ class Network(NamedTuple):
     per_node: int | None = None  # ranks of a node; None: all
     far_bandwidth: float | None = None  # bytes/s into a rank from other nodes; None: as from its own
     far_latency: float | None = None
+    backward_flops: float | None = None  # FLOP/s of the backward on one rank; None: as of the forward
 
 
 _measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}
-LARGE = 1 << 22  # bytes of the message that measures the bandwidth
-ROUNDS = 3
+ROUNDS = 5
 
 
 def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
@@ -54,15 +56,31 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
     """
     key = (ranks.group, dtype, device)
     if key not in _measured:
-        tokens = 512 if device.type == "cpu" else 8192
-        x = torch.ones(1, tokens, 4, 64, dtype=dtype, device=device)
-        small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, LARGE))
-        calls = (lambda: attention(x, x, x), lambda: _pass_on(ranks, small), lambda: _pass_on(ranks, large))
-        times = torch.tensor([_fastest(call, device) for call in calls], device=device)
+        is_cpu = device.type == "cpu"
+        tokens, heads, head_dim, large = (512, 4, 64, 1 << 22) if is_cpu else (8192, 16, 128, 1 << 26)
+        numbers = torch.arange(
+            tokens * heads * head_dim, device=device
+        ).sin()  # not of the caller's generator
+        x = numbers.to(dtype).view(1, tokens, heads, head_dim)
+        leaf = x.clone().requires_grad_()
+        messages = [torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, large)]
+
+        def forward_and_backward() -> None:
+            with torch.enable_grad():
+                torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
+
+        calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
+        calls += [functools.partial(_pass_on, ranks, m) for m in messages]
+        times = torch.tensor([_fastest(call, calls[0], device) for call in calls], device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
-        compute, latency, transfer = times.tolist()
-        flops = _flops(Sizes(1, 4, 4, 64, 64, 1)) * tokens**2
-        _measured[key] = Network(flops / compute, LARGE / max(transfer - latency, 1e-9), latency)
+        forward, both, latency, transfer = times.tolist()
+        flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
+        _measured[key] = Network(
+            flops / forward,
+            large / max(transfer - latency, 1e-9),
+            latency,
+            backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
+        )
     return _measured[key]
 
 
@@ -73,14 +91,22 @@ def _pass_on(ranks: Ranks, message: torch.Tensor) -> None:
         work.wait()
 
 
-def _fastest(call: Callable[[], object], device: torch.device) -> float:
+def _fastest(call: Callable[[], object], busy: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call; on a GPU its own, as the host issues it while the GPU is busy with another."""
     seconds = []
-    for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
-        call()
+    for _ in range(ROUNDS):
         if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            busy()
+            start.record()
+            call()
+            end.record()
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+            seconds.append(start.elapsed_time(end) * 1e-3)
+        else:
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
     return min(seconds[1:])
 
 
@@ -229,14 +255,17 @@ def estimate(
     seconds = compute = 0.0
     received = held = 0
     for rank in ranks:
-        walk = _Walk(make_schedule(joined, rank, rules, pattern), rank, degree, row, sizes, network)
-        passes = [walk.time(flops, 1.0, False)] + [walk.time(flops, BACKWARD_FLOPS, True)] * backward
+        walk = _Walk(rank, degree, row, sizes, network)
+        schedules = [make_schedule(joined, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
+        passes = [walk.time(steps, flops, is_back) for steps, is_back in zip(schedules, (False, True))]
         rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
         if exchange + rank_seconds > seconds:
             seconds, compute = exchange + rank_seconds, rank_compute
-        received = max(received, walk.received(backward) + moved)
-        held = max(held, walk.held(pattern) * sizes.itemsize)
-    alone = _flops(sizes) * _pairs(layout, rules) / network.flops * (1 + BACKWARD_FLOPS * backward)
+        received = max(received, walk.received(schedules[0], backward) + moved)
+        held = max(held, walk.held(schedules[0], pattern) * sizes.itemsize)
+    whole = _flops(sizes) * _pairs(layout, rules)
+    backward_flops = network.backward_flops or network.flops
+    alone = whole / network.flops + backward * BACKWARD_FLOPS * whole / backward_flops
     efficiency = alone / (layout.world * seconds) if seconds else 1.0
     return Estimate(method, degree, seconds, compute, efficiency, received, held)
 
@@ -254,45 +283,40 @@ def _pairs(layout: Layout, rules: Rules) -> int:
 class _Walk:
     """The steps of one rank, in time."""
 
-    def __init__(
-        self, steps: tuple[Step, ...], rank: int, degree: int, row: int, sizes: Sizes, network: Network
-    ) -> None:
-        self.steps, self.rank, self.degree = steps, rank, degree
+    def __init__(self, rank: int, degree: int, row: int, sizes: Sizes, network: Network) -> None:
+        self.rank, self.degree = rank, degree
         self.row, self.sizes, self.network = row, sizes, network  # row: numbers of a key and its value
 
-    def time(self, flops: int, factor: float, is_backward: bool) -> tuple[float, float]:
-        """(seconds, seconds of computing alone)."""
-        computing = [
-            factor * flops * sum(b.pairs for b in step.blocks) / self.network.flops for step in self.steps
-        ]
-        keys = [self.arrival(step.receives, self.sizes.itemsize) for step in self.steps]
-        back = [self.arrival(step.sends, max(4, self.sizes.itemsize)) for step in self.steps]
-        seconds = 0.0
+    def time(self, steps: tuple[Step, ...], flops: int, is_backward: bool) -> tuple[float, float]:
+        """(seconds, seconds of computing alone). flops: of the forward, for each visible pair."""
+        speed = self.network.flops
+        if is_backward:
+            flops, speed = int(BACKWARD_FLOPS * flops), self.network.backward_flops or speed
+        computing = [flops * sum(b.pairs for b in step.blocks) / speed for step in steps]
+        keys = [*(self.arrival(step.receives) for step in steps), 0.0]
+        back = [self.arrival(step.sends) if is_backward else 0.0 for step in steps]
+        seconds = back[-1]
         for n, work in enumerate(computing):
-            arriving = keys[n + 1] if n + 1 < len(keys) else 0.0
-            returning = back[n - 1] if is_backward and n > 1 else 0.0
-            seconds += max(work, arriving + returning)
-        return seconds + (back[-1] if is_backward and len(back) > 1 else 0.0), sum(computing)
+            seconds += max(work, keys[n + 1] + (back[n - 1] if n > 0 else 0.0))
+        return seconds, sum(computing)
 
-    def arrival(self, messages: tuple[Message, ...], itemsize: int) -> float:
+    def arrival(self, messages: tuple[Message, ...]) -> float:
         """Seconds until messages are here."""
+        rank, itemsize = self.rank * self.degree, self.sizes.itemsize
         return sum(
-            _seconds(self.network, self.rank * self.degree, m.peer * self.degree, self.count((m,)) * itemsize)
-            for m in messages
+            _seconds(self.network, rank, m.peer * self.degree, self.count((m,)) * itemsize) for m in messages
         )
 
     def count(self, messages: tuple[Message, ...]) -> int:
         return self.row * sum(b - a for m in messages for a, b in m.rows)
 
-    def received(self, backward: bool) -> int:
+    def received(self, steps: tuple[Step, ...], backward: bool) -> int:
         """Bytes: keys and values, in the backward again, and gradients of them."""
-        size = self.sizes.itemsize
-        keys = sum(self.count(step.receives) for step in self.steps) * size * (2 if backward else 1)
-        back = sum(self.count(step.sends) for step in self.steps) * max(4, size)
-        return keys + back * backward
+        keys, back = (sum(map(self.count, ms)) for ms in zip(*((s.receives, s.sends) for s in steps)))
+        return (keys * (2 if backward else 1) + back * backward) * self.sizes.itemsize
 
-    def held(self, pattern: str) -> int:
-        sizes = sorted(step.keys * self.row for step in self.steps[1:])
+    def held(self, steps: tuple[Step, ...], pattern: str) -> int:
+        sizes = sorted(step.keys * self.row for step in steps[1:])
         return sum(sizes if pattern == "all_gather" else sizes[-2:])
 
 

@@ -1,8 +1,9 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
 Forward: out and lse of each step's keys are merged in float32, rounded once at the end.
-Backward: the same keys travel again. The gradient of keys of others is summed in float32 and goes back to its
-owner while the next step is computed. Both directions hold two steps' keys at most.
+Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in the tensors'
+dtype, while the next step is computed; the owner adds up in float32. Half of the rank's own work is kept for
+the end, when the last of them travel. Both directions hold two steps' keys at most.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.core.merge import merge_into
 from tilewise.core.problem import Options
 from tilewise.distributed import wire
-from tilewise.distributed.parts import NEG_INF, Extras, Part, attend, differentiate, parts_of, tile
+from tilewise.distributed.parts import Extras, Part, attend, differentiate, parts_of, tile
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Step
+from tilewise.distributed.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Work:
 
     ranks: Ranks
     steps: tuple[Step, ...]
+    backward_steps: tuple[Step, ...]
     options: Options  # its window is the schedule's
     backend: str | None
     packs: bool  # blocks of several documents share a call
@@ -56,12 +58,7 @@ class SequenceParallel(torch.autograd.Function):
         ctx: Any, work: Work, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         extras, sinks = Extras(*rest[:3]), rest[3]
-        out, lse = _forward(work, query, key, value, extras)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out = out.to(lse.dtype) * _rows(torch.exp(lse - total))
-            lse = total
-        out = out.to(query.dtype)
+        out, lse = _forward(work, query, key, value, extras, sinks)
         ctx.work = work
         ctx.save_for_backward(query, key, value, *rest, out, lse)
         ctx.set_materialize_grads(False)
@@ -85,60 +82,37 @@ class SequenceParallel(torch.autograd.Function):
         return None, dq, dk, dv, None, dbias, None, dsinks
 
 
-def _rows(t: Tensor) -> Tensor:
-    """(batch, heads, tokens) beside (batch, tokens, heads, dim)."""
-    return t.transpose(1, 2)[..., None]
+def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(batch, tokens, ...) as (tokens, batch, ...), and back."""
+    return tuple(t.transpose(0, 1) for t in tensors)
 
 
-def _packed_keys(key: Tensor, value: Tensor) -> Tensor:
-    """(tokens, batch, kv heads, head_dim + head_dim_v): rows of tokens are contiguous, as messages want."""
-    return torch.cat((key, value), -1).transpose(0, 1).contiguous()
+def _as_rows(*tensors: Tensor) -> wire.Rows:
+    """(tokens, batch, heads, dim), contiguous as messages want: of a batch of one without a copy."""
+    return tuple(t.contiguous() for t in _swapped(tensors))
 
 
-def _keys_and_values(packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Views (batch, tokens, kv heads, dim)."""
-    rows = packed.transpose(0, 1)
-    return rows[..., :head_dim], rows[..., head_dim:]
-
-
-def _forward(work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """out, in lse's dtype or query's, and lse, without sinks."""
-    steps, head_dim = work.steps, key.shape[-1]
-    is_single = len(steps) == 1 and len(work.parts(steps[0], query.device)) == 1
-    own = _packed_keys(key, value) if len(steps) > 1 else key
-    total = _Total(query, value.shape[-1])
+def _forward(
+    work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out, in query's dtype, and lse."""
+    steps = work.steps
+    own = _as_rows(key, value) if len(steps) > 1 else ()
+    total = Totals(query, value.shape[-1], has_lse=True)
     arriving = None
     for number, step in enumerate(steps):
         if arriving is not None:
-            key, value = _keys_and_values(arriving.wait(), head_dim)
+            key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             arriving = wire.send_keys(work.ranks, steps[number + 1], own)
         for part in work.parts(step, query.device):
-            found = attend(part, query, key, value, extras, work.options, work.backend)
-            if is_single and found[0].shape[1] == query.shape[1]:
-                return found
-            total.add(part, *found)
-    return total.out, total.lse
-
-
-class _Total:
-    """out and lse of the keys so far, in float32 (float64)."""
-
-    def __init__(self, query: Tensor, head_dim_v: int) -> None:
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        batch, tokens, heads, _ = query.shape
-        self.out = query.new_zeros((batch, tokens, heads, head_dim_v), dtype=dtype)
-        self.lse = query.new_full((batch, heads, tokens), NEG_INF, dtype=dtype)
-        self.is_empty = True
-
-    def add(self, part: Part, out: Tensor, lse: Tensor) -> None:
-        rows = slice(part.block.q0, part.block.q1)
-        if self.is_empty and out.shape[1] == self.out.shape[1]:
-            self.out.copy_(out)
-            self.lse.copy_(lse)
-        else:
-            merge_into(self.out[:, rows], self.lse[..., rows], out, lse)
-        self.is_empty = False
+            total.add(part.block.q0, *attend(part, query, key, value, extras, work.options, work.backend))
+    if sinks is not None:  # a key whose value is 0
+        nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
+        total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))
+    out, lse = total.finish()
+    assert lse is not None
+    return out, lse
 
 
 class Backward:
@@ -149,44 +123,38 @@ class Backward:
     ) -> None:
         self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        self.dquery = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
-        self.dkeys = self._zeros(key.shape[1], dtype)
+        self.dquery = Totals(query, query.shape[-1])
+        self.dkeys = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
         bias = extras.bias
         self.dbias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None
-
-    def _zeros(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Gradients of packed keys."""
-        batch, _, heads, head_dim = self.key.shape
-        return self.key.new_zeros((rows, batch, heads, head_dim + self.value.shape[-1]), dtype=dtype)
 
     def run(
         self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of query, key, value and bias, each in its tensor's dtype."""
-        work, head_dim = self.work, self.key.shape[-1]
-        key, value, steps, ranks = self.key, self.value, work.steps, work.ranks
-        own = _packed_keys(key, value) if len(steps) > 1 else key
+        """Gradients of query, key and value, and bias, each in its tensor's dtype."""
+        work, steps = self.work, self.work.backward_steps
+        own = _as_rows(self.key, self.value) if len(steps) > 1 else ()
         arriving = returning = None
         for number, step in enumerate(steps):
-            if arriving is not None:
-                key, value = _keys_and_values(arriving.wait(), head_dim)
-            if number + 1 < len(steps):
-                arriving = wire.send_keys(ranks, steps[number + 1], own)
-            dkeys = self.dkeys if number == 0 else self._zeros(step.keys, self.dkeys.dtype)
-            for part in work.parts(step, key.device):
-                self._add(part, key, value, dkeys, results, dout, dlse)
+            key, value, totals = self.key, self.value, self.dkeys
+            if not step.is_own:
+                assert arriving is not None
+                key, value = _swapped(arriving.wait())
+                totals = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
+            if number + 1 < len(steps) and not steps[number + 1].is_own:
+                arriving = wire.send_keys(work.ranks, steps[number + 1], own)
+            for part in work.parts(step, self.query.device):
+                self._add(part, key, value, totals, results, dout, dlse)
             if returning is not None:
                 returning.wait()
-            if number > 0:
-                returning = wire.return_gradients(ranks, step, dkeys, self.dkeys)
-        if returning is not None:
-            returning.wait()
-        dkey, dvalue = _keys_and_values(self.dkeys, head_dim)
+                returning = None
+            if not step.is_own:
+                theirs = _as_rows(*(total.finish()[0] for total in totals))
+                returning = wire.return_gradients(work.ranks, step, theirs, self.dkeys)
         bias, dbias = self.extras.bias, self.dbias
+        dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
         return (
-            self.dquery.to(self.query.dtype),
-            dkey.to(key.dtype).contiguous(),
-            dvalue.to(key.dtype).contiguous(),
+            *(dq, dk, dv),
             None if bias is None or dbias is None else dbias.to(bias.dtype),
         )
 
@@ -195,7 +163,7 @@ class Backward:
         part: Part,
         key: Tensor,
         value: Tensor,
-        dkeys: Tensor,
+        totals: tuple[Totals, Totals],
         results: tuple[Tensor, Tensor],
         dout: Tensor,
         dlse: Tensor | None,
@@ -205,10 +173,9 @@ class Backward:
             part, self.query, key, value, self.extras, work.options, work.backend,
             results, dout, dlse, needs_bias,
         )  # fmt: skip
-        self.dquery[:, block.q0 : block.q1] += grads.query
-        dkey, dvalue = _keys_and_values(dkeys[block.k0 : block.k1], key.shape[-1])
-        dkey += grads.key
-        dvalue += grads.value
+        self.dquery.add(block.q0, grads.query)
+        for total, found in zip(totals, (grads.key, grads.value), strict=True):
+            total.add(block.k0, found)
         if self.dbias is not None:
             assert grads.bias is not None
             target = tile(self.dbias, block)

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.schedule import MAX_MESSAGES, Range
+from tilewise.distributed.wire import row_index
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,26 @@ class Swap:
     """The ranks that exchange tokens for heads, and the order of their tokens."""
 
     ranks: Ranks
-    lengths: tuple[int, ...]  # tokens of each rank
-    tokens: tuple[Any, ...]  # of each rank: where its tokens are in the group's order
+    rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
 
     @staticmethod
     def of(ranks: Ranks, layout: Layout, first: int) -> Swap:
         """For members that are ranks `first`, `first + 1`, ... of a layout."""
-        tokens = [layout.tokens(first + n) for n in range(ranks.world)]
-        order = torch.cat(tokens).argsort().argsort()
-        lengths = tuple(len(t) for t in tokens)
-        return Swap(ranks, lengths, tuple(order.split(lengths)))
+        members = range(ranks.world)
+        pieces = sorted((p, member) for member in members for p in layout.pieces[first + member])
+        rows: list[list[Range]] = [[] for _ in members]
+        end = 0
+        for piece, member in pieces:
+            start, end = end, end + piece.stop - piece.start
+            if rows[member] and rows[member][-1][1] == start:
+                rows[member][-1] = rows[member][-1][0], end
+            else:
+                rows[member].append((start, end))
+        return Swap(ranks, tuple(map(tuple, rows)))
+
+    @property
+    def length(self) -> int:
+        return max((r[-1][1] for r in self.rows if r), default=0)
 
     def heads_of(self, rank: int, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
         """The query heads and the key heads of a rank."""
@@ -84,51 +96,76 @@ class _Gather(torch.autograd.Function):
 
 
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """All tensors in one message to each rank: rows (tokens, batch, heads of all tensors * dim)."""
-    world, own = swap.ranks.world, swap.lengths[swap.ranks.rank]
-    rows = [
-        torch.cat([t[:, :, h[rank]].flatten(2) for t, h in zip(tensors, heads)], -1).transpose(0, 1)
-        for rank in range(world)
-    ]
-    arrived = rows[0].new_empty((sum(swap.lengths), *rows[0].shape[1:]))
-    _all_to_all(swap.ranks, arrived, torch.cat(rows), list(swap.lengths), [own] * world)
-    ordered = torch.empty_like(arrived)
-    ordered[torch.cat(swap.tokens).to(arrived.device)] = arrived
-    return _split(ordered, [(h[swap.ranks.rank], t.shape[-1]) for t, h in zip(tensors, heads)])
+    """Each tensor's heads to their ranks. What arrives is received where it belongs."""
+    me, rows = swap.ranks.rank, swap.rows
+    sends, receives, scattered, results = [], [], [], []
+    for t, h in zip(tensors, heads, strict=True):
+        t = t.transpose(0, 1)
+        result = t.new_empty((swap.length, t.shape[1], h[me].stop - h[me].start, t.shape[-1]))
+        for rank, ranges in enumerate(rows):
+            mine = t[:, :, h[rank]]
+            if rank == me:
+                _put(result, ranges, mine)
+                continue
+            sends += [(rank, m) for m in _chunk_messages(mine.contiguous(), rows[me])]
+            if len(ranges) > MAX_MESSAGES:
+                chunk = result.new_empty((_count(ranges), *result.shape[1:]))
+                scattered.append((result, ranges, chunk))
+                receives.append((rank, chunk))
+            else:
+                receives += [(rank, result[a:b]) for a, b in ranges]
+        results.append(result)
+    _exchange(swap.ranks, sends, receives)
+    for result, ranges, chunk in scattered:
+        _put(result, ranges, chunk)
+    return tuple(t.transpose(0, 1) for t in results)
 
 
 def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back. A head that comes from several ranks is their sum."""
-    world, own = swap.ranks.world, swap.lengths[swap.ranks.rank]
-    rows = torch.cat([t.flatten(2) for t in tensors], -1).transpose(0, 1)
-    sent = rows[torch.cat(swap.tokens).to(rows.device)]
-    arrived = sent.new_empty((world * own, *sent.shape[1:]))
-    _all_to_all(swap.ranks, arrived, sent, [own] * world, list(swap.lengths))
-    chunks = [
-        _split(chunk, [(h[rank], t.shape[-1]) for t, h in zip(tensors, heads)])
-        for rank, chunk in enumerate(arrived.split(own) if own else [arrived] * world)
-    ]
-    results = []
-    for n, (t, h) in enumerate(zip(tensors, heads)):
-        result = t.new_zeros((t.shape[0], own, h[-1].stop, t.shape[-1]))
-        for rank in range(world):
-            result[:, :, h[rank]] += chunks[rank][n]
+    me, rows = swap.ranks.rank, swap.rows
+    sends, receives, arriving, results = [], [], [], []
+    for t, h in zip(tensors, heads, strict=True):
+        t = t.transpose(0, 1).contiguous()
+        is_shared = sum(s.stop - s.start for s in h) > h[-1].stop
+        shape = (t.shape[1], _count(rows[me]), h[-1].stop, t.shape[-1])
+        result = t.new_zeros(shape) if is_shared else t.new_empty(shape)
+        for rank, ranges in enumerate(rows):
+            if rank == me:
+                chunk = t[row_index(ranges, t.device)]
+            else:
+                chunk = t.new_empty((*shape[1::-1], h[rank].stop - h[rank].start, shape[-1]))
+                receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
+                if len(ranges) > MAX_MESSAGES:
+                    sends.append((rank, t[row_index(ranges, t.device)]))
+                else:
+                    sends += [(rank, t[a:b]) for a, b in ranges]
+            arriving.append((result.transpose(0, 1)[:, :, h[rank]], chunk, is_shared))
         results.append(result)
+    _exchange(swap.ranks, sends, receives)
+    for target, chunk, is_shared in arriving:
+        target.add_(chunk) if is_shared else target.copy_(chunk)
     return tuple(results)
 
 
-def _split(rows: Tensor, kinds: list[tuple[slice, int]]) -> tuple[Tensor, ...]:
-    """Rows (tokens, batch, all) as tensors (batch, tokens, heads, dim), without a copy."""
-    sizes = [(h.stop - h.start) * dim for h, dim in kinds]
-    parts = rows.transpose(0, 1).split(sizes, -1)
-    return tuple(part.unflatten(-1, (-1, dim)) for part, (_, dim) in zip(parts, kinds))
+def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:
+    """A rank's tokens, one behind the other, as the messages that the ranges they belong to make."""
+    lengths = [b - a for a, b in ranges]
+    return [chunk] if len(ranges) > MAX_MESSAGES else list(chunk.split(lengths)) if ranges else []
 
 
-def _all_to_all(ranks: Ranks, out: Tensor, rows: Tensor, arriving: list[int], leaving: list[int]) -> None:
-    incoming, outgoing = out.split(arriving), rows.contiguous().split(leaving)
-    sends = [(r, t) for r, t in enumerate(outgoing) if r != ranks.rank and len(t)]
-    receives = [(r, t) for r, t in enumerate(incoming) if r != ranks.rank and len(t)]
-    works = ranks.exchange(sends, receives)
-    incoming[ranks.rank].copy_(outgoing[ranks.rank])
-    for work in works:
+def _put(target: Tensor, ranges: tuple[Range, ...], chunk: Tensor) -> None:
+    if len(ranges) > MAX_MESSAGES:
+        target.index_copy_(0, row_index(ranges, target.device), chunk)
+        return
+    for (a, b), rows in zip(ranges, chunk.split([b - a for a, b in ranges]), strict=True):
+        target[a:b].copy_(rows)
+
+
+def _count(ranges: tuple[Range, ...]) -> int:
+    return sum(b - a for a, b in ranges)
+
+
+def _exchange(ranks: Ranks, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+    for work in ranks.exchange(sends, receives):
         work.wait()

@@ -17,8 +17,6 @@ from tilewise.core.signature import Request
 from tilewise.dispatch import plans
 from tilewise.distributed.schedule import Block
 
-NEG_INF = float("-inf")
-
 
 class Extras(NamedTuple):
     """What is added to scores, as this rank has it: rows are its own tokens, columns all tokens."""

@@ -27,6 +27,7 @@ from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, Piece
 
 MAX_MESSAGES = 4  # from one rank in a step; more ranges of rows are packed into one message
+MOST_ASKED = 64  # ranks: of more it would take too long to see which of them need nothing of each other
 Range = tuple[int, int]
 
 
@@ -65,8 +66,9 @@ class Step:
 
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
-    keys: int  # rows that arrive
+    keys: int  # rows that arrive, or that are the rank's own
     blocks: tuple[Block, ...]
+    is_own: bool = False
 
 
 class Rules(NamedTuple):
@@ -79,27 +81,56 @@ class Rules(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def make_schedule(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
-    """The steps of one rank. `method`: "ring" or "all_gather"."""
-    own = _own_blocks(layout.pieces[rank], rules)
-    steps = [Step((), (), layout.length(rank), own)]
-    for sources, targets in _rounds(rank, layout.world, method):
+def make_schedule(
+    layout: Layout, rank: int, rules: Rules, method: str, is_backward: bool = False
+) -> tuple[Step, ...]:
+    """The steps of one rank. `method`: "ring" or "all_gather".
+
+    A backward also sends gradients back, the last of them when no keys of others are left to work with. So it
+    keeps the rank's later queries and its own keys for the end.
+    """
+    steps = []
+    for sources, targets in _rounds(layout, rank, rules, method):
         receives, keys, blocks = _arrivals(layout, rank, sources, rules)
         sends: list[Message] = []
         for peer in targets:
             rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
             sends += [Message(peer, r) for r in _messages(rows, len(sources) == 1)]
-        if receives or sends:
-            steps.append(Step(receives, tuple(sends), keys, blocks))
-    return tuple(steps)
+        steps.append(Step(receives, tuple(sends), keys, blocks))
+    length = layout.length(rank)
+    cuts = (0, length // 2, length) if is_backward and steps else (0, length)
+    own = [
+        Step((), (), length, _own_blocks(layout.pieces[rank], rules, rows), is_own=True)
+        for rows in itertools.pairwise(cuts)
+    ]
+    return (own[0], *steps, *own[1:])
 
 
-def _rounds(rank: int, world: int, method: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _rounds(
+    layout: Layout, rank: int, rules: Rules, method: str
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """For each step after the first: whom a rank receives keys from, and whom it sends its own to."""
+    world = layout.world
     if method == "all_gather":
         others = tuple(r for r in range(world) if r != rank)
         return [(others, others)] if others else []
-    return [(((rank - n) % world,), ((rank + n) % world,)) for n in range(1, world)]
+    return [(((rank - n) % world,), ((rank + n) % world,)) for n in _distances(layout, rules)]
+
+
+@functools.lru_cache(maxsize=128)
+def _distances(layout: Layout, rules: Rules) -> tuple[int, ...]:
+    """The distances over which any rank needs keys of another.
+
+    All ranks take the same steps, also those in which some have nothing to send: messages of two steps that
+    came in another order on two ranks would wait for each other.
+    """
+    world = layout.world
+    everything = tuple(range(1, world))
+    if world > MOST_ASKED or (rules.left is None and len(layout.starts) == 2):
+        return everything
+    return tuple(
+        n for n in everything if any(_needed(layout, r, (r - n) % world, rules) for r in range(world))
+    )
 
 
 def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:
@@ -137,19 +168,39 @@ def _with_offsets(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
     return list(zip(pieces, offsets))
 
 
-def _own_blocks(pieces: tuple[Piece, ...], rules: Rules) -> tuple[Block, ...]:
-    """A rank's queries and its own keys. As far as only their order counts, a document is one block."""
+def _own_blocks(pieces: tuple[Piece, ...], rules: Rules, rows: Range) -> tuple[Block, ...]:
+    """Some of a rank's queries and its own keys. As far as only order counts, a document is one block."""
     placed = _with_offsets(pieces)
-    if not rules.needs_tokens and rules.left is None and rules.right in (None, 0):
-        blocks = []
-        for _, group in itertools.groupby(placed, lambda p: p[0].document):
-            (first, row), *rest = members = list(group)
-            last, last_row = members[-1] if rest else (first, row)
-            end = last_row + last.stop - last.start
-            right = rules.right if end - row > 1 else None
-            blocks.append(Block(row, end, row, end, None, right, first.start, first.start))
-        return tuple(blocks)
-    return _blocks(placed, placed, rules)
+    if rules.needs_tokens or rules.left is not None or rules.right not in (None, 0):
+        keys = placed
+        if rules.has_alibi:  # which wants keys to be all before, all behind, or exactly the queries
+            end = sum(p.stop - p.start for p in pieces)
+            keys = [k for span in ((0, rows[0]), rows, (rows[1], end)) for k in _within(placed, span)]
+        return _blocks(_within(placed, rows), keys, rules)
+    blocks = []
+    for _, group in itertools.groupby(placed, lambda p: p[0].document):
+        keys = list(group)
+        queries = _within(keys, rows)
+        if not queries:
+            continue
+        (first, q0), (last, row), k0 = queries[0], queries[-1], keys[0][1]
+        q1 = k1 = row + last.stop - last.start
+        if rules.right is None:
+            last, row = keys[-1]
+            k1 = row + last.stop - last.start
+        right = rules.right if q1 - q0 > 1 else None
+        blocks.append(Block(q0, q1, k0, k1, None, right, first.start, keys[0][0].start))
+    return tuple(blocks)
+
+
+def _within(placed: list[tuple[Piece, int]], rows: Range) -> list[tuple[Piece, int]]:
+    """What of the pieces lies in some rows."""
+    found = []
+    for piece, row in placed:
+        a, b = max(rows[0], row), min(rows[1], row + piece.stop - piece.start)
+        if a < b:
+            found.append((piece._replace(start=piece.start + a - row, stop=piece.start + b - row), a))
+    return found
 
 
 def _blocks(
@@ -193,8 +244,13 @@ def _touch(before: Block, block: Block, along_keys: bool, rules: Rules) -> bool:
         return True
     if along_keys:
         is_next = before.column + before.k1 - before.k0 == block.column
-        return is_next and (not rules.has_alibi or (before.column < before.row) == (block.column < block.row))
+        return is_next and (not rules.has_alibi or _side(before) == _side(block))
     return before.row + before.q1 - before.q0 == block.row and before.column == block.column
+
+
+def _side(block: Block) -> int:
+    """Whether keys are before (-1) or behind (1) the queries, or are the queries (0)."""
+    return (block.column > block.row) - (block.column < block.row)
 
 
 @functools.lru_cache(maxsize=4096)

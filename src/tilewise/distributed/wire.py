@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Range, Step
+from tilewise.distributed.totals import Totals
+
+Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, kv heads, dim), contiguous
 
 
 class Transfer:
@@ -21,13 +25,13 @@ class Transfer:
         ranks: Ranks,
         sends: list[tuple[int, Tensor]],
         receives: list[tuple[int, Tensor]],
-        result: Tensor,
+        result: Rows,
         arrive: Callable[[], None],
     ) -> None:
         self.result, self.arrive, self.kept = result, arrive, (sends, receives)
         self.works = ranks.exchange(sends, receives)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Rows:
         """What arrived; on a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
@@ -36,45 +40,47 @@ class Transfer:
         return self.result
 
 
-def send_keys(ranks: Ranks, step: Step, own: Tensor) -> Transfer:
-    """Start what brings this step's keys: own (rows, ...) -> (step.keys, ...)."""
-    arriving = own.new_empty((step.keys, *own.shape[1:]))
-    packed: list[tuple[Message, Tensor]] = []
+def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
+    """Start what brings this step's keys and values: own (rows, ...) each -> (step.keys, ...) each."""
+    arriving = tuple(t.new_empty((step.keys, *t.shape[1:])) for t in own)
+    packed: list[tuple[Message, Tensor, Tensor]] = []
     receives = []
-    for message in step.receives:
-        if len(message.rows) == 1:
-            target = _slice(arriving, message.rows[0])
-        else:
-            target = own.new_empty((_count(message.rows), *own.shape[1:]))
-            packed.append((message, target))
-        receives.append((message.peer, target))
+    for message, target in itertools.product(step.receives, arriving):
+        rows = _slice(target, message.rows[0])
+        if len(message.rows) > 1:
+            rows = target.new_empty((_count(message.rows), *target.shape[1:]))
+            packed.append((message, target, rows))
+        receives.append((message.peer, rows))
 
     def unpack() -> None:
-        for message, rows in packed:
-            arriving.index_copy_(0, _index(message.rows, own.device), rows)
+        for message, target, rows in packed:
+            target.index_copy_(0, row_index(message.rows, target.device), rows)
 
     return Transfer(ranks, _outgoing(step.sends, own), receives, arriving, unpack)
 
 
-def return_gradients(ranks: Ranks, step: Step, theirs: Tensor, own: Tensor) -> Transfer:
-    """Start the way back: gradients of this step's keys to whom they belong; what arrives is added to own."""
-    incoming = [(m, own.new_empty((_count(m.rows), *own.shape[1:]))) for m in step.sends]
+def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
+    """Start the way back: gradients of this step's keys to whom they belong; what arrives is added up."""
+    incoming = [
+        (message, total, t.new_empty((_count(message.rows), *t.shape[1:])))
+        for message, (total, t) in itertools.product(step.sends, zip(totals, theirs, strict=True))
+    ]
 
     def add() -> None:
-        for message, rows in incoming:  # in the order of the schedule: the same sum in every run
+        for message, total, rows in incoming:  # in the order of the schedule: the same sum in every run
             if len(message.rows) == 1:
-                _slice(own, message.rows[0]).add_(rows)
+                total.add(message.rows[0][0], rows.transpose(0, 1))
             else:
-                own.index_add_(0, _index(message.rows, own.device), rows)
+                total.add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
-    receives = [(message.peer, rows) for message, rows in incoming]
-    return Transfer(ranks, _outgoing(step.receives, theirs), receives, own, add)
+    receives = [(message.peer, rows) for message, _, rows in incoming]
+    return Transfer(ranks, _outgoing(step.receives, theirs), receives, theirs, add)
 
 
-def _outgoing(messages: tuple[Message, ...], rows: Tensor) -> list[tuple[int, Tensor]]:
+def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
     return [
-        (m.peer, _slice(rows, m.rows[0]) if len(m.rows) == 1 else rows[_index(m.rows, rows.device)])
-        for m in messages
+        (m.peer, _slice(t, m.rows[0]) if len(m.rows) == 1 else t[row_index(m.rows, t.device)])
+        for m, t in itertools.product(messages, tensors)
     ]
 
 
@@ -87,5 +93,7 @@ def _count(rows: tuple[Range, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _index(rows: tuple[Range, ...], device: Any) -> Tensor:
-    return torch.cat([torch.arange(a, b) for a, b in rows]).to(device)
+def row_index(rows: tuple[Range, ...], device: Any) -> Tensor:
+    """int64 (rows,): ranges of rows, one behind the other."""
+    ranges = [torch.arange(a, b) for a, b in rows]
+    return torch.cat(ranges).to(device) if ranges else torch.empty(0, dtype=torch.int64, device=device)

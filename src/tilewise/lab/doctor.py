@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 
 def doctor() -> None:
-    """Say what is installed, which backend serves what, and check results.
+    """Say what is installed and served, and check it.
 
     Every result is held against float64. Exit status 1 if a line begins with "wrong".
     """

@@ -95,14 +95,17 @@ def test_short_windows_stay_in_vectors():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_no_query_of_a_tile_sees_stays_out_of_its_gradients(bad):
-    """Key 37 lies behind the last that queries 0 to 31 see, in the same group of rows."""
-    if kernels.current_target().vector_bytes != 64:
-        pytest.skip("tiles are of 32 queries only where vectors have 64 bytes")
-    q, k, v = (torch.randn(1, n, 2, 32) for n in (64, 65, 65))
-    v[0, 37, 0, 3] = bad
+    """The key lies behind the last that the first tile's queries see, in the same group of 8 rows."""
+    machine = kernels.current_target()
+    inputs = Inputs(*(torch.randn(1, n, 2, 32) for n in (128, 129, 129)))
+    problem = describe(inputs, Options(window_left=4, window_right=1))
+    tile = machine.vector_bytes // 4 * configs.backward_config(problem, inputs).vectors
+    q, k, v = inputs[:3]
+    v[0, tile + 5, 0, 3] = bad
     for t in (q, k, v):
         t.requires_grad_()
     out = tilewise.attention(q, k, v, window=(4, 1), backend="llvm")
     dq, dk, _ = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    assert out[0, :32].isfinite().all() and dq[0, :32].isfinite().all() and dk[0, :24].isfinite().all()
-    assert not dq[0, 37, 0].isfinite().all()
+    for t, rows in ((out, tile), (dq, tile), (dk, tile - 8)):
+        assert t[0, :rows].isfinite().all()
+    assert not dq[0, tile + 5, 0].isfinite().all()

@@ -61,7 +61,7 @@ def forward(
     if tile is None and launch_decode.serves(problem):
         return launch_decode.forward(problem, inputs, residual=residual)
     if problem.is_quantized:
-        problem, inputs = _dequantized(problem, inputs)
+        problem, inputs = dequantized(problem, inputs)
     functions, given, inputs = functions_of(problem, inputs), inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
@@ -77,7 +77,7 @@ def forward(
     return out, lse, *rest
 
 
-def _dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
     """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
     assert inputs.page_table is not None
     is_page = (inputs.page_table >= 0) & (inputs.page_table < len(inputs.key))

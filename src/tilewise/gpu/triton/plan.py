@@ -15,10 +15,13 @@ from tilewise.gpu.launch.launch_plan import Step
 from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward
 from tilewise.gpu.triton import launch, launch_decode
 from tilewise.gpu.triton.call import with_dense_rows
+from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Calls without optional tensors are launched again as they were; others are readied anew."""
+    if signature.direction == "statistics":
+        return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if problem.functions is not None:
         return FunctionPlan(problem, functools.partial(_with_functions, signature.request))
     if signature.direction == "backward":

@@ -14,6 +14,8 @@ import torch
 from tilewise.core.mask import Visibility
 from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.options import OPTIONS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SHORT_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwdbwd"}
@@ -27,7 +29,7 @@ class Case:
 
     `kind` is "dense", "varlen" (documents of `lengths`, packed), "decode" (few queries against a cache)
     or "memory" (a dense call whose peak memory is measured). `direction` "backward" times the gradients
-    alone; "forward+backward" is for memory.
+    alone; "forward+backward" is for memory, and for many devices.
     """
 
     kind: str
@@ -45,6 +47,8 @@ class Case:
     page_size: int | None = None
     lengths: tuple[int, ...] = ()
     data: str = "randn"  # of `bench.data`, for dense calls
+    mask: str = ""  # of `bench.masks`, for dense calls
+    option: str = ""  # of `bench.options`, for dense calls
 
     @property
     def name(self) -> str:
@@ -64,8 +68,8 @@ class Case:
             return f"decode-{shape}-{batch}-q{self.seqlen_q}-k{self.seqlen_k}{page}"
         if self.kind == "memory":
             return f"memory-{direction}-{shape}-{batch}-s{self.seqlen_q}"
-        data = "" if self.data == "randn" else f"-{self.data}"
-        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{data}"
+        extra = "".join(f"-{word}" for word in (self.data, self.option) if word not in ("", "randn"))
+        return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{extra}"
 
     @property
     def head_label(self) -> str:
@@ -81,6 +85,8 @@ class Case:
 
     @property
     def mask_label(self) -> str:
+        if self.mask:
+            return self.mask
         if self.window is not None:
             left, right = self.window
             return f"window{left}" if right == 0 else f"window{left}+{right}"
@@ -99,6 +105,8 @@ class Case:
 
     def visible_pairs(self) -> int:
         """(query, key) pairs that are not masked, over the batch and all heads."""
+        if self.mask:
+            return self.num_heads * MASKS[self.mask](self, "cpu").pairs
         left, right = (None, 0 if self.causal else None) if self.window is None else self.window
         per_length = {
             lengths: Visibility(*lengths, left, right).visible_pairs() for lengths in set(self.sequences)
@@ -108,7 +116,8 @@ class Case:
     def flops(self) -> int:
         """Floating-point operations of the visible pairs: two products forward, 2.5 times that backward."""
         forward = 2 * self.visible_pairs() * (self.head_dim + self.head_dim_v)
-        return int(forward * BACKWARD_FLOPS) if self.direction == "backward" else forward
+        factors = {"forward": 1.0, "backward": BACKWARD_FLOPS, "forward+backward": 1.0 + BACKWARD_FLOPS}
+        return int(forward * factors[self.direction])
 
     def cache_bytes(self) -> int:
         """Bytes of the keys and values, each read once: what bounds decoding."""
@@ -260,6 +269,26 @@ def _data(quick: bool, device: str) -> Iterator[Case]:
                         yield dataclasses.replace(case, data=data)
 
 
+def _masks(quick: bool, device: str) -> Iterator[Case]:
+    """Boolean masks that are made beforehand, and block masks of them for FlexAttention."""
+    for n in (4096,) if quick else (4096, 16384):
+        for head_dim, heads in ((64, 32), (128, 16)):
+            for direction in ("forward", "backward"):
+                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n)
+                for mask in MASKS:
+                    yield dataclasses.replace(case, mask=mask)
+
+
+def _options(quick: bool, device: str) -> Iterator[Case]:
+    """What is added to causal scores, or taken from their weights."""
+    for n in (4096,) if quick else (4096, 16384):
+        for head_dim, heads in ((64, 32), (128, 16)):
+            for direction in ("forward", "backward"):
+                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=True)
+                for option in OPTIONS:
+                    yield dataclasses.replace(case, option=option)
+
+
 def _decode(quick: bool, device: str) -> Iterator[Case]:
     if quick:
         for batch, keys, queries, page in (
@@ -317,6 +346,25 @@ def _memory(quick: bool, device: str) -> Iterator[Case]:
             yield dense(direction, dtype, head_dim, heads, 1, n, kind="memory")
 
 
+def _distributed(quick: bool, device: str) -> Iterator[Case]:
+    """One sequence over the ranks that torchrun has started."""
+    if device == "cpu":
+        dtype, heads, head_dim, lengths, window = "float32", 2, 64, (4096,) if quick else (4096, 16384), 512
+    else:
+        dtype, heads, head_dim, lengths, window = "bfloat16", 16, 128, (32768, 131072), 4096
+    longest, source = lengths[-1], random.Random(0)
+    documents: list[int] = []
+    while (rest := longest - sum(documents)) > 0:
+        documents.append(min(rest, source.randint(longest // 128, longest // 4)))
+    for direction in ("forward", "forward+backward"):
+        for n in lengths:
+            yield dense(direction, dtype, head_dim, heads, 1, n, causal=True)
+        yield packed(direction, dtype, head_dim, heads, tuple(documents), True)
+        yield dense(direction, dtype, head_dim, heads, 1, longest, window=(window, 0))
+    if device == "cuda" and not quick:
+        yield dense("forward+backward", dtype, head_dim, heads, 1, 1 << 20, causal=True)
+
+
 SUITES = {
     # The other peers of the CPU (--peers all) are far slower there.
     "cpu": Suite(_cpu, "cpu", ("tilewise", "sdpa-flash", "flex"), {"flex": r"^fwd-f32-d64-h8-b1-s1024-"}),
@@ -325,7 +373,12 @@ SUITES = {
     "window": Suite(_window, "cuda"),
     "varlen": Suite(_varlen, "cuda"),
     "data": Suite(_data, "cuda", ("tilewise", "sdpa-cudnn")),
+    "masks": Suite(_masks, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-efficient", "flex")),
+    "options": Suite(
+        _options, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-2")
+    ),
     "decode": Suite(_decode, "cuda"),
+    "distributed": Suite(_distributed, None),
     "memory": Suite(
         _memory,
         None,

@@ -98,14 +98,34 @@ def run(
             raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
         names = tuple(name.strip() for name in peers.split(",")) if peers else ()
         settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit, graph)
-        planned = plan(settings)
-        with _progress(len(planned.cases)) as step:
-            found = run_plan(planned, step)
-        typer.echo(tables(found))
-        if json is not None:
+        if suite == "distributed":
+            found, speaks = _run_distributed(settings)
+        else:
+            planned, speaks = plan(settings), True
+            with _progress(len(planned.cases)) as step:
+                found = run_plan(planned, step)
+        if speaks:
+            typer.echo(tables(found))
+        if speaks and json is not None:
             typer.echo(f"Every sample is in {json}.")
     if not is_sound(found):
         raise typer.Exit(1)
+
+
+def _run_distributed(settings: Any) -> tuple[Any, bool]:
+    """(results, whether this rank speaks of them): the first does."""
+    from tilewise.lab.bench.run import find_cases
+    from tilewise.lab.distributed.bench import join, leave, run as run_cases
+
+    device, cases = find_cases(settings)
+    group = join(device)
+    if group.rank == 0:
+        with _progress(len(cases)) as step:
+            found = run_cases(settings, cases, group, step)
+    else:
+        found = run_cases(settings, cases, group)
+    leave()
+    return found, group.rank == 0
 
 
 @app.command()

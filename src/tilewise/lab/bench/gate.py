@@ -9,13 +9,14 @@ the gate does not share an error with the tile arithmetic.
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.options import DROPOUT_P, SOFTCAP
 from tilewise.lab.bench.peer import Data
 
 # ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has
@@ -25,6 +26,7 @@ GRADIENT_FACTOR = 2.0
 ROW_FACTOR = 8.0  # the worst row may be this much worse than the slice
 BLOCK = 64  # rows of a checked output block
 CHUNK = 512  # rows a reference pass of the gradients
+DROPOUT_LIMIT = 0.4  # of the squared distance from outputs without dropout, the mean of hundreds of rows
 
 
 class Verdict(NamedTuple):
@@ -42,6 +44,8 @@ class _Sequence(NamedTuple):
     key: Tensor
     value: Tensor
     dout: Tensor | None
+    mask: Tensor | None  # (seqlen_q, seqlen_k) of a case that has one
+    bias: Tensor | None  # (heads, seqlen_q, seqlen_k) of a case that has one, or ALiBi
     results: dict[str, Tensor]
 
 
@@ -62,6 +66,8 @@ def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
     worst = Verdict(0.0, 1.0, None)
     for index in _sequences_to_check(case, source):
         sequence = _slice(case, data, results, index, source.randrange(case.num_kv_heads))
+        if case.option == "dropout":
+            return _judge_dropout(case, sequence)
         for name, found, exact in _compare(case, sequence, source):
             limit = LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
             verdict = _judge(name, found, exact, limit, len(sequence.key))
@@ -95,8 +101,16 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         cut(data.key, heads_k),
         cut(data.value, heads_k),
         None if data.dout is None else cut(data.dout, heads_q),
+        _rows_of_mask(case, data, index),
+        data.option.bias[0, heads_q] if case.option in ("alibi", "bias") else None,
         {name: cut(t, heads_k if name in ("dk", "dv") else heads_q) for name, t in results.items()},
     )
+
+
+def _rows_of_mask(case: Case, data: Data, index: int) -> Tensor | None:
+    if not case.mask or data.mask is None:
+        return None
+    return data.mask.expand(case.batch, 1, case.seqlen_q, -1)[index, 0]
 
 
 def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str, Tensor, Tensor]]:
@@ -105,27 +119,55 @@ def _compare(case: Case, s: _Sequence, source: random.Random) -> list[tuple[str,
     length = len(s.query)
     for start in sorted({0, max(0, length - BLOCK), source.randrange(max(1, length - BLOCK + 1))}):
         rows = slice(start, min(start + BLOCK, length))
-        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
-        out, _ = reference.attention(s.query[None, rows], s.key[None, keys], s.value[None, keys], mask=mask)
-        pairs.append(("out", s.results["out"][rows], out[0]))
+        keys, options = _visible(case, s, rows)
+        found, inputs = s.results["out"][rows], (s.query[None, rows], s.key[None, keys], s.value[None, keys])
+        pairs.append(("out", found, reference.attention(*inputs, **options)[0][0]))
     if s.dout is None:
         return pairs
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in s[:3])
     for start in range(0, length, CHUNK):
         rows = slice(start, min(start + CHUNK, length))
-        keys, mask = _visible(case, len(s.query), len(s.key), rows, s.query.device)
+        keys, options = _visible(case, s, rows)
         inputs = (s.query[None, rows], s.key[None, keys], s.value[None, keys])
-        gradients = reference.attention_backward(s.dout[None, rows], *inputs, mask=mask)
+        gradients = reference.attention_backward(s.dout[None, rows], *inputs, **options)
         dq[rows] = gradients.query[0]
         dk[keys] += gradients.key[0]
         dv[keys] += gradients.value[0]
     return [*pairs, *((name, s.results[name], t) for name, t in (("dq", dq), ("dk", dk), ("dv", dv)))]
 
 
-def _visible(
-    case: Case, seqlen_q: int, seqlen_k: int, rows: slice, device: torch.device
-) -> tuple[slice, Tensor | None]:
-    """The keys that the rows can see, and the mask among them (1, 1, rows, keys) or None."""
+def _judge_dropout(case: Case, s: _Sequence) -> Verdict:
+    """Masks differ from peer to peer: outputs lie about as far from those without dropout as they should.
+
+    A weight P that is dropped with probability p, or divided by 1 - p, has the variance P² p / (1 - p).
+    Gradients are not looked at.
+    """
+    rows = slice(max(0, len(s.query) - CHUNK), len(s.query))
+    keys, options = _visible(case, s, rows)
+    query, key, value = (t.double().transpose(0, 1) for t in (s.query[rows], s.key[keys], s.value[keys]))
+    scores = query @ key.mT * query.shape[-1] ** -0.5  # (query heads, rows, keys)
+    if options["mask"] is not None:
+        scores = scores.masked_fill(~options["mask"][0], float("-inf"))
+    weights = torch.softmax(scores, -1)
+    expected = weights.square() @ value.square().sum(-1, keepdim=True) * (DROPOUT_P / (1 - DROPOUT_P))
+    found = (s.results["out"][rows].double().transpose(0, 1) - weights @ value).square().sum(-1, keepdim=True)
+    error = abs(float((found / expected).mean()) - 1)
+    fault = None if error <= DROPOUT_LIMIT else f"dropout moves out by {error + 1:.2f} times what it should"
+    return Verdict(error, DROPOUT_LIMIT, fault)
+
+
+def _visible(case: Case, s: _Sequence, rows: slice) -> tuple[slice, dict[str, Any]]:
+    """The keys that the rows can see, and the reference's options for them."""
+    keys, mask = _visible_keys(case, s, rows)
+    bias = None if s.bias is None else s.bias[None, :, rows, keys].double()
+    return keys, {"mask": mask, "bias": bias, "softcap": SOFTCAP if case.option == "softcap" else 0.0}
+
+
+def _visible_keys(case: Case, s: _Sequence, rows: slice) -> tuple[slice, Tensor | None]:
+    """The keys, and the mask among them (1, 1, rows, keys) or None."""
+    seqlen_q, seqlen_k, device = len(s.query), len(s.key), s.query.device
+    if s.mask is not None:
+        return slice(0, seqlen_k), s.mask[None, None, rows]
     left, right = case.window if case.window is not None else (seqlen_k, 0 if case.causal else seqlen_k)
     offset = seqlen_k - seqlen_q
     first = max(0, rows.start + offset - left)

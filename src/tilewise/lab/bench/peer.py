@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.data import DATA
+from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.options import CaseOption
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Data:
         self.dout = (
             None if case.direction == "forward" else normal(case.seqlen_q, case.num_heads, case.head_dim_v)
         )
+        self.option = CaseOption(case, device, self.seed)
         self._placed: dict[tuple[str, str], Tensor] = {}
 
     def placed(self, name: str, layout: str) -> Tensor:
@@ -190,11 +193,13 @@ class Data:
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Dense bool (seqlen_q, seqlen_k), True = attend; None if every key is visible.
+        """Bool (batch or 1, 1, seqlen_q or 1, seqlen_k), True = attend; None if every key is visible.
 
-        For peers without a window; made in blocks of rows, since the positions would fill the memory.
+        Of causal calls and windows, for peers without; made in blocks of rows, as positions fill the memory.
         """
         case = self.case
+        if case.mask:
+            return MASKS[case.mask](case, self.device).dense(case, self.device)
         left, right = case.window if case.window is not None else (None, 0 if case.causal else None)
         if left is None and (right is None or case.seqlen_q == 1):
             return None
@@ -205,4 +210,4 @@ class Data:
             aligned = torch.arange(start, end, device=self.device)[:, None] + case.seqlen_k - case.seqlen_q
             rows = keys <= aligned + right if right is not None else keys <= case.seqlen_k
             mask[start:end] = rows if left is None else rows & (keys >= aligned - left)
-        return mask
+        return mask[None, None]

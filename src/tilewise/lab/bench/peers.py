@@ -73,6 +73,9 @@ class Tilewise(Peer):
             return self._prepare_decode(case, data)
         options: dict[str, Any] = {"window": case.window, "backend": self.backend}
         options["causal"] = case.causal and case.window is None
+        options |= data.option.tilewise()
+        if case.mask:
+            options["mask"] = data.mask
         tensors, dout = dense_tensors(data, layout)
         if case.kind == "varlen":
             lengths = (data.offsets, data.offsets, max(case.lengths), max(case.lengths))
@@ -151,6 +154,8 @@ class External(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.dtype not in ("bfloat16", "float16"):
             raise Refusal(f"{self.package} serves float16 and bfloat16")
+        if case.mask or (case.option and self.name != "flash-attn-2"):
+            raise Refusal(f"{self.package} is not shown with {case.mask or case.option}")
         module = importlib.import_module(self.module)
         keys = (data.pages.key, data.pages.value) if case.page_size is not None else (data.key, data.value)
 
@@ -178,6 +183,7 @@ class FlashAttention2(External):
 
     def bind(self, module: Any, case: Case, data: Data) -> Any:
         masked: dict[str, Any] = {"causal": case.causal, "window_size": case.window or (-1, -1)}
+        masked |= data.option.flash_attn()
         if case.kind == "varlen":
             packed = _packed(case, data)
             return lambda q, k, v: module.flash_attn_varlen_func(q, k, v, **packed, **masked)

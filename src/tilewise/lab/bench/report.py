@@ -90,6 +90,8 @@ def tables(found: Results, reference: Results | None = None) -> str:
         lines += [f"### {title}", ""]
         if records[0]["case"]["kind"] == "memory":
             lines += memory_table(records, peer_names(found), notes)
+        elif "world" in found:
+            lines += _efficiency_table(found, records, notes)
         else:
             lines += _speed_table(found, records, reference, notes)
         lines.append("")
@@ -178,6 +180,25 @@ def _speed_table(
         means += ["" if best_recorded is None else f"best peer {best_recorded:.2f}"]
     rows.append(means)
     return markdown(header, rows)
+
+
+def _efficiency_table(found: Results, records: list[Record], notes: list[str]) -> list[str]:
+    """Of several devices: time of one / (devices x time)."""
+    names = [name for name in _peers_of(found, records) if name != "one-device"]
+    rows = []
+    for record in records:
+        alone = record["peers"].get("one-device")
+        row = [record["name"]]
+        row.append(f"{results.median(alone) * 1e3:.3g} ms" if is_measured(alone) else "–")
+        for name in names:
+            entry = record["peers"].get(name)
+            if is_measured(alone) and is_measured(entry):
+                efficiency = results.ratio(alone, entry) / found["world"]
+                row.append(f"{efficiency:.3f} ({results.median(entry) * 1e3:.3g} ms)")
+            else:
+                row.append(_table_cell(record, name, 1.0, notes))
+        rows.append(row)
+    return markdown([f"case (efficiency of {found['world']})", "one device", *names], rows)
 
 
 def _peers_of(found: Results, records: list[Record]) -> list[str]:

@@ -59,15 +59,14 @@ class Plan:
     limits: Mapping[str, str]  # peers that run only on cases that a regular expression finds
 
 
-def plan(settings: Settings) -> Plan:
-    """Check the settings and choose cases and peers.
+def find_cases(settings: Settings) -> tuple[str, list[Case]]:
+    """Check the settings; the type of device, and the cases.
 
     Raises:
-        BenchError: unknown suite or peer, no GPU for a GPU suite, no case left, or nowhere to write to.
+        BenchError: unknown suite, no GPU for a GPU suite, no case left, or nowhere to write to.
     """
     suite = find_suite(settings.suite)
     device = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    peers = find_peers(settings.peers or suite.peers or ("all",))
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchError(f"suite {settings.suite!r} needs a CUDA GPU, PyTorch sees none; try --suite cpu")
     cases = list(suite.build(settings.quick, device))
@@ -86,6 +85,18 @@ def plan(settings: Settings) -> Plan:
         raise BenchError(f"--rounds {settings.rounds} must be at least 1")
     if settings.json is not None:
         results.check_writable(settings.json)
+    return device, cases
+
+
+def plan(settings: Settings) -> Plan:
+    """Check the settings and choose cases and peers.
+
+    Raises:
+        BenchError: as `find_cases`, or a peer is unknown.
+    """
+    suite = find_suite(settings.suite)
+    peers = find_peers(settings.peers or suite.peers or ("all",))
+    device, cases = find_cases(settings)
     unavailable = {peer.name: reason for peer in peers if (reason := peer.unavailable(device)) is not None}
     available = [peer for peer in peers if peer.name not in unavailable]
     limits = {} if settings.peers else suite.limits
@@ -168,12 +179,12 @@ def run_case(
     ready: dict[str, tuple[Prepared, int, int]] = {}
     if case.kind == "memory":
         for peer in peers:
-            entries[peer.name] = _attempt(partial(_measure_memory, case, peer, data))
+            entries[peer.name] = attempt(partial(_measure_memory, case, peer, data))
     else:
         for peer in peers:
             if re.search(limits.get(peer.name, ""), case.name):
                 work = partial(_prepare, case, peer, copies, clock, settings, ready)
-                entries[peer.name] = _attempt(work)
+                entries[peer.name] = attempt(work)
             else:
                 reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
                 entries[peer.name] = {"status": "refused", "reason": reason}
@@ -184,7 +195,7 @@ def run_case(
     return record
 
 
-def _attempt(work: Callable[[], results.Entry]) -> results.Entry:
+def attempt(work: Callable[[], results.Entry]) -> results.Entry:
     """An entry, whatever happens: refusals and failures are results too."""
     try:
         return work()
@@ -262,13 +273,13 @@ def _measure_rounds(
     rounds: int,
 ) -> None:
     """Peers take turns, another one first each round and every other round backwards."""
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for number in range(rounds):
             names = list(ready)
             shift = number % max(1, len(names))
             order = names[shift:] + names[:shift]
             for name in order if number % 2 == 0 else reversed(order):
-                found = _attempt(partial(_sample, *ready[name], clock))
+                found = attempt(partial(_sample, *ready[name], clock))
                 if found["status"] == "ok":
                     entries[name]["samples"] += found["samples"]
                 else:
@@ -283,7 +294,7 @@ def _sample(prepared: Prepared, count: int, inner: int, clock: Stopwatch) -> res
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
+from tilewise.lab.bench.masks import MASKS
 from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
 
 
@@ -28,6 +29,8 @@ class Standard(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.page_size is not None:
             raise Refusal("has no page tables")
+        if case.option:
+            raise Refusal("is shown without options")
         _refuse_too_large(case, data, 3 if case.direction == "forward" else 4)
         tensors, dout = dense_tensors(data, layout)
         group, scale = case.num_heads // case.num_kv_heads, case.head_dim**-0.5
@@ -97,15 +100,19 @@ class Sdpa(Peer):
 
     def _mask(self, case: Case, data: Data) -> dict[str, Any]:
         """SDPA's own causal mask is aligned top-left, so it serves only as many queries as keys."""
+        if case.option:
+            return data.option.sdpa()
         if data.mask is None:
             return {}
+        if case.mask:
+            return {"attn_mask": data.mask}
         if case.window is None and case.seqlen_q == case.seqlen_k:
             return {"is_causal": True}
         if case.window is None and self.backend is SDPBackend.FLASH_ATTENTION and data.device == "cuda":
             from torch.nn.attention.bias import causal_lower_right
 
             return {"attn_mask": causal_lower_right(case.seqlen_q, case.seqlen_k)}
-        return {"attn_mask": data.mask[None, None]}
+        return {"attn_mask": data.mask}
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
@@ -162,27 +169,29 @@ class Flex(Peer):
         if case.kind == "varlen":
             tensors = [t.transpose(0, 1)[None] for t in tensors]
             dout = None if dout is None else dout.transpose(0, 1)[None]
-        mask_mod = self._mask_mod(case, data)
+        mask_mod, batch = self._mask_mod(case, data), case.batch if case.mask else None
         total = tensors[0].shape[2]
         block_mask = None
         if mask_mod is not None:
             block_mask = create_block_mask(
-                mask_mod, None, None, total, tensors[1].shape[2], device=data.device,
+                mask_mod, batch, None, total, tensors[1].shape[2], device=data.device,
                 _compile=total >= 32768,  # uncompiled, it stores several integers a (query, key) pair
             )  # fmt: skip
         torch._dynamo.reset()  # a cache of other shapes would count against the recompilation limit
         torch._functorch.config.donated_buffer = False  # donated buffers forbid a second backward
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        gqa = case.num_heads != case.num_kv_heads
+        gqa, score_mod = case.num_heads != case.num_kv_heads, data.option.score_mod()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return compiled(q, k, v, block_mask=block_mask, enable_gqa=gqa)
+            return compiled(q, k, v, score_mod, block_mask, enable_gqa=gqa)
 
         canonical = (lambda t: t[0].transpose(0, 1)) if case.kind == "varlen" else from_bhsd
         return prepare_call(case, tensors, dout, attend, canonical)
 
     def _mask_mod(self, case: Case, data: Data) -> Callable[..., Tensor] | None:
         offset = case.seqlen_k - case.seqlen_q
+        if case.mask:
+            return MASKS[case.mask](case, data.device).mask_mod
         if case.kind == "varlen":
             lengths = torch.tensor(case.lengths, device=data.device)
             document = torch.repeat_interleave(torch.arange(len(lengths), device=data.device), lengths)

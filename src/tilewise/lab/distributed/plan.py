@@ -39,7 +39,9 @@ def distributed(
         Path | None, typer.Option("--plot", help="Also draw the efficiencies: .svg, .png.")
     ] = None,
 ) -> None:
-    """Predict forward and backward of one sequence over many GPUs: method, efficiency, limit.
+    """Predict the time of one sequence over many GPUs.
+
+    Forward and backward: the best method, its efficiency and what limits it.
 
     The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs.
     """

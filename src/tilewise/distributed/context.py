@@ -1,0 +1,186 @@
+"""`context_parallel`: attention calls of code that does not know it runs on a shard."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.autograd import functions
+from tilewise.core.checks import check_tensors, shown
+from tilewise.core.problem import Inputs, Options
+from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.layout import Layout, layout_of, shard
+from tilewise.distributed.ranks import Ranks, ranks_of
+from tilewise.faces.sdpa import scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: Any = None,
+    *,
+    group: Any = None,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: set[Tensor] | None = None,
+    seqlen: int | None = None,
+    method: str = "auto",
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
+) -> Iterator[None]:
+    """Inside, every attention call takes its tensors for this rank's shards of one sequence.
+
+    That goes for `tilewise.attention` and `attention_varlen`, for all faces, for transformers with
+    `attn_implementation="tilewise"`, and for `torch.nn.functional.scaled_dot_product_attention`. (With "sdpa"
+    transformers makes a mask where positions jump: that takes balance="contiguous".)
+
+    Like PyTorch's `context_parallel`, it holds for all threads of the process. Run the backward inside: it
+    may need buffers as they are in here (an embedding keeps its token ids), and activation checkpointing
+    computes forwards again.
+
+    Args:
+        mesh, group: the ranks that share the sequence, as of `shard`.
+        buffers: tensors with all tokens, the same on every rank, such as token ids, labels and positions: in
+            here they hold this rank's tokens, in place. Without gradients.
+        buffer_seq_dims: for each of them the dimension of the tokens.
+        no_restore_buffers: those of them that need not be whole again afterwards.
+        seqlen: the total number of tokens; None: that of the buffers, or as many on all ranks.
+        method, balance, cu_seqlens: as of `context_parallel_attention`. Packed documents are told here: a
+            call's own offsets may only cut a batch into rows, and a row where its positions jump.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+        NotImplementedError: in a call: caches, dropout, mask functions, or what `method` does not serve.
+
+    Example:
+        >>> import tilewise
+        >>> tokens = torch.arange(6)[None]
+        >>> with context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+        ...     x = tokens[..., None, None].float().expand(-1, -1, 2, 8)
+        ...     out = tilewise.attention(x, x, x, causal=True)
+    """
+    ranks = ranks_of(group, mesh)
+    total = _total(buffers, buffer_seq_dims, seqlen)
+    kept = {id(b) for b in no_restore_buffers or ()}
+    if not kept <= {id(b) for b in buffers}:
+        raise ValueError("no_restore_buffers must be some of buffers")
+    where = {"group": group, "mesh": mesh, "balance": balance, "cu_seqlens": cu_seqlens}
+    layout = None if total is None and cu_seqlens is None else layout_of(ranks, balance, total, cu_seqlens)
+    calls = _Calls(ranks, layout, where | {"method": method}, cu_seqlens is not None)
+    whole = [None if id(b) in kept else b.detach().clone() for b in buffers]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    try:
+        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+            _replace(buffer, shard(buffer.detach(), dim=dim, **where))
+        torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+        with functions.served_by(calls):
+            yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = sdpa
+        for buffer, before in zip(buffers, whole, strict=True):
+            if before is not None:
+                _replace(buffer, before)
+
+
+def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -> int | None:
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"buffer_seq_dims={shown(dims)} must name a dimension for each of {len(buffers)} buffers"
+        )
+    for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        name = f"buffers[{number}]"
+        check_tensors(**{name: buffer})
+        if buffer.requires_grad:
+            raise ValueError(f"{name} requires grad, must not: it is cut in place")
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ValueError(
+                f"buffer_seq_dims[{number}]={dim} must be a dimension of a tensor that has {buffer.ndim}"
+            )
+        if seqlen is not None and buffer.shape[dim] != seqlen:
+            raise ValueError(f"{name} has {buffer.shape[dim]} tokens, must have {seqlen} as all others")
+        seqlen = buffer.shape[dim]
+    return seqlen
+
+
+def _replace(buffer: Tensor, by: Tensor) -> None:
+    buffer.resize_(by.shape)
+    buffer.copy_(by)
+
+
+_UNSERVED = ("seqlens_k", "leftpad_k", "page_table", "captured_floats", "captured_integers")
+
+
+@dataclass
+class _Calls:
+    """What serves attention calls inside of `context_parallel`."""
+
+    ranks: Ranks
+    layout: Layout | None  # None: not known, and not packed
+    where: dict[str, Any]
+    is_packed: bool  # documents, told to `context_parallel`
+    known_offsets: Tensor | None = None  # of a call, looked at: all layers of a model have the same
+
+    def __call__(
+        self, inputs: Inputs, options: Options, backend: str | None, order: str, wants_lse: bool
+    ) -> tuple[Tensor, Any]:
+        """As `autograd.functions.attention`."""
+        self._refuse(inputs, options)
+        tensors, rows = inputs[:3], None
+        if self.is_packed and inputs.query.ndim == 4:
+            if len(inputs.query) > 1:
+                raise ValueError(
+                    f"query.shape={tuple(inputs.query.shape)} must have a batch of 1 with cu_seqlens"
+                )
+            tensors = tuple(t[0] for t in tensors)  # type: ignore[assignment]
+        elif not self.is_packed and inputs.query.ndim == 3:
+            rows = self._rows(inputs)
+            tensors = tuple(t.unflatten(0, (rows, -1)) for t in tensors)  # type: ignore[assignment]
+        with functions.served_by(None):
+            out, lse = context_parallel_attention(
+                *tensors, **self.where,
+                seqlen=None if self.layout is None else self.layout.total,
+                causal=options.causal, window=(options.window_left, options.window_right),
+                mask=inputs.mask, bias=inputs.bias, alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks,
+                softcap=options.softcap, scale=options.scale, deterministic=options.deterministic,
+                precision=options.precision, backend=backend, return_lse=True,
+            )  # fmt: skip
+        if rows is not None:
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        elif out.ndim < inputs.query.ndim:
+            out, lse = out[None], lse[None]
+        return out, lse if wants_lse else None
+
+    def _refuse(self, inputs: Inputs, options: Options) -> None:
+        found = [name for name in _UNSERVED if getattr(inputs, name) is not None]
+        found += ["dropout_p"] * bool(options.dropout_p) + ["mask_mod and score_mod"] * (
+            options.functions is not None
+        )
+        if found:
+            raise NotImplementedError(f"{found[0]} is not served inside of context_parallel")
+
+    def _rows(self, inputs: Inputs) -> int:
+        """How many rows of a batch a packed call has. Its offsets may only say where a row starts, and where
+        the positions of a row jump: transformers takes such a jump for the start of another document."""
+        offsets, tokens = inputs.cu_seqlens_q, len(inputs.query)
+        assert offsets is not None
+        if self.layout is None:
+            raise ValueError(
+                "seqlen=None of context_parallel must be the total number of tokens for packed calls"
+            )
+        length = self.layout.length(self.ranks.rank)
+        if offsets is not self.known_offsets:
+            pieces = [p.stop - p.start for p in self.layout.pieces[self.ranks.rank]]
+            starts = [0, *itertools.accumulate(pieces)][:-1] or [0]
+            found, rows = set(offsets.tolist()), range(0, tokens + 1, max(1, length))
+            if tokens % max(1, length) or not set(rows) <= found <= {r + s for r in rows for s in starts}:
+                raise ValueError(
+                    f"cu_seqlens_q={shown(sorted(found))} must not cut rows of {length} tokens: "
+                    "context_parallel(cu_seqlens=...) takes documents"
+                )
+            self.known_offsets = offsets
+        return tokens // max(1, length)

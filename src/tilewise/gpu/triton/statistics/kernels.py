@@ -1,0 +1,239 @@
+"""Statistics of the weights: a second pass over Q K^T, when lse is known, that forgets each tile.
+
+    p = exp(s - lse - residual)
+    row_max  = max over keys of s
+    total    = sum over keys of p                       1, but for the error of lse
+    entropy  = sum over keys of -p log p, over total, plus log total
+    distance = sum over keys of p |i - j|, over total
+    column_sum = sum over queries of p
+
+Rows are walked as in the forward, one program a tile of queries; columns as for dk, one program a tile of
+keys, so that no sum needs atomics: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.primitives import (
+    LN2,
+    LOG2E,
+    edge_tile,
+    full_end,
+    key_regions,
+    load_scores,
+    log2_unit,
+    logits,
+    query_regions,
+    scale_of,
+    softmax_stats,
+    stat_start,
+)
+from tilewise.gpu.triton.tiles import (
+    dot_rows,
+    load_keys,
+    load_source,
+    load_tile,
+    packed_tile,
+    program_tile,
+    query_tile,
+    row_base,
+    sequence_rows,
+)
+
+
+@triton.jit
+def row_shift(lse_ptr, residual_ptr, i, exists, factors, cfg: tl.constexpr):
+    """(shift, low) of rows, see `softmax_stats`: p = 0 in rows that do not exist."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    lse = tl.load(lse_ptr + i, mask=exists, other=float("inf"))
+    residual = tl.zeros((BLOCK_M,), tl.float32)
+    if residual_ptr is not None:
+        residual += tl.load(residual_ptr + i, mask=exists, other=0.0)
+    return softmax_stats(lse, residual, factors, cfg)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_row_statistics_kernel(
+    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, distance_ptr,
+    ragged, mask, bias, alibi, sinks, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """What belongs to BLOCK_M queries of one head; what is None is not wanted. Grid: as of the forward."""
+    QK: tl.constexpr = cfg.QK
+    extras = Extras(mask, bias, alibi, sinks, None, None, None)
+    k = Source(k, desc_k, desc_k_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    HAS_ENTROPY: tl.constexpr = entropy_ptr is not None
+    HAS_DISTANCE: tl.constexpr = distance_ptr is not None
+    i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= seq.seqlen_q:
+        return
+
+    i = i0 + tl.arange(0, BLOCK_M)
+    exists = i < seq.seqlen_q
+    at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + i
+    q_tile = load_tile(q, row_base(q, seq.b, seq.h, q_start), i0, seq.seqlen_q, BLOCK_M, QK, True)
+    shift, low = row_shift(lse_ptr, residual_ptr, at, exists, factors, cfg)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    entropy = tl.zeros((BLOCK_M,), tl.float32)  # in bits until the end
+    distance = tl.zeros((BLOCK_M,), tl.float32)
+    if extras.sinks is not None:
+        lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
+        log2_p = tl.load(extras.sinks + seq.h).to(tl.float32) - lse
+        if residual_ptr is not None:
+            log2_p -= tl.load(residual_ptr + at, mask=exists, other=0.0)
+        log2_p = log2_p * LOG2E
+        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(log2_p))
+        entropy -= tl.where(total > 0.0, total * log2_p, 0.0)
+
+    i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
+    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
+    for j0 in range(full_lo, full_hi, BLOCK_N):
+        row_max, total, entropy, distance = row_step(
+            row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
+            seq, ragged, extras, sizes, factors, cfg, False, HAS_ENTROPY, HAS_DISTANCE,
+        )  # fmt: skip
+    for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
+        j0 = edge_tile(n, full_lo, full_hi)
+        row_max, total, entropy, distance = row_step(
+            row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
+            seq, ragged, extras, sizes, factors, cfg, True, HAS_ENTROPY, HAS_DISTANCE,
+        )  # fmt: skip
+
+    total = tl.where(total == 0.0, 1.0, total)
+    if row_max_ptr is not None:
+        if cfg.IS_FOLDED:
+            row_max = row_max * scale_of(factors)
+        tl.store(row_max_ptr + at, row_max, mask=exists)
+    if HAS_ENTROPY:
+        tl.store(entropy_ptr + at, (entropy / total + tl.log2(total)) * LN2, mask=exists)
+    if HAS_DISTANCE:
+        tl.store(distance_ptr + at, distance / total, mask=exists)
+
+
+@triton.jit
+def row_step(
+    row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
+    seq, ragged, extras, sizes, factors,
+    cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Take the keys [j0, j0 + BLOCK_N) into a tile's sums."""
+    QK: tl.constexpr = cfg.QK
+    k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
+    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
+    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    row_max = tl.maximum(row_max, tl.max(s, 1))
+    if HAS_ENTROPY or HAS_DISTANCE:
+        log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
+        p = tl.exp2(log2_p)
+        total += tl.sum(p, 1)
+        if HAS_ENTROPY:
+            entropy -= tl.sum(tl.where(p > 0.0, p * log2_p, 0.0), 1)
+        if HAS_DISTANCE:
+            distance += tl.sum(p * tl.abs(i + seq.offset - j).to(tl.float32), 1)
+    return row_max, total, entropy, distance
+
+
+@triton.jit(do_not_specialize=(*Sizes._fields, "last_rows"))
+def attn_column_sum_kernel(
+    q, k, desc_q, desc_q_rest, lse_ptr, residual_ptr, column_ptr, column_batch, column_head, last_rows,
+    ragged, mask, bias, alibi, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    cfg: tl.constexpr, IS_OF_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Sums of BLOCK_N keys of one key head, for each query head or, IS_OF_GROUP, over those that share it.
+
+    column_ptr has a place for every key; its strides of a batch entry and of a head are given. Only the
+    last `last_rows` queries of a sequence count.
+    """
+    QK: tl.constexpr = cfg.QK
+    extras = Extras(mask, bias, alibi, None, None, None, None)
+    q = Source(q, desc_q, desc_q_rest)
+    k = Source(k, None, None)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
+    tile, bh = program_tile(sizes, False)
+    kv_head = bh % num_kv_heads
+    b = bh // num_kv_heads
+    if ragged.cu_seqlens_k is not None:
+        b, tile = packed_tile(tile, ragged.cu_seqlens_k, sizes.batch, BLOCK_N)
+    q_start, seqlen_q, k_start, seqlen_k, first_col = sequence_rows(b, sizes, ragged)
+    j0 = tile * BLOCK_N
+    if j0 >= seqlen_k:
+        return
+
+    first_row = tl.maximum(seqlen_q - last_rows, 0)
+    j = j0 + tl.arange(0, BLOCK_N)
+    seq = Sequence(b, kv_head * cfg.GROUP_SIZE, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+    k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
+    target = column_ptr + b.to(tl.int64) * column_batch + k_start + j
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for member in range(cfg.GROUP_SIZE):
+        h = kv_head * cfg.GROUP_SIZE + member
+        seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
+        j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
+        lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, BLOCK_M)
+        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras, cfg)
+        lo = tl.maximum(lo, first_row // BLOCK_M * BLOCK_M)
+        full_lo = tl.maximum(full_lo, tl.cdiv(first_row, BLOCK_M) * BLOCK_M)
+        full_hi = tl.maximum(full_hi, full_lo)
+        for i0 in range(full_lo, full_hi, BLOCK_M):
+            sums = column_step(
+                sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
+                seq, ragged, extras, sizes, factors, cfg, False,
+            )  # fmt: skip
+        for n in range(lo, hi - (full_hi - full_lo), BLOCK_M):
+            i0 = edge_tile(n, full_lo, full_hi)
+            sums = column_step(
+                sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
+                seq, ragged, extras, sizes, factors, cfg, True,
+            )  # fmt: skip
+        if not IS_OF_GROUP:
+            tl.store(target + h.to(tl.int64) * column_head, sums, mask=j < seqlen_k)
+            sums = tl.zeros((BLOCK_N,), tl.float32)
+    if IS_OF_GROUP:
+        tl.store(target + kv_head.to(tl.int64) * column_head, sums, mask=j < seqlen_k)
+
+
+@triton.jit
+def column_step(
+    sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
+    seq, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries]."""
+    QK: tl.constexpr = cfg.QK
+    q_tile = load_source(q, seq.b, seq.h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
+    row = i0 + tl.arange(0, cfg.BLOCK_M)
+    i = row[None, :]
+    j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
+    at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + row
+    counts = (row >= first_row) & (row < seq.seqlen_q)
+    shift, low = row_shift(lse_ptr, residual_ptr, at, counts, factors, cfg)
+    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
+    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    p = tl.exp2((s - shift[None, :]) * log2_unit(factors, cfg) - low[None, :])
+    return sums + tl.sum(p, 1)

@@ -1,0 +1,88 @@
+"""The pass of the Triton kernels over the scores of a call whose lse is known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilewise.core.plan import Results as Known
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
+from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+from tilewise.gpu.triton.call import Call, Results, launchable
+from tilewise.gpu.triton.launch import dequantized
+
+ALL_ROWS = (1 << 31) - 1
+
+
+class StatisticsPlan(NamedTuple):
+    """Row maxima, entropies, distances and column sums: `Measured`. Deterministic."""
+
+    problem: AttentionProblem
+    aux: Aux
+
+    def run(self, inputs: Inputs, results: Known | None = None, *_: Tensor | None) -> Measured:
+        assert results is not None and results.lse is not None
+        problem, aux = self.problem, self.aux
+        found = new_measured(aux, problem, inputs)
+        if problem.is_quantized:
+            problem, inputs = dequantized(problem, inputs)
+        inputs = launchable(inputs)
+        lse, residual = (None if t is None else t.contiguous() for t in (results.lse, results.residual))
+        known = Results(lse=lse, residual=residual)
+        if not (inputs.query.numel() and inputs.key.numel()):
+            return found
+        of_rows = found.row_max, found.entropy, found.expected_distance
+        if any(t is not None for t in of_rows):
+            run(_row_launch, problem, (*inputs, *known[:3]), fresh=of_rows)
+        if found.column_sum is not None:
+            last_rows = ALL_ROWS if aux.last_rows is None else min(aux.last_rows, ALL_ROWS)
+            choices = last_rows, aux.column_sum == GROUP
+            run(_column_launch, problem, (*inputs, *known[:3]), *choices, fresh=(found.column_sum,))
+        return found
+
+
+def _row_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    from tilewise.gpu.triton.statistics.kernels import attn_row_statistics_kernel
+
+    *known, row_max, entropy, distance = tensors
+    call = Call(problem, tuple(known))
+    tile = call.tile("forward")
+    num_tiles = call.tiles_q(tile.block_m)
+    arguments = (
+        *map(call.rows, call.inputs[:2]),
+        *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
+        *(call.results.lse, call.results.residual, row_max, entropy, distance),
+        call.ragged(),
+        *call.extras()[:4],
+        call.factors(),
+        *call.sizes(num_tiles, call.bh_q, problem.group_size * call.l2_swizzle(call.seqlen_k, 1)),
+    )
+    return call.launch(attn_row_statistics_kernel, tile, num_tiles * call.bh_q, arguments)
+
+
+def _column_launch(problem: AttentionProblem, tensors: Tensors, last_rows: int, is_of_group: bool) -> Launch:
+    from tilewise.gpu.triton.statistics.kernels import attn_column_sum_kernel
+
+    *known, columns = tensors
+    assert columns is not None
+    call = Call(problem, tuple(known))
+    tile = call.tile("dkdv")
+    packed = problem.has_packed_keys
+    num_tiles = call.tiles_k(tile.block_n) if packed else -(-call.seqlen_k // tile.block_n)
+    programs = num_tiles * problem.num_kv_heads * (1 if packed else problem.batch)
+    strides = (0, columns.stride(0)) if packed else columns.stride()[:2]
+    arguments = (
+        *map(call.rows, call.inputs[:2]),
+        *call.descriptors((call.inputs.query,), tile.block_m, tile.has_tma),
+        *(call.results.lse, call.results.residual, columns, *strides, last_rows),
+        call.ragged(),
+        *call.extras()[:3],
+        call.factors(),
+        *call.sizes(
+            num_tiles, programs // max(1, num_tiles), call.l2_swizzle(call.seqlen_q, problem.group_size)
+        ),
+    )
+    launch = call.launch(attn_column_sum_kernel, tile, programs, arguments)
+    return launch._replace(arguments=(*launch.arguments, is_of_group))

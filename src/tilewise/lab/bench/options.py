@@ -1,0 +1,104 @@
+"""Options of benchmark cases that change the scores or the weights: what each peer is given for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise.lab.bench.errors import Refusal
+
+if TYPE_CHECKING:
+    from tilewise.lab.bench.cases import Case
+
+OPTIONS = ("alibi", "bias", "softcap", "dropout")
+SOFTCAP = 30.0
+DROPOUT_P = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class CaseOption:
+    """The option of a dense case of as many queries as keys; `case.option` is one of `OPTIONS`, or ""."""
+
+    case: Case
+    device: str
+    seed: int
+
+    @functools.cached_property
+    def slopes(self) -> Tensor:
+        """ALiBi's (heads,) float32."""
+        n = self.case.num_heads
+        return torch.pow(2.0, -8.0 * torch.arange(1, n + 1, device=self.device) / n)
+
+    @functools.cached_property
+    def bias(self) -> Tensor:
+        """What is added to the scores (1, heads, seqlen_q, seqlen_k), in the case's dtype."""
+        case, dtype = self.case, self.case.torch_dtype
+        if case.option == "alibi":
+            i, j = (torch.arange(n, device=self.device) for n in (case.seqlen_q, case.seqlen_k))
+            distance = (i[:, None] - j).abs().to(dtype)
+            return -self.slopes.to(dtype)[:, None, None] * distance[None, None]
+        shape = 1, case.num_heads, case.seqlen_q, case.seqlen_k
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
+
+    def tilewise(self) -> dict[str, Any]:
+        """Arguments of `tilewise.attention`."""
+        match self.case.option:
+            case "alibi":
+                return {"alibi_slopes": self.slopes}
+            case "bias":
+                return {"bias": self.bias}
+            case "softcap":
+                return {"softcap": SOFTCAP}
+            case "dropout":
+                return {"dropout_p": DROPOUT_P}
+        return {}
+
+    def flash_attn(self) -> dict[str, Any]:
+        """Arguments of flash-attn 2, which has tilewise's names for them.
+
+        Raises:
+            Refusal: it has no such option.
+        """
+        if self.case.option == "bias":
+            raise Refusal("flash-attn takes no bias")
+        return self.tilewise()
+
+    def sdpa(self) -> dict[str, Any]:
+        """Arguments of PyTorch's function; a bias has the causal mask in it.
+
+        Raises:
+            Refusal: it has no such option.
+        """
+        if self.case.option == "softcap":
+            raise Refusal("PyTorch's function has no softcap")
+        if self.case.option == "dropout":
+            return {"dropout_p": DROPOUT_P, "is_causal": self.case.causal}
+        if not self.case.causal:
+            return {"attn_mask": self.bias}
+        hidden = torch.ones(self.bias.shape[2:], dtype=torch.bool, device=self.device).triu(1)
+        return {"attn_mask": self.bias.masked_fill(hidden, float("-inf"))}
+
+    def score_mod(self) -> Callable[..., Tensor] | None:
+        """FlexAttention's function.
+
+        Raises:
+            Refusal: it has no such option.
+        """
+        match self.case.option:
+            case "dropout":
+                raise Refusal("FlexAttention has no dropout")
+            case "alibi":
+                slopes = self.slopes
+                return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+            case "bias":
+                bias = self.bias[0]
+                return lambda s, b, h, i, j: s + bias[h, i, j]
+            case "softcap":
+                return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
+        return None

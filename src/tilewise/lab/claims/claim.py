@@ -1,0 +1,88 @@
+"""A claim about attention, what would confirm it, and the list of all claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+TIMING_SLACK = 0.95  # a measurement that comes so near is counted as reached
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where claims are measured: "cpu" with smaller sizes, or "cuda" with the papers' own."""
+
+    device: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+class Measured(NamedTuple):
+    """`value` in the claim's unit; `what` says sizes and dtype, `note` what else was seen."""
+
+    value: float
+    what: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`kind`: "at least" (a speedup or saving), "at most" (a growth) or "equal" (a figure to be computed).
+
+    `needs_gpu`: the claim is about a GPU's kernels.
+    """
+
+    name: str
+    says: str
+    source: str
+    claimed: float
+    unit: str
+    kind: str
+    measure: Callable[[Setting], Measured]
+    needs_gpu: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value confirms the claim.
+
+        Example:
+            >>> claim = Claim("a", "", "", 2.0, "x", "at least", lambda setting: Measured(3.0, ""))
+            >>> claim.holds(1.95), claim.holds(1.8)
+            (True, False)
+            >>> Claim("b", "", "", 1.18, "", "equal", lambda setting: Measured(1.3, "")).holds(1.184)
+            True
+        """
+        if self.kind == "at least":
+            return value >= TIMING_SLACK * self.claimed
+        if self.kind == "at most":
+            return value <= self.claimed / TIMING_SLACK
+        digits = len(f"{self.claimed:.10g}".partition(".")[2])
+        return round(value, digits) == self.claimed
+
+
+CLAIMS: dict[str, Claim] = {}
+Measure = Callable[[Setting], Measured]
+
+
+def claim(
+    name: str,
+    says: str,
+    source: str,
+    claimed: float,
+    unit: str,
+    kind: str = "at least",
+    needs_gpu: bool = False,
+) -> Callable[[Measure], Measure]:
+    """Put a function that measures a claim on the list."""
+
+    def register(measure: Measure) -> Measure:
+        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu)
+        return measure
+
+    return register
+
+
+FA1, FA2, FA3 = "FlashAttention (2022)", "FlashAttention-2 (2023)", "FlashAttention-3 (2024)"
+TUTORIAL = "tutorials"

@@ -1,0 +1,48 @@
+"""`tilewise claims`: what documents say of FlashAttention, measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def claims(
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Measure claims whose name this regular expression finds.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu or cuda; default: a GPU if there is one.")
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Keep results in this file; what it has is not measured again."),
+    ] = None,
+    names: Annotated[bool, typer.Option("--list", help="Print the claims and measure nothing.")] = False,
+) -> None:
+    """Measure what is claimed of FlashAttention on this machine.
+
+    On a CPU, sizes are smaller than the papers'.
+    """
+    import torch
+
+    from tilewise.lab.bench.cli import _one_line_errors
+    from tilewise.lab.bench.errors import BenchError
+    from tilewise.lab.claims import report, run
+    from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
+
+    def show(claim: Claim, row: run.Results) -> None:
+        _, _, claimed, measured, holds, what = report.line(claim, row)
+        verdict = {"yes": "holds", "**no**": "does not hold"}.get(holds, "not measured")
+        typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
+
+    with _one_line_errors():
+        setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if setting.device not in ("cpu", "cuda") or (setting.is_gpu and not torch.cuda.is_available()):
+            raise BenchError(f"--device {device!r} must be cpu, or cuda where PyTorch sees a GPU")
+        if names:
+            for claim in CLAIMS.values():
+                typer.echo(f"{claim.name:18} {claim.says} ({claim.source})")
+            return
+        run.run(run.chosen(filter, setting), setting, json, show)

@@ -1,0 +1,186 @@
+"""Claims about whole models: training steps and generation, with transformers' own models from configs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.claims.claim import FA1, TUTORIAL, Measured, Setting, claim
+from tilewise.lab.demo.text import sample, standard_library
+
+STEPS = 3
+EAGER, SDPA, OURS = "eager", "sdpa", "tilewise"
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise BenchError("needs transformers: pip install 'tilewise[transformers]'") from error
+    from tilewise.faces.transformers import register
+
+    register()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def _tokens(setting: Setting, batch: int, seqlen: int) -> torch.Tensor:
+    """Bytes of real text (batch, seqlen)."""
+    text = standard_library()
+    return sample(text.train, batch, seqlen, torch.Generator().manual_seed(0))[0].to(setting.device)
+
+
+def _seconds(step: Callable[[], Any], setting: Setting) -> float:
+    start = time.perf_counter()
+    step()
+    if setting.is_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _faster(make: Callable[[str], Callable[[], float]], setting: Setting) -> tuple[float, str]:
+    """How many times faster a training step is than in eager attention; what SDPA and the losses were.
+
+    `make(implementation)` builds the model from one seed and returns its step, which returns the loss.
+    """
+    steps = {name: make(name) for name in (EAGER, SDPA, OURS)}
+    losses = {name: step() for name, step in steps.items()}
+    rounds = [{name: _seconds(step, setting) for name, step in steps.items()} for _ in range(STEPS)]
+    times = {name: statistics.median(r[name] for r in rounds) for name in steps}
+    note = f"SDPA {times[EAGER] / times[SDPA]:.2f}×; first loss {losses[OURS]:.4f}, eager {losses[EAGER]:.4f}"
+    return times[EAGER] / times[OURS], note
+
+
+def _training(
+    build: Callable[[Any, str], Any], inputs: dict[str, Any], setting: Setting
+) -> tuple[float, str]:
+    """`_faster` of AdamW steps of a model, in bfloat16 autocast on a GPU."""
+    transformers = _transformers()
+
+    def make(implementation: str) -> Callable[[], float]:
+        torch.manual_seed(0)
+        model = build(transformers, implementation).to(setting.device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def step() -> float:
+            with torch.autocast(setting.device, torch.bfloat16, enabled=setting.is_gpu):
+                loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.detach())
+
+        return step
+
+    return _faster(make, setting)
+
+
+def _gpt2(setting: Setting, seqlen: int, large: int, small: int) -> Callable[[Any, str], Any]:
+    def build(transformers: Any, implementation: str) -> Any:
+        config = transformers.GPT2Config(
+            vocab_size=256, n_positions=seqlen, n_layer=large if setting.is_gpu else small,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_implementation=implementation,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+
+    return build
+
+
+@claim("gpt2-step", "A training step of GPT-2 at 1,024 tokens is 3 times faster.", FA1, 3, "×")
+def gpt2_step(setting: Setting) -> Measured:
+    tokens = _tokens(setting, 8 if setting.is_gpu else 1, 1024)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    value, note = _training(_gpt2(setting, 1024, 12, 2), inputs, setting)
+    layers = 12 if setting.is_gpu else 2
+    return Measured(
+        value, f"{layers} layers of GPT-2 small, batch {len(tokens)}, beside eager attention", note
+    )
+
+
+@claim("gpt2-step-4k", "A training step of GPT-2 at 4,096 tokens is faster still.", FA1, 3, "×")
+def gpt2_step_4k(setting: Setting) -> Measured:
+    tokens = _tokens(setting, 2 if setting.is_gpu else 1, 4096)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    value, note = _training(_gpt2(setting, 4096, 12, 1), inputs, setting)
+    layers = 12 if setting.is_gpu else 1
+    return Measured(
+        value, f"{layers} layers of GPT-2 small, batch {len(tokens)}, beside eager attention", note
+    )
+
+
+@claim("bert-step", "A training step of BERT-large at 512 tokens is 15% faster.", FA1, 1.15, "×")
+def bert_step(setting: Setting) -> Measured:
+    batch, layers = (16, 24) if setting.is_gpu else (2, 2)
+    tokens = _tokens(setting, batch, 512)
+    kept = torch.linspace(256, 512, batch, device=setting.device).long()
+    mask = (torch.arange(512, device=setting.device) < kept[:, None]).long()
+    inputs = {"input_ids": tokens, "labels": tokens.where(mask.bool(), -100), "attention_mask": mask}
+
+    def build(transformers: Any, implementation: str) -> Any:
+        config = transformers.BertConfig(
+            vocab_size=256, hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16,
+            intermediate_size=4096, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+            attn_implementation=implementation,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config)
+
+    value, note = _training(build, inputs, setting)
+    return Measured(
+        value, f"{layers} layers of BERT-large, batch {batch}, a quarter padded, beside eager", note
+    )
+
+
+@claim(
+    "long-range", "Classifying 4,096 bytes, as in Long Range Arena, trains 2.4 times faster.", FA1, 2.4, "×"
+)
+def long_range(setting: Setting) -> Measured:
+    batch, layers = (8, 4) if setting.is_gpu else (1, 2)
+    tokens = _tokens(setting, batch, 4096)
+    inputs = {"input_ids": tokens, "labels": torch.arange(batch, device=setting.device) % 2}
+
+    def build(transformers: Any, implementation: str) -> Any:
+        config = transformers.BertConfig(
+            vocab_size=256, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4,
+            intermediate_size=1024, max_position_embeddings=4096, attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0, attn_implementation=implementation,
+        )  # fmt: skip
+        return transformers.BertForSequenceClassification(config)
+
+    value, note = _training(build, inputs, setting)
+    return Measured(value, f"{layers} layers, width 256, batch {batch}, beside eager attention", note)
+
+
+@claim("kv-cache-speed", "A KV cache makes generation 5 to 10 times faster.", TUTORIAL, 5, "×")
+def kv_cache_speed(setting: Setting) -> Measured:
+    prompt, new, layers = (512, 256, 12) if setting.is_gpu else (512, 48, 4)
+    torch.manual_seed(0)
+    model = _gpt2(setting, prompt + new, layers, layers)(_transformers(), OURS).to(setting.device).eval()
+    tokens = _tokens(setting, 1, prompt)
+
+    def generate(use_cache: bool) -> Any:
+        return model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
+            do_sample=False, use_cache=use_cache, pad_token_id=0,
+        )  # fmt: skip
+
+    same = torch.equal(generate(True), generate(False))
+    times = [min(_seconds(partial(generate, way), setting) for _ in range(2)) for way in (True, False)]
+    return Measured(
+        times[1] / times[0], f"{new} tokens after {prompt}, {layers} layers of GPT-2 small",
+        "the same tokens" if same else "tokens differ where two were nearly as likely",
+    )  # fmt: skip
+
+
+@claim("fa3-name", "transformers has one name for FlashAttention-2 and -3.", TUTORIAL, 1, "names", "equal")
+def fa3_name(setting: Setting) -> Measured:
+    known = _transformers().modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()
+    names = [name for name in ("flash_attention_2", "flash_attention_3") if name in known]
+    return Measured(
+        len(names), "`attn_implementation` in transformers", " and ".join(f"`{n}`" for n in names)
+    )

@@ -1,0 +1,82 @@
+"""Measuring claims one by one, and the file that keeps what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tilewise.lab.bench import results
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.claims import arithmetic, attention, models
+from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
+
+KIND = "tilewise-claims"
+MODULES = arithmetic, attention, models  # importing them puts their claims on the list
+
+Results = dict[str, Any]
+
+
+def chosen(pattern: str | None, setting: Setting) -> list[Claim]:
+    """Claims whose name a regular expression finds, and that this device can show.
+
+    Raises:
+        BenchError: there is none, or it is no regular expression.
+    """
+    try:
+        found = [c for c in CLAIMS.values() if pattern is None or re.search(pattern, c.name)]
+    except re.error as error:
+        raise BenchError(f"--filter {pattern!r} is not a regular expression: {error}") from error
+    served = [c for c in found if setting.is_gpu or not c.needs_gpu]
+    if not served:
+        raise BenchError(f"--filter {pattern!r} leaves none of {', '.join(CLAIMS)} for {setting.device}")
+    return served
+
+
+def load(path: Path) -> Results:
+    """A file of `run`.
+
+    Raises:
+        BenchError: it cannot be read or is something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        raise BenchError(f"{path} holds no claims")
+    return found
+
+
+def run(
+    claims: list[Claim], setting: Setting, path: Path | None, report: Callable[[Claim, Results], None]
+) -> Results:
+    """Measure each claim; after each, write the file and call `report` with its row.
+
+    Rows that the file has already, of the same sources and device, are not measured again.
+    """
+    found: Results = {"kind": KIND, **results.environment(setting.device), "rows": {}}
+    if path is not None and path.exists():
+        before = load(path)
+        if all(before[key] == found[key] for key in ("source_sha256", "device")):
+            found["rows"] = before["rows"]
+    for claim in claims:
+        if claim.name not in found["rows"]:
+            found["rows"][claim.name] = _row(claim, setting)
+            if path is not None:
+                path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        report(claim, found["rows"][claim.name])
+    return found
+
+
+def _row(claim: Claim, setting: Setting) -> Results:
+    start = time.perf_counter()
+    try:
+        value, what, note = claim.measure(setting)
+    except BenchError as error:
+        return {"refused": str(error)}
+    row = {"value": value, "what": what, "note": note, "holds": claim.holds(value)}
+    return row | {"seconds": round(time.perf_counter() - start, 1)}

@@ -1,0 +1,181 @@
+"""The suite "distributed": one sequence over the ranks that torchrun has started, beside one device.
+
+    torchrun --nproc-per-node 8 -m tilewise bench --suite distributed --json results.json
+
+Every rank makes the same tensors from one seed and takes its shard. A sample is the time of the slowest rank.
+One device is rank 0 while the others wait; on a CPU it has the threads of all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tilewise.lab.bench import gate, results
+from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.peer import Data, Prepared
+from tilewise.lab.bench.run import Report, Settings, attempt, no_garbage_collection
+from tilewise.lab.bench.timing import Stopwatch, stopwatch
+from tilewise.lab.distributed.peers import ONE, Group, Prepare, peers
+
+LONGEST_GRADIENTS = {"cpu": 4096, "cuda": 32768}  # tokens: of longer cases the gate looks at outputs alone
+
+
+def join(device: str) -> Group:
+    """The ranks of this run.
+
+    Raises:
+        BenchError: torchrun has not started this process.
+    """
+    if "RANK" not in os.environ:
+        raise BenchError(
+            "suite 'distributed' is for several processes: torchrun --nproc-per-node 2 -m tilewise bench "
+            "--suite distributed"
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        dist.init_process_group("gloo")
+    return Group(rank, world, device)
+
+
+def run(settings: Settings, cases: list[Case], group: Group, report: Report | None = None) -> results.Results:
+    """Run every case on all ranks. Rank 0 writes the file (if any) and calls `report`."""
+    chosen, started = _chosen(settings.peers, group.world), time.monotonic()
+    clock = stopwatch(group.device)
+    seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
+    seed = int(_slowest(float(seed if group.rank == 0 else 0), group))
+    found: results.Results = {
+        "schema_version": results.SCHEMA_VERSION,
+        "kind": results.KIND,
+        "suite": settings.suite,
+        "world": group.world,
+        "quick": settings.quick,
+        "graph": False,
+        "rounds": settings.rounds,
+        "seed": seed,
+        "complete": False,
+        **results.environment(group.device),
+        "method": f"the slowest of {group.world} ranks, which start together; on each: {clock.method}",
+        "ceilings": {},
+        "unavailable": {},
+        "cases": [],
+        "not_run": [],
+    }
+    for number, case in enumerate(cases):
+        late = settings.budget is not None and time.monotonic() - started > settings.budget
+        if _slowest(float(late), group):
+            found["not_run"].append(case.name)
+            continue
+        record = _run_case(case, chosen, group, clock, settings, seed)
+        found["cases"].append(record)
+        if group.rank == 0 and settings.json is not None:
+            results.save(found, settings.json)
+        if group.rank == 0 and report is not None:
+            report(number + 1, record)
+    found["complete"] = not found["not_run"]
+    found["seconds"] = round(time.monotonic() - started, 1)
+    if group.rank == 0 and settings.json is not None:
+        results.save(found, settings.json)
+    return found
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _chosen(names: tuple[str, ...], world: int) -> dict[str, Prepare]:
+    known = peers(world)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BenchError(f"peer {unknown[0]!r} is unknown, must be one of {', '.join(known)}")
+    return {name: known[name] for name in names or known}
+
+
+class _Ready:
+    """A peer that may be timed, on this rank."""
+
+    def __init__(self, prepared: Prepared | None, threads: int) -> None:
+        self.prepared, self.threads, self.count = prepared, threads, 1
+
+    def samples(self, group: Group, clock: Stopwatch) -> list[float]:
+        """Those of a round."""
+        return [float(f"{self.sample(group, clock):.6g}") for _ in range(self.count)]
+
+    def sample(self, group: Group, clock: Stopwatch) -> float:
+        """Seconds of the slowest rank."""
+        dist.barrier()
+        seconds = 0.0
+        if self.prepared is not None:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            with self.prepared.context():
+                (seconds,) = clock.sample(self.prepared.call, 1)
+            torch.set_num_threads(before)
+        return _slowest(seconds, group)
+
+
+def _run_case(
+    case: Case, chosen: dict[str, Prepare], group: Group, clock: Stopwatch, settings: Settings, seed: int
+) -> dict[str, Any]:
+    data = Data(case, group.place, seed)
+    entries: dict[str, results.Entry] = {}
+    ready: dict[str, _Ready] = {}
+    for name, prepare in chosen.items():
+        found = attempt(functools.partial(_prepare, name, prepare, data, group, clock, ready))
+        if _slowest(float(found["status"] != "ok"), group):
+            ready.pop(name, None)
+            if found["status"] == "ok":
+                found = {"status": "failed", "reason": "on another rank"}
+        entries[name] = found
+    with no_garbage_collection():
+        for number in range(settings.rounds):
+            names = list(ready)
+            shift = number % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                entries[name]["samples"].append(ready[name].samples(group, clock))
+    del data, ready
+    if group.device == "cuda":
+        torch.cuda.empty_cache()
+    return {"name": case.name, "case": case.to_json(), "flops": case.flops(), "peers": entries}
+
+
+def _prepare(
+    name: str, prepare: Prepare, data: Data, group: Group, clock: Stopwatch, ready: dict[str, _Ready]
+) -> results.Entry:
+    """Set up, check, warm up. Only what passes is put into `ready`."""
+    case, prepared = data.case, prepare(data.case, data, group)
+    entry: results.Entry = {"layout": "bshd", "inner": 1}
+    if prepared is not None:
+        with prepared.context():
+            found = prepared.results()
+        if case.seqlen_q > LONGEST_GRADIENTS[group.device]:
+            case = dataclasses.replace(case, direction="forward")
+        if group.rank == 0:
+            verdict = gate.check(case, data, found)
+            entry |= {"error": verdict.error, "limit": verdict.limit}
+            if verdict.fault is not None:
+                return {"status": "wrong", "reason": verdict.fault, **entry}
+    peer = _Ready(prepared, torch.get_num_threads() * (group.world if name == ONE else 1))
+    peer.sample(group, clock)
+    peer.count, _ = clock.plan(peer.sample(group, clock), quick=False)
+    ready[name] = peer
+    return {"status": "ok", **entry, "samples": []}
+
+
+def _slowest(value: float, group: Group) -> float:
+    t = torch.tensor(value, dtype=torch.float64, device=group.device)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return float(t)

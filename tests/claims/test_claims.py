@@ -1,0 +1,107 @@
+"""`tilewise claims`: the list, what counts as confirmed, the file that keeps results, the page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewise.cli import _app
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.claims import report, run
+from tilewise.lab.claims.claim import CLAIMS, Claim, Measured, Setting
+
+CPU = Setting("cpu")
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(_app(), ["claims", "--device", "cpu", *arguments])
+
+
+def test_what_needs_no_clock_is_what_it_is_known_to_be():
+    """Sizes and worked numbers, against formulas of their own."""
+    found = {name: CLAIMS[name].measure(CPU).value for name in ("score-matrix", "kv-cache-70b", "gqa-saving")}
+    assert found["score-matrix"] == pytest.approx(2 * 131072**2 / 1e9)
+    assert found["kv-cache-70b"] == pytest.approx(2 * 2 * 80 * 8 * 128 * 4096 / 1e9)
+    assert found["gqa-saving"] == 8
+    q = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.float64)
+    k = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], dtype=torch.float64)
+    v = torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4)
+    dout = torch.tensor([[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64).expand(4, 4)
+    q.requires_grad_()
+    out = torch.softmax(q @ k.T / 2, -1) @ v
+    (dq,) = torch.autograd.grad(out, q, dout)
+    delta = (out.detach() * dout).sum(-1)
+    assert CLAIMS["delta-by-hand"].measure(CPU).value == pytest.approx(float(delta[0]))
+    assert CLAIMS["dq-by-hand"].measure(CPU).value == pytest.approx(float(dq[0, 1]))
+
+
+def test_8_bit_errors_shrink_and_results_are_exact():
+    assert CLAIMS["fp8-error"].measure(CPU).value > 1.3
+    assert CLAIMS["exact"].holds(CLAIMS["exact"].measure(CPU).value)
+
+
+def test_a_training_step_has_the_loss_of_eager_attention():
+    pytest.importorskip("transformers")
+    measured = CLAIMS["bert-step"].measure(CPU)
+    ours, eager = (float(part.split()[-1]) for part in measured.note.split(";")[1].split(","))
+    assert measured.value > 0.5 and ours == pytest.approx(eager, abs=2e-4)
+
+
+def test_claims_of_a_gpu_are_not_measured_on_a_cpu():
+    names = {claim.name for claim in run.chosen(None, CPU)}
+    assert "fa3-speed" not in names and "attention-2k" in names
+    assert "fa3-speed" in {claim.name for claim in run.chosen(None, Setting("cuda"))}
+    with pytest.raises(BenchError, match="leaves none of io-forward"):
+        run.chosen("fa3-speed", CPU)
+    with pytest.raises(BenchError, match="not a regular expression"):
+        run.chosen("(", CPU)
+
+
+def test_a_file_is_taken_up_where_it_ended(tmp_path):
+    path, calls = tmp_path / "claims.json", []
+
+    def measure(setting: Setting) -> Measured:
+        calls.append(setting)
+        return Measured(3.0, "here", "seen")
+
+    claims = [Claim(name, f"{name} says.", "a paper", 2, "×", "at least", measure) for name in ("a", "b")]
+    first = run.run(claims[:1], CPU, path, lambda claim, row: None)
+    shown: list[str] = []
+    both = run.run(claims, CPU, path, lambda claim, row: shown.append(claim.name))
+    assert len(calls) == 2 and shown == ["a", "b"] and both["rows"]["a"] == first["rows"]["a"]
+    assert report.line(claims[0], both["rows"]["a"]) == [
+        "a says.",
+        "a paper",
+        "2×",
+        "3×",
+        "yes",
+        "here; seen",
+    ]
+    stale = json.loads(path.read_text()) | {"source_sha256": "another"}
+    path.write_text(json.dumps(stale))
+    run.run(claims, CPU, path, lambda claim, row: None)
+    assert len(calls) == 4  # other sources: measured anew
+    path.write_text("{}")
+    with pytest.raises(BenchError, match="holds no claims"):
+        run.run(claims, CPU, path, lambda claim, row: None)
+
+
+def test_a_claim_that_cannot_be_measured_says_why():
+    def refuse(setting: Setting) -> Measured:
+        raise BenchError("needs something")
+
+    claim = Claim("a", "a says.", "a paper", 2, "×", "at least", refuse)
+    row = run.run([claim], CPU, None, lambda claim, row: None)["rows"]["a"]
+    assert report.line(claim, row)[3:] == ["–", "–", "needs something"]
+
+
+def test_command():
+    listed = command("--list").output
+    assert all(name in listed for name in CLAIMS)
+    done = command("--filter", "kv-cache-70b|gqa")
+    assert done.exit_code == 0 and "does not hold" in done.output and "8× measured: holds" in done.output
+    wrong = command("--filter", "nothing-of-this-name")
+    assert wrong.exit_code == 2 and "leaves none" in wrong.output

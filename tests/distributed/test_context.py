@@ -1,0 +1,43 @@
+"""`context_parallel`: code that knows of no ranks, on shards, against the whole sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CASES = str(Path(__file__).parent / "cases.py")
+DOCUMENTS = [0, 10, 11, 43]
+
+
+@pytest.mark.parametrize("face", ["sdpa", "attention", "varlen"])
+@pytest.mark.parametrize("balance, cu_seqlens", [("zigzag", None), ("documents", DOCUMENTS)])
+def test_calls_are_those_of_the_whole_sequence(pool, face, balance, cu_seqlens):
+    world = 3 if balance == "documents" else 2
+    pool.run(world, CASES, "inside_context", world, face, balance, cu_seqlens)
+
+
+REFUSED = {
+    "dropout": "dropout_p", "documents": "cu_seqlens", "function": "mask_mod", "statistics": "return_aux",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_is_not_served_raises(pool, change):
+    for message in pool.run(2, CASES, "refused_in_context", change):
+        assert message is not None and REFUSED[change] in message
+
+
+@pytest.mark.parametrize("implementation", ["tilewise", "sdpa"])
+def test_a_transformers_model(pool, implementation):
+    pytest.importorskip("transformers")
+    pool.run(2, CASES, "transformers_model", implementation)
+
+
+def test_the_example_learns_as_one_device_does(pool):
+    path = Path(__file__).parents[2] / "examples" / "long_context.py"
+    found = pool.run(4, CASES, "long_context", str(path))
+    for losses in found:
+        assert losses["together"] == found[0]["together"]
+    assert found[0]["together"] == pytest.approx(found[0]["alone"], rel=1e-4)
+    assert found[0]["together"][-1] < found[0]["together"][0]

@@ -1,0 +1,70 @@
+"""Results of disjoint keys put together by one launch, against `tilewise.merge` and sums in float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tilewise.merge import merge
+
+pytest.importorskip("triton")
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (IS_INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from tilewise.gpu.launch.combine import Operand, combine  # noqa: E402
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+NEG_INF = float("-inf")
+TOKENS, HEADS = 70, 2
+
+
+def operands(spans, dim, dtype, with_lse):
+    """Strided as gradients of a wider tensor are; some rows have seen no key."""
+    found = []
+    for start, stop in spans:
+        out = torch.randn(2, stop - start, HEADS, dim + 3, device=DEVICE).to(dtype)[..., :dim]
+        lse = torch.randn(2, HEADS, stop - start, device=DEVICE) * 20
+        lse[..., ::5] = NEG_INF
+        out = out.masked_fill((lse == NEG_INF).transpose(1, 2)[..., None] & with_lse, 0.0)
+        found.append(Operand(start, out, lse if with_lse else None))
+    return found
+
+
+def whole(operand, fill):
+    """An operand in all rows, in float64."""
+    out = torch.zeros(2, TOKENS, *operand.out.shape[2:], dtype=torch.float64, device=DEVICE)
+    rows = slice(operand.start, operand.start + operand.out.shape[1])
+    out[:, rows] = operand.out.double()
+    lse = torch.full((2, HEADS, TOKENS), fill, dtype=torch.float64, device=DEVICE)
+    if operand.lse is not None:
+        lse[..., rows] = operand.lse.double()
+    return out, lse
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize("spans", [[(0, 70), (3, 41)], [(0, 33), (33, 60)], [(0, 70), (64, 65), (10, 70)]])
+@pytest.mark.parametrize("dim, dtype", [(16, torch.float32), (24, torch.float16)])
+def test_rows_are_merged_or_added(dim, dtype, spans, with_lse):
+    given = operands(spans, dim, dtype, with_lse)
+    parts = [whole(o, NEG_INF) for o in given]
+    exact, exact_lse = merge(parts) if with_lse else (sum(out for out, _ in parts), None)
+    target = torch.full((2, TOKENS, HEADS, dim), float("nan"), device=DEVICE)
+    lse = torch.full((2, HEADS, TOKENS), float("nan"), device=DEVICE) if with_lse else None
+    combine(target, lse, tuple(given), 0, TOKENS)
+    torch.testing.assert_close(target.double(), exact, rtol=1e-5, atol=1e-5)
+    if with_lse:
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_target_that_is_an_operand_changes_in_its_rows_only():
+    first, second = operands([(0, TOKENS), (20, 50)], 16, torch.float16, True)
+    exact, exact_lse = merge([whole(o, NEG_INF) for o in (first, second)])
+    before = first.out.clone()
+    combine(first.out, first.lse, (first, second), 20, 50)
+    torch.testing.assert_close(first.out.double(), exact, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(first.lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first.out[:, :20], before[:, :20]) and torch.equal(first.out[:, 50:], before[:, 50:])
