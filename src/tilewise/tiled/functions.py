@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.derivative import derivative, tangent
-from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, outside
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
@@ -118,9 +118,7 @@ class FunctionTile:
             elif wrong.any():
                 place = self.functions.graph.nodes[n].value
                 shape = self.segment.buffers.places(self.functions.tensors)[place][1]
-                raise IndexError(
-                    f"a mask or score function reads a captured tensor of shape {shape} out of range"
-                )
+                raise IndexError(outside(shape))
 
     def backward(self, ds: Tensor, total: Tensor | None) -> Tensor:
         """The gradient of the scores before the functions, from that after them, ds.

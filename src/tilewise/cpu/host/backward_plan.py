@@ -60,7 +60,6 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.signature = signature
         self.has_few_rows = is_decoding(problem)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
@@ -78,6 +77,7 @@ class BackwardPlan(CallPlan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        self.has_unreached |= problem.functions is not None
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
@@ -188,7 +188,7 @@ class BackwardPlan(CallPlan):
             0 if delta is None else delta.data_ptr(), scratch + layout.dq_sum, zeros,
         )  # fmt: skip
         kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, division.threads)
+        is_done = self.launch(block, inputs, division.threads)
         del kept
         return is_done
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import current_target
@@ -32,6 +33,8 @@ def is_decoding(problem: AttentionProblem) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
+    if problem.functions is not None:
+        return False
     most = 12 if problem.seqlen_k < 512 else 16
     if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
         most = 6 if has_bf16_products(problem) else 8
@@ -48,7 +51,12 @@ def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tru
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     config = _tile_config(problem, inputs, BF16_FORWARD, _pieces(problem, may_cut))
     keys = 128 if problem.seqlen_k <= 128 else 256
-    if not config.pieces or problem.has_packed_keys or problem.seqlen_k > min(keys, 2 * problem.head_dim_v):
+    if (
+        not config.pieces
+        or problem.has_packed_keys
+        or config.functions
+        or problem.seqlen_k > min(keys, 2 * problem.head_dim_v)
+    ):
         return config
     return replace(config, key_block=keys)  # P is transposed, which costs less than V
 
@@ -104,6 +112,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         has_mask=problem.mask_shape is not None,
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         row_scores=tuple(name for name in ("mask", "bias") if _is_of_rows(getattr(inputs, name))),
+        functions="" if problem.functions is None else decode(problem.functions).without_gradients().text,
         has_dropout=problem.dropout_p > 0,
         is_partial=problem.is_partial,
         page_size=problem.page_size or 0,

@@ -40,7 +40,7 @@ class OutputPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.signature, self.may_cut = signature, may_cut
+        self.may_cut = may_cut
         query, request = self.given.query, signature.request
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
@@ -84,7 +84,7 @@ class OutputPlan(CallPlan):
             block.update(turn=scratch + turn_offset)
             ctypes.memset(scratch + turn_offset, 0, self.turn_bytes)
         kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, division.threads)
+        is_done = self.launch(block, inputs, division.threads)
         del kept
         return Results(out, lse, residual) if is_done else Retry(self.uncut)
 

@@ -69,8 +69,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
         self.p, self.ds = (pieces(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = pieces(shape.block_k // 2, block_q)
-        self.cap_slope = scratch.rows(shape.block_k, TILE) if self.config.has_softcap else None
-        self.scores = Scores(part, scratch)
+        self.scores = Scores(part, scratch, with_slopes=True)
         self.scale = self.args.vector("q_factor", part)
         self.take_rows = row_taker(shape, scratch, self.args.not_cut)
 
@@ -159,7 +158,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         lse, factor, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
         for r in loop(first, first + TILE, part.rows):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            finish_scores(part, scores, s_t, r, self.scale, self.cap_slope)
+            finish_scores(part, scores, s_t, r, self.scale)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
                 ds_pieces = []
@@ -195,13 +194,12 @@ class BFloat16BackwardKernel(BackwardKernel):
         return exp2_avx512(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
-        """dbias is ds before the softcap's derivative, which ds gets here."""
-        lanes = self.part.lanes
+        """dbias is ds between the derivatives of score function and softcap, which ds gets here."""
         for v, x in enumerate(self.part.columns()):
+            ds[v] = self.scores.before_function(ds[v], r + k, x)
             if self.config.dbias_kind:
                 self.dp_t.at(r, 0)[k, x].store(ds[v])
-            if self.cap_slope is not None:
-                ds[v] = ds[v] * self.cap_slope.at(r, 0)[k, x].load(lanes)
+            ds[v] = self.scores.before_cap(ds[v], r + k, x)
 
     def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
         """p = ds = 0 for the keys of [0, end) that the part at c does not see, though others do."""

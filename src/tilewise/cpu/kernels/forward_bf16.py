@@ -35,7 +35,7 @@ from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
 from tilewise.cpu.kernels.forward import ForwardKernel, Tile
-from tilewise.cpu.kernels.scores import TileScores
+from tilewise.cpu.kernels.scores import TileScores, has_options
 from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, build_kernel, pieces, transpose_rows
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
@@ -282,20 +282,17 @@ class OneBlockCutForwardKernel(OneBlockForwardKernel, CutForwardKernel):
 
 def score_unit(config: Config) -> float:
     """Of scores that are made of pieces: log 2 where they need nothing else, as 2^x is cheaper than e^x."""
-    has_options = config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind
-    return 1.0 if has_options or config.has_sinks else LN_2
+    return 1.0 if has_options(config) or config.has_sinks else LN_2
 
 
-def finish_scores(
-    shape: Shape, scores: TileScores, s_t: Rows, j: Value, scale: Value, slope_of_cap: Rows | None = None
-) -> None:
+def finish_scores(shape: Shape, scores: TileScores, s_t: Rows, j: Value, scale: Value) -> None:
     """Products of the keys [j, j + rows) at s_t -> scores with their options, in place.
 
     Without options they stay products, and the scale is left to the exponential.
     """
     if scores.scores.has_options:
         s = _variables(shape, s_t, scale)
-        scores.apply(s, j, slope_of_cap)
+        scores.apply(s, j)
         _store(s_t, s)
     else:
         with when(scores.is_edge(j)):

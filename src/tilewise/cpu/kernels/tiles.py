@@ -30,7 +30,7 @@ from tilewise.cpu.dsl.vector import (
     number,
     splat,
 )
-from tilewise.cpu.host.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, Config
+from tilewise.cpu.host.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, WRONG_INDEX, Config
 from tilewise.cpu.host.compile import Target
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
@@ -125,6 +125,10 @@ class Arguments:
     @property
     def not_cut(self) -> Ptr:
         return self.block[NOT_CUT]
+
+    @property
+    def wrong_index(self) -> Ptr:
+        return self.block[WRONG_INDEX]
 
     def thread_scratch(self) -> Ptr:
         """This thread's own part of the scratch memory."""
