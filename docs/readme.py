@@ -14,8 +14,8 @@ from typing import Any
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
-from tilewise.lab.distributed import plan
 from tilewise.lab.claims import report as claims_report, run as claims_run
+from tilewise.lab.distributed import plan
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "docs" / "claims.md"

@@ -205,6 +205,11 @@ class Functions:
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
         return Functions(self.graph, self.score, self.mask, plain)
 
+    def with_gradients(self) -> Functions:
+        """With the gradient of every captured tensor of floats."""
+        wanted = tuple(t._replace(wants_grad=t.kind == FLOAT) for t in self.tensors)
+        return Functions(self.graph, self.score, self.mask, wanted)
+
 
 @functools.lru_cache(maxsize=512)
 def decode(text: str) -> Functions:

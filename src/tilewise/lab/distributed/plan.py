@@ -49,6 +49,8 @@ def distributed(
 
     The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs.
     """
+    if plot is not None:
+        _check_plot(plot)
     network = Network(
         flops * 1e12, bandwidth * 1e9, latency * 1e-6, per_node, far_bandwidth * 1e9, far_latency * 1e-6
     )
@@ -93,12 +95,23 @@ def table(found: Predictions) -> str:
     return "\n".join(markdown(["GPUs", "tokens", *METHODS, "taken", "limited by"], rows))
 
 
-def draw(found: Predictions, path: Path) -> None:
-    """One panel for each number of GPUs: efficiency of each method by the number of tokens."""
+def _check_plot(path: Path) -> None:
+    """Before the table is printed: whether matplotlib is there and can write such a file there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'tilewise[cli]'") from None
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise typer.BadParameter(f"--plot {path}: its suffix must be one of .{', .'.join(kinds)}")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"--plot {path}: there is no folder {path.parent}")
+
+
+def draw(found: Predictions, path: Path) -> None:
+    """One panel for each number of GPUs: efficiency of each method by the number of tokens."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4 * len(found), 3.5), layout="constrained")
     axes: Any = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for panel, (world, choices) in zip(axes, found.items(), strict=True):
@@ -114,4 +127,7 @@ def draw(found: Predictions, path: Path) -> None:
         panel.legend()
     axes[0].set_ylabel("predicted efficiency, forward and backward")
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, metadata=metadata)
+    try:
+        figure.savefig(path, metadata=metadata)
+    except OSError as error:
+        raise typer.BadParameter(f"--plot {path}: {error.strerror or error}") from None
