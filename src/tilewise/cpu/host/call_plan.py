@@ -150,7 +150,7 @@ class CallPlan:
 
     @functools.cached_property
     def cuts(self) -> bool:
-        """Whether the kernel cuts numbers in pieces for tile registers."""
+        """Whether the kernel cuts numbers in terms for tile registers."""
         return bool(self.kernel.facts.get("cuts"))
 
 
