@@ -8,6 +8,7 @@ formulas compiled code shares, serves all that watches: torch.func, forward mode
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,9 +34,19 @@ _NO_LSE, _LSE = Request(lse=False), Request()
 _server: Callable[..., tuple[Tensor, Any]] | None = None
 
 
+class _Thread(threading.local):
+    is_serving = False
+
+
+_thread = _Thread()
+
+
 @contextlib.contextmanager
-def served_by(server: Callable[..., tuple[Tensor, Any]] | None) -> Iterator[None]:
-    """Inside, `server(inputs, options, backend, order, wants_lse)` answers all calls, in every thread."""
+def served_by(server: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Inside, `server(inputs, options, backend, order, wants_lse)` answers all calls, in every thread.
+
+    Calls that the server itself makes are answered as ever.
+    """
     global _server
     before, _server = _server, server
     try:
@@ -45,8 +56,17 @@ def served_by(server: Callable[..., tuple[Tensor, Any]] | None) -> Iterator[None
 
 
 def is_served() -> bool:
-    """Whether another than this process's devices answers calls."""
-    return _server is not None
+    """Whether a server answers calls of this thread."""
+    return _server is not None and not _thread.is_serving
+
+
+def _served(*call: Any) -> tuple[Tensor, Any]:
+    assert _server is not None
+    _thread.is_serving = True
+    try:
+        return _server(*call)
+    finally:
+        _thread.is_serving = False
 
 
 def obeying_torch(options: Options) -> Options:
@@ -81,8 +101,8 @@ def attention(
         NotImplementedError: see `dispatch.choice.choose`.
     """
     options = obeying_torch(options)
-    if _server is not None:
-        return _server(inputs, options, backend, order, wants_lse)
+    if _server is not None and is_served():
+        return _served(inputs, options, backend, order, wants_lse)
     if entry is None:
         if not is_plain_eager(inputs.query):
             return _watched_attention(inputs, options, backend, order)
