@@ -213,6 +213,10 @@ class Functions:
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
         return Functions(self.graph, self.score, self.mask, plain)
 
+    @functools.cached_property
+    def plain_text(self) -> str:
+        return self.without_gradients().text
+
     def with_gradients(self) -> Functions:
         """With the gradient of every captured tensor of floats."""
         wanted = tuple(t._replace(wants_grad=t.kind == FLOAT) for t in self.tensors)
