@@ -119,7 +119,7 @@ def test_tile_maps(tree):
 def test_results_and_gradients(mask, score):
     options = {"mask_mod": as_mask(mask), "score_mod": as_score(score)}
     leaves = [torch.randn(BATCH, LENGTH, HEADS, 4, dtype=torch.double, requires_grad=True) for _ in range(3)]
-    out, lse = tilewise.attention(*leaves, return_lse=True, **options)
+    out, lse = tilewise.attention(*leaves, return_lse=True, backend="tiled", **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     found = torch.autograd.grad(
         (out, lse), (*leaves, TABLE), (dout, dlse), allow_unused=True, materialize_grads=True

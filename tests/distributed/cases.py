@@ -370,3 +370,33 @@ def with_functions(group, seed, method, balance, options):
     for g, w in zip(grads[3:], wanted[3:]):
         torch.distributed.all_reduce(g, group=group)
         close(g, w, "captured")
+
+
+def ring_flash_attn_names(group, name):
+    """Shards cut as users of ring_flash_attn cut them."""
+    from tilewise.compat import ring_flash_attn
+
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(3)
+    lengths = (4 * world, 8 * world) if "varlen" in name else (12 * world,)
+    lead = () if "varlen" in name else (2,)
+    whole = [torch.randn(*lead, sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    dim = len(lead)
+
+    def cut(t):
+        parts = []
+        for document in t.split(lengths, dim):
+            chunks = document.chunk(2 * world, dim)
+            own = (rank, 2 * world - 1 - rank) if "zigzag" in name else (2 * rank, 2 * rank + 1)
+            parts += [chunks[n] for n in own]
+        return torch.cat(parts, dim)
+
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
+    exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
+    local = (ends // world, max(lengths) // world) if packed else ()
+    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
+    out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
+    close(out, cut(exact), "out")
+    close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
+    assert probs is None

@@ -97,3 +97,9 @@ def test_mask_and_score_functions(pool, method, seed):
     options = {"softcap": 3.0} if method == "ring" else {"causal": method == "2d"}
     world = 2 if method == "ulysses" else 4
     pool.run(world, CASES, "with_functions", seed, method, ("zigzag", "contiguous")[seed], options)
+
+
+@pytest.mark.parametrize("kind", ["ring", "zigzag_ring", "zigzag_ring_varlen"])
+def test_names_of_ring_flash_attn(pool, kind):
+    name = f"{kind.removesuffix('_varlen')}_flash_attn_{'varlen_' * ('varlen' in kind)}func"
+    pool.run(3, CASES, "ring_flash_attn_names", name)

@@ -23,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise.core.functions.trace import trace
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.statistics import Aux
@@ -50,7 +51,24 @@ class Case:
     page_size: int = 16
 
 
+def _functions(heads: int) -> str:
+    """A mask and a score function, of every kind of load: one number a head, of a table, guarded."""
+    slopes, table = torch.empty(heads), torch.empty(heads, 64)
+    found = trace(
+        lambda b, h, i, j: (j <= i) & ((i // 64 - j // 64) % 3 != h),
+        lambda s, b, h, i, j: (
+            8 * torch.tanh(s / 8) * slopes[h] + table[h, (i - j).clamp(0, 63)] + table[h, i]
+        ),
+    )
+    return found.functions.text
+
+
 CASES = {
+    "functions_d64": Case(64, 64, options={"functions": _functions(4)}, extras=("captured",)),
+    "functions_d128": Case(128, 128, options={"functions": _functions(4)}, extras=("captured",), kv_heads=2),
+    "functions_packed": Case(
+        128, 128, options={"functions": _functions(4)}, extras=("captured", "packed", "bias", "sinks")
+    ),
     "d64": Case(64, 64),
     "d64_causal": Case(64, 64, options={"causal": True}),
     "d128": Case(128, 128),
@@ -143,6 +161,9 @@ def case_inputs(case: Case) -> Inputs:
         fields["bias"] = make(1, case.heads, lengths["q"], 512, dtype=case.dtype).requires_grad_()
     if "alibi" in case.extras:
         fields["alibi_slopes"] = make(case.heads)
+    if "captured" in case.extras:  # slopes and table of `_functions`
+        fields["captured_floats"] = make(case.heads * 65)
+        fields["captured_layout"] = torch.tensor([0, case.heads, case.heads, case.heads, 64])
     if "sinks" in case.extras:
         fields["sinks"] = make(case.heads, dtype=case.dtype)
     if case.options.get("dropout_p"):

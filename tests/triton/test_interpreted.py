@@ -26,7 +26,7 @@ pytest.importorskip("triton")
     [
         *(
             f"triton/test_{name}.py"
-            for name in ("attention", "decode", "chunks", "large_scores", "guards", "statistics")
+            for name in ("attention", "decode", "chunks", "large_scores", "guards", "statistics", "functions")
         ),
         *(f"hopper/test_{name}.py" for name in ("backward_rows", "quantize")),
     ],

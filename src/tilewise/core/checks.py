@@ -171,7 +171,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 _VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k"
-_FUNCTION = "attention and attention_varlen take functions, on tensors"
+_FUNCTION = "attention, attention_varlen and attention_statistics take functions, on tensors"
 _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), ("scale", "")),
     "is_causal": ("causal", " (bottom-right aligned)"),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.core.functions.expression import decode, rare_operation
 from tilewise.core.problem import AttentionProblem
 
 DEVICES = {  # of each backend; "tiled" serves everything
@@ -43,6 +44,10 @@ def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
 def _is_shared_with_padding(p: AttentionProblem) -> bool:
     """Sequences that share a bias have blocks of keys that differ by their left padding."""
     return bool(p.bias_shape) and p.bias_needs_grad and p.has_leftpad and p.bias_shape[0] < p.batch  # type: ignore[index]
+
+
+def _has_captured_gradient(p: AttentionProblem) -> bool:
+    return p.functions is not None and decode(p.functions).wants_grad
 
 
 def _is_empty(p: AttentionProblem) -> bool:
@@ -92,9 +97,15 @@ ROWS = (
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
     Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
-    Row("mask and score functions", lambda p: p.functions is not None, {
-        **dict.fromkeys(BACKENDS[:-1], "does not take mask or score functions"),
-    }),
+    Row("mask and score functions", lambda p: p.functions is not None, dict.fromkeys(
+        ("hopper", "aten"), "does not take mask or score functions"
+    )),
+    Row("gradient of tensors that score functions read", _has_captured_gradient, {
+        f"{name} backward": "has no gradient of tensors that a score function reads" for name in BACKENDS[:-1]
+    }, is_rare=True),
+    Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
+        BACKENDS[:-1], "prints no erf, no % or // of floats, no power but 0.5 and whole numbers up to 16"
+    ), is_rare=True),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),
     Row("scale of 0 or less", lambda p: p.scale <= 0, {

@@ -29,6 +29,7 @@ SERVES: dict[str, frozenset[str]] = {
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
+WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 
 
 def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
@@ -36,6 +37,8 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
     missing = [statistic for statistic in aux.names if statistic not in SERVES[name]]
     if missing:
         return f"does not give {', '.join(missing)}"
+    if name in WITHOUT_FUNCTIONS and problem.functions is not None:
+        return "has no statistics with mask or score functions"
     return refusal(name, problem, FORWARD)
 
 

@@ -177,10 +177,18 @@ class Functions:
         return any(t.wants_grad for t in self.tensors)
 
     @functools.cached_property
-    def depends_on(self) -> frozenset[str]:
-        """Which of b, h, i, j and score are read."""
-        nodes = self.graph.nodes
-        ops = {nodes[n].op for n in self.graph.reachable(self.roots)}
+    def hiding(self) -> tuple[int, ...]:
+        """The roots that may hide keys: the mask, and a score with a -inf of its own."""
+        roots: tuple[int, ...] = () if self.mask is None else (self.mask,)
+        if self.score is not None:
+            constants = {self.graph.value(n) for n in self.graph.reachable([self.score])}
+            roots += (self.score,) if -math.inf in constants else ()
+        return roots
+
+    @functools.cached_property
+    def hides_by(self) -> frozenset[str]:
+        """Which of b, h, i, j and score say what is hidden."""
+        ops = {self.graph.nodes[n].op for n in self.graph.reachable(self.hiding)}
         return frozenset(ops & {*INDICES, "score"})
 
     @functools.cached_property
@@ -204,6 +212,10 @@ class Functions:
         """As a forward sees it, to which it is all the same which tensors want a gradient."""
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
         return Functions(self.graph, self.score, self.mask, plain)
+
+    @functools.cached_property
+    def plain_text(self) -> str:
+        return self.without_gradients().text
 
     def with_gradients(self) -> Functions:
         """With the gradient of every captured tensor of floats."""
@@ -238,3 +250,27 @@ def shifted(text: str, h: int, i: int, j: int) -> str:
         numbers.append(number)
     score, mask = (None if root is None else numbers[root] for root in (functions.score, functions.mask))
     return Functions(graph, score, mask, functions.tensors).text
+
+
+MOST_POWER = 16
+
+
+@functools.lru_cache(maxsize=512)
+def rare_operation(text: str | None) -> str | None:
+    """The first operation of a `Functions.text` that kernels don't print; None if they print all."""
+    if text is None:
+        return None
+    functions = decode(text)
+    nodes = functions.graph.nodes
+    for n in functions.graph.reachable(functions.roots):
+        node = nodes[n]
+        if node.op == "erf":
+            return node.op
+        if node.op in ("floordiv", "mod") and FLOAT in [nodes[a].kind for a in node.args]:
+            return node.op
+        if node.op == "pow":
+            exponent = functions.graph.value(node.args[1])
+            is_whole = exponent is not None and exponent == int(exponent) and abs(exponent) <= MOST_POWER
+            if exponent != 0.5 and not (is_whole and (node.kind == FLOAT or exponent >= 0)):
+                return node.op
+    return None

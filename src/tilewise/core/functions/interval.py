@@ -39,13 +39,18 @@ class Ranges(NamedTuple):
 
 
 class Intervals:
-    """The intervals of a graph's nodes. `buffers`: None where captured numbers may be anything."""
+    """The intervals of a graph's nodes. `buffers`: None where captured numbers may be anything.
+
+    Attributes:
+        may_be_outside: where an index of a load that was computed may be out of range.
+    """
 
     def __init__(self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges) -> None:
         self.graph, self.functions, self.buffers, self.ranges = graph, functions, buffers, ranges
         self.device = ranges.i[0].device
         self.places = [] if buffers is None else buffers.places(functions.tensors)
         self.known: dict[int, Interval] = {}
+        self.may_be_outside = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def __call__(self, root: int) -> Interval:
         for n in self.graph.reachable([root]):
@@ -95,8 +100,11 @@ class Intervals:
         begin, shape = self.places[node.value]
         size = torch.Size(shape).numel()
         if buffer is None or size == 0:
+            self.may_be_outside = torch.ones_like(self.may_be_outside)
             return self._anything(kind)
         table = buffer.detach()[begin : begin + size].view(shape)
+        for (low, high), extent in zip((self.known[a] for a in node.args), shape):
+            self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
         indices = [_index(self.known[a], extent) for a, extent in zip(node.args, shape)]
         found = _least_and_greatest(table, indices)
         return (

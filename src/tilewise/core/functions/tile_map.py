@@ -23,12 +23,12 @@ def edges(n: int, block: int, device: torch.device | str | None = None) -> Inter
 
 
 def tile_kinds(
-    functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+    functions: Functions, buffers: Buffers | None, b: Interval, h: Interval, i: Interval, j: Interval
 ) -> Tensor:
     """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
 
-    EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile. A key is hidden
-    too where the score function makes its score -inf for certain.
+    EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile, and no index of a
+    FULL one is out of range. A key is hidden too where the score function makes its score -inf for certain.
 
     Args:
         b, h, i, j: the first and last positions of each range: pairs of 1-D int64 tensors.
@@ -43,7 +43,7 @@ def tile_kinds(
         >>> tile_kinds(causal, Buffers(None, None, None), one, one, blocks, blocks)[0, 0].tolist()
         [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
     """
-    needs = functions.depends_on
+    needs = functions.hides_by
     spans = {"b": b, "h": h, "i": i, "j": j}
     sizes = [len(span[0]) if name in needs else 1 for name, span in spans.items()]
     kinds = torch.empty(sizes, dtype=torch.uint8, device=i[0].device)
@@ -82,13 +82,14 @@ def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...])
     return first.view(shape), last.view(shape)
 
 
-def _visible(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
+def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
     """Whether keys are always visible, and whether sometimes."""
     intervals = Intervals(functions.graph, functions, buffers, ranges)
     always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i[0].device)
     if functions.mask is not None:
         always, sometimes = intervals(functions.mask)
-    if functions.score is not None:
+        always = always & ~intervals.may_be_outside
+    if functions.score in functions.hiding:
         sometimes = sometimes & ~(intervals(functions.score)[1] == -torch.inf)
     return always, sometimes
 

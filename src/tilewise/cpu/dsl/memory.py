@@ -71,6 +71,8 @@ class Ptr:
             return bitcast(Value(builder().zext(raw, vector(I32))) << 16, F32)
         if self.kind == "i32":
             return Value(builder().sext(raw, vector(I64)))
+        if self.kind == "u8":
+            return Value(builder().zext(raw, vector(I64)))
         if self.kind == "bool":
             return Value(builder().uitofp(raw, vector(F32)))
         return Value(raw)

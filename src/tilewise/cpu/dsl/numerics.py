@@ -50,7 +50,7 @@ FLOAT32_DEGREE = 6  # of exp in full float32
 FORMATS = {F32: FloatFormat(I32, 23, 127, 6), F64: FloatFormat(I64, 52, 1023, 12)}
 
 
-def _exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
+def exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
     """(2^n, 2^f - 1) with x / ln 2 = n + f and |f| <= 1/2; n stops where 2^n is exactly 0.
 
     Adding 1.5 * 2^mantissa + bias rounds x / ln 2 to an integer and leaves n + bias in the low bits, where
@@ -63,7 +63,7 @@ def _exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
     shifted = fma(x, log2_e, magic)
     fraction = fma(x, log2_e, magic - shifted)
     power = bitcast(bitcast(shifted, f.bits) << f.mantissa, element_of(x.type))
-    series = _horner(_polynomial(_power_rest, -0.5, 0.5, degree - 1), fraction)
+    series = horner(polynomial(_power_rest, -0.5, 0.5, degree - 1), fraction)
     return power, series * fraction
 
 
@@ -74,7 +74,7 @@ def _power_rest(f: float) -> float:
 
 def exp(x: Operand, degree: int, factor: Operand | float = 1.0) -> Value:
     """factor * e^x for x below 87 (709); exactly 0 below -87.7 (-708.7), NaN for NaN."""
-    power, fraction = _exp_parts(x, degree)
+    power, fraction = exp_parts(x, degree)
     return power * (fraction + 1.0 if isinstance(factor, float) else fma(fraction, factor, factor))
 
 
@@ -101,7 +101,7 @@ def exp_avx512(x: Operand, degree: int) -> Value:
 def _scaled_power(f: Operand, x: Operand, degree: int) -> Value:
     """2^f 2^floor(x). The polynomial meets 2^f at Chebyshev points that include both ends of [0, 1], so that
     x to the left and right of an integer agree."""
-    series = _horner(_polynomial(lambda t: 2.0**t, 0.0, 1.0, degree), f)
+    series = horner(polynomial(lambda t: 2.0**t, 0.0, 1.0, degree), f)
     return _avx512("scalef", series, x)
 
 
@@ -113,7 +113,7 @@ def _avx512(name: str, x: Operand, y: Operand, *how: int) -> Value:
     return Value(emitter().intrinsic(f"llvm.x86.avx512.mask.{name}.ps.512", x.type, *arguments))
 
 
-def _polynomial(f: Callable[[float], float], start: float, end: float, degree: int) -> list[float]:
+def polynomial(f: Callable[[float], float], start: float, end: float, degree: int) -> list[float]:
     """Coefficients, constant first, of the polynomial that equals f at degree + 1 points of [start, end]."""
     steps = (0.5 - 0.5 * math.cos(math.pi * k / degree) for k in range(degree + 1))
     points = [start + (end - start) * step for step in steps]
@@ -127,7 +127,7 @@ def _polynomial(f: Callable[[float], float], start: float, end: float, degree: i
     return terms
 
 
-def _horner(terms: Sequence[float], x: Operand) -> Value:
+def horner(terms: Sequence[float], x: Operand) -> Value:
     """The polynomial with these coefficients, constant first."""
     series = Value(like(terms[-1], x).raw)
     for term in reversed(terms[:-1]):
@@ -144,14 +144,14 @@ def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
     """
     limit = 20.0  # tanh is 1 to the last bit from there on
     size = absolute(x)
-    power, fraction = _exp_parts(select(size > limit, limit, size) * 2.0, degree + 1)
+    power, fraction = exp_parts(select(size > limit, limit, size) * 2.0, degree + 1)
     e = fma(power, fraction, power - 1.0)
     half = 2.0 / (e + 2.0)
     slope = half * (2.0 - half)
     if degree != FLOAT32_DEGREE:
         return copysign(e / (e + 2.0), x), slope
     square = x * x
-    near = fma(x * square, _horner(_polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
+    near = fma(x * square, horner(polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
     is_near, near_slope = size < SMALL, fma(-1.0 * near, near, like(1.0, x))
     return select(is_near, near, copysign(1.0 - half, x)), select(is_near, near_slope, slope)
 

@@ -25,9 +25,9 @@ I64, I32, I16, I8, I1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
 ADDRESS = ir.PointerType()
 STORED = {
     "f64": F64, "f32": F32, "f16": F16, "bf16": I16,
-    "i64": I64, "i32": I32, "i16": I16, "bool": I8, "ptr": ADDRESS,
+    "i64": I64, "i32": I32, "i16": I16, "u8": I8, "bool": I8, "ptr": ADDRESS,
 }  # fmt: skip
-BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "bool": 1, "ptr": 8}
+BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "u8": 1, "bool": 1, "ptr": 8}
 
 
 class Emitter:
@@ -302,21 +302,21 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def absolute(x: Operand) -> Value:
-    return Value(emitter().intrinsic(f"llvm.fabs.{_suffix(x.type)}", x.type, x.raw))
+    return Value(emitter().intrinsic(f"llvm.fabs.{suffix(x.type)}", x.type, x.raw))
 
 
 def copysign(size: Operand, sign: Operand) -> Value:
-    name = f"llvm.copysign.{_suffix(size.type)}"
+    name = f"llvm.copysign.{suffix(size.type)}"
     return Value(emitter().intrinsic(name, size.type, size.raw, sign.raw))
 
 
 def fma(a: Operand, b: Operand, c: Operand) -> Value:
     """a * b + c, rounded once."""
     a, b = like(a, c), like(b, c)
-    return Value(emitter().intrinsic(f"llvm.fma.{_suffix(c.type)}", c.type, a.raw, b.raw, c.raw))
+    return Value(emitter().intrinsic(f"llvm.fma.{suffix(c.type)}", c.type, a.raw, b.raw, c.raw))
 
 
-def _suffix(type_: ir.Type) -> str:
+def suffix(type_: ir.Type) -> str:
     scalar = "f64" if element_of(type_) == F64 else "f32"
     return f"v{type_.count}{scalar}" if isinstance(type_, ir.VectorType) else scalar
 

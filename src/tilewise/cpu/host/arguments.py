@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
-CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
+CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "ticket")
 STATISTICS = ("row_max", "entropy", "column_sum")
-POINTERS = (*CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table")
+CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
+POINTERS = (
+    *CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table",
+    *CAPTURED, "tile_map", "visits",
+)  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
@@ -25,12 +29,15 @@ INTEGERS = (
     "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
     "seed", "threshold",
     "last_rows", "visited_rows", "column_p", "column_b", "column_h",  # of statistics
+    "map_b", "map_h", "map_i", "map_q", "map_k",  # of functions' tile map: strides, queries, log2 of keys
+    "visits_b", "visits_h", "visits_i",
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
 NOT_CUT = SLOTS + 1  # not 0: numbers too large or too small to be cut
+WRONG_INDEX = SLOTS + 2  # not 0: 1 + the captured tensor that was read out of range
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
 WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30
@@ -50,6 +57,7 @@ class Config:
     has_mask: bool = False
     bias_kind: str = ""
     row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
+    functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
@@ -60,11 +68,11 @@ class Config:
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
     statistics: tuple[str, ...] = ()  # of `STATISTICS`: those that `statistics.py` gives
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
-    pieces: int = 0
+    terms: int = 0
 
     @property
     def has_bf16_products(self) -> bool:
-        return self.pieces > 0
+        return self.terms > 0
 
 
 class Block:

@@ -44,13 +44,13 @@ put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
 class Layout:
-    """Offsets into scratch: after each thread's own, zeros (turns, an absent statistic), sums of dq."""
+    """Offsets into scratch: after each thread's own, zeros (tickets, an absent statistic), sums of dq."""
 
-    def __init__(self, division: Division, turns: int, lse_bytes: int, sum_bytes: int) -> None:
+    def __init__(self, division: Division, tickets: int, lse_bytes: int, sum_bytes: int) -> None:
         self.zeros = division.threads * division.thread_bytes
-        self.absent = self.zeros + 8 * turns
+        self.absent = self.zeros + 8 * tickets
         self.dq_sum = -(-(self.absent + lse_bytes) // 64) * 64
-        self.size = self.dq_sum + turns * sum_bytes
+        self.size = self.dq_sum + tickets * sum_bytes
 
 
 class BackwardPlan(CallPlan):
@@ -60,7 +60,6 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.signature = signature
         self.has_few_rows = is_decoding(problem)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
@@ -78,6 +77,7 @@ class BackwardPlan(CallPlan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        self.has_unreached |= problem.functions is not None
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
@@ -121,8 +121,8 @@ class BackwardPlan(CallPlan):
             "scratch_bytes": thread_bytes,
         }
         division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
-        turns = problem.batch * problem.num_heads * tiles
-        return division, Layout(division, turns, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
+        tickets = problem.batch * problem.num_heads * tiles
+        return division, Layout(division, tickets, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
 
     def run(
         self,
@@ -188,7 +188,7 @@ class BackwardPlan(CallPlan):
             0 if delta is None else delta.data_ptr(), scratch + layout.dq_sum, zeros,
         )  # fmt: skip
         kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, division.threads)
+        is_done = self.launch(block, inputs, division.threads)
         del kept
         return is_done
 

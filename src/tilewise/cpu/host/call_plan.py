@@ -17,6 +17,7 @@ from tilewise.core.signature import Signature, TensorSignature, contiguous_strid
 from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
+from tilewise.cpu.host.functions import bind_functions, raise_wrong_index
 from tilewise.cpu.host.pool import CPU, pool
 
 GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
@@ -38,12 +39,17 @@ class CallPlan:
     kernel: Kernel
 
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
-        self.problem = problem
+        self.problem, self.signature = problem, signature
         self.given = inputs = dense_inputs(signature)
         self.are_rows_dense = all(t.strides[-1] == 1 for t in named(signature.inputs[:3]))
         self.is_ragged = problem.is_packed or problem.is_cached
         options = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.page_table)
-        self.has_options = self.is_ragged or problem.dropout_p > 0 or any(t is not None for t in options)
+        self.has_options = (
+            self.is_ragged
+            or problem.dropout_p > 0
+            or problem.functions is not None
+            or any(t is not None for t in options)
+        )
         rows = 0 if problem.is_packed else problem.batch * problem.num_heads * problem.seqlen_q
         self.work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)  # 0 if packed
         self.wanted_threads = self.worth(signature.threads)
@@ -119,20 +125,32 @@ class CallPlan:
             kept.append(table)
         if problem.dropout_p > 0:
             block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
+        if problem.functions is not None:
+            most = problem.seqlen_q, problem.seqlen_k
+            if self.is_ragged and problem.batch:
+                most = int(spans[:, 1].max()), int(spans[:, 3].max())
+            is_backward = self.signature.direction == "backward"
+            kept += bind_functions(problem, block, inputs, most, self.kernel.facts["block_q"], is_backward)
         return kept
 
-    def launch(self, block: Block, threads: int) -> bool:
-        """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void."""
+    def launch(self, block: Block, inputs: Inputs, threads: int) -> bool:
+        """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void.
+
+        Raises:
+            IndexError: a function has read out of range.
+        """
         if threads == 1:
             self.kernel.call(block.address)
         else:
             parallel.run(self.kernel, block.address, threads)
         pool.scratch.trim()
+        if self.problem.functions is not None:
+            raise_wrong_index(self.problem, block, inputs)
         return not (self.cuts and block.words[NOT_CUT])
 
     @functools.cached_property
     def cuts(self) -> bool:
-        """Whether the kernel cuts numbers in pieces for tile registers."""
+        """Whether the kernel cuts numbers in terms for tile registers."""
         return bool(self.kernel.facts.get("cuts"))
 
 

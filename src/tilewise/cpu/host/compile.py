@@ -211,6 +211,7 @@ def _link(code: bytes, machine: Target) -> Any:
 @functools.cache
 def _sources_hash() -> str:
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    sources += sorted((Path(__file__).parents[2] / "core" / "functions").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 

@@ -57,7 +57,7 @@ class StatisticsPlan(CallPlan):
             strides = columns.stride() if columns.ndim == 4 else (columns.stride(0), 0, *columns.stride()[1:])
             block.update(column_sum=columns.data_ptr(), **axes("column", "pbh", strides))
         kept = self.bind(block, inputs) if self.has_options else None
-        self.launch(block, division.threads)
+        self.launch(block, inputs, division.threads)
         del kept
         return found if columns is None else found._replace(column_sum=self.columns_of(columns))
 

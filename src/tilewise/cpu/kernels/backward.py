@@ -21,13 +21,14 @@ Where lse counts keys that the call does not have (`is_partial`), no sums are kn
 The residual is what rounding left out of lse: all of log(sum) where scores are huge. The shift is an integer
 near the scores: s - shift is small and hardly rounded, and factor = exp(shift - lse - residual) has the rest.
 
-Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
+Each tile of queries has a ticket counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
 which other threads already hold or have finished, so the wait ends. Scratch: one dq in the compute type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilewise.cpu.dsl.control import claim, either, loop, wait_until, when
@@ -79,7 +80,7 @@ class BackwardKernel:
     name = "backward"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
-    k: Any  # Rows; with tile registers, lists of their pieces
+    k: Any  # Rows; with tile registers, lists of their terms
     v: Any
     q: Any
     do: Any
@@ -118,8 +119,7 @@ class BackwardKernel:
         self.q = scratch.rows(shape.block_q, shape.pad)
         self.do, self.out = (scratch.rows(shape.block_q, shape.pad_v) for _ in range(2))
         self.q_t, self.do_t = (scratch.rows(width, shape.block_q) for width in (shape.pad, shape.pad_v))
-        self.cap_slope = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_softcap else None
-        self.scores = Scores(shape, scratch)
+        self.scores = Scores(shape, scratch, with_slopes=True)
 
     def run(self) -> None:
         args = self.args
@@ -158,15 +158,31 @@ class BackwardKernel:
         """One tile of queries against the item's keys."""
         shape = self.shape
         q0, block_k = t * shape.block_q, shape.block_k
-        self.load_statistics(head, q0, self.load_queries(head, q0))
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
-        fill_zero(shape, self.dq_t, shape.pad)
-        for j in loop(first, last, block_k):
-            for kernel in fitting(self, head, q0):
-                kernel.step(head, q0, j0, j, minimum(last - j, block_k))
         split = self.args.split_keys
-        self.hand_over_dq(head, t, block - k0 // split, block.equals((k1 - 1) // split))
+        for place, is_last in self.tickets(head, q0, block, (k0 // split, (k1 - 1) // split)):
+            self.load_statistics(head, q0, self.load_queries(head, q0))
+            fill_zero(shape, self.dq_t, shape.pad)
+            for j in loop(first, last, block_k):
+                begin, end = self.scores.visible(head, q0, j0 + j, 0, minimum(last - j, block_k))
+                with when(begin < end):
+                    for kernel in fitting(self, head, q0):
+                        kernel.step(head, q0, j0, j, end)
+            self.hand_over_dq(head, t, place, is_last)
+
+    def tickets(
+        self, head: Head, q0: Value, block: Value, blocks: tuple[Value, Value]
+    ) -> Iterator[tuple[Value, Value]]:
+        """How many blocks of keys add to the tile's dq before this one, and whether it is the last; nothing
+        if the functions hide all of it."""
+        functions = self.scores.functions
+        if functions is None or not functions.has_map:
+            yield block - blocks[0], block.equals(blocks[1])
+            return
+        is_visited, place, is_last = functions.ticket(head, q0, block, blocks)
+        with when(is_visited):
+            yield place, is_last
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [0, end)."""
@@ -243,7 +259,7 @@ class BackwardKernel:
         for r0 in loop(0, end, shape.rows):
             k = self.k.at(j + r0, 0)
             s = outer_sums(shape, shape.rows, shape.vectors, self.config.head_dim, k, self.q_t)
-            scores.apply(s, r0, self.cap_slope)
+            scores.apply(s, r0)
             for r in range(shape.rows):
                 for v, c in enumerate(shape.columns()):
                     p = exp(s[r][v] - lse[v], shape.exp_degree, factor[v])
@@ -289,13 +305,19 @@ class BackwardKernel:
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if not self.config.is_partial:
             self.balance(head, q0, j0 + j, end)
+        if self.scores.function_slope is not None:
+            self.change_ds(self.scores.before_function, end)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.ds_t, q0, j0 + j, 0, end)
-        if self.cap_slope is not None:
-            for r0 in loop(0, end):
-                for c in shape.columns():
-                    ds = self.ds_t[r0, c]
-                    ds.store(ds.load(shape.lanes) * self.cap_slope[r0, c].load(shape.lanes))
+        if self.scores.cap_slope is not None:
+            self.change_ds(self.scores.before_cap, end)
+
+    def change_ds(self, change: Callable[[Value, Scalar, Scalar], Value], end: Value) -> None:
+        """ds_t[r, c] = change(ds_t[r, c], r, c)."""
+        for r in loop(0, end):
+            for c in self.shape.columns():
+                ds = self.ds_t[r, c]
+                ds.store(change(ds.load(self.shape.lanes), r, c))
 
     def balance(self, head: Head, q0: Value, j0: Value, end: Value) -> None:
         """Where the tile sees no keys but j0 + [0, end): ds_t as if delta were the sum of p_t dp_t.
@@ -353,9 +375,9 @@ class BackwardKernel:
         tile = (head.batch * args.num_heads + head.head) * args.tiles + t
         size = shape.pad * shape.block_q
         dq_sum = Rows(args.ptr("dq_sum", shape.kind)[tile * size], shape.block_q)
-        turn = args.ptr("turn", "i64")[tile]
+        ticket = args.ptr("ticket", "i64")[tile]
         with when(place > 0):
-            wait_until(turn, place)
+            wait_until(ticket, place)
             for d in loop(0, shape.pad):
                 for c in shape.columns():
                     total = dq_sum[d, c].load(shape.lanes) + self.dq_t[d, c].load(shape.lanes)
@@ -372,7 +394,7 @@ class BackwardKernel:
                 for d in loop(0, shape.pad):
                     for c in shape.columns():
                         dq_sum[d, c].store(self.dq_t[d, c].load(shape.lanes))
-                turn.store_release(place + 1)
+                ticket.store_release(place + 1)
 
     def dk_scale(self) -> Value:
         """What ds q is still to be multiplied by."""

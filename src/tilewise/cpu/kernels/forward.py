@@ -24,7 +24,7 @@ from typing import Any
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import exp, log_sum_exp, quotient
-from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, fma, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, Dropout, TileDropout
@@ -53,7 +53,7 @@ class Tile:
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
-        height = shape.config.pieces * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
+        height = shape.config.terms * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
@@ -68,7 +68,7 @@ class ForwardKernel:
     most_tiles = 16  # tiles that share one converted K/V block
     converting = 8  # K and V costs as much as so many queries
     unit = 1.0  # of scores and their maximum
-    k: Any  # Rows; with tile registers, lists of their pieces
+    k: Any  # Rows; with tile registers, lists of their terms
     v: Any
     p_t: Any
 
@@ -110,13 +110,26 @@ class ForwardKernel:
                 self.start(head, self.tile(q0, t))
             k0, k1 = head.key_range(q0, q1)
             for j0 in loop(k0 & -load_k, k1, load_k):
-                self.load_keys(head, j0, minimum(k1 - j0, load_k))
-                for t in loop(0, tiles):
-                    tile = self.tile(q0, t)
-                    for kernel in fitting(self, head, tile.q0):
-                        kernel.attend(head, tile, j0)
+                n = self.visible(head, q0, tiles, j0, minimum(k1 - j0, load_k))
+                with when(n > 0):
+                    self.load_keys(head, j0, n)
+                    for t in loop(0, tiles):
+                        tile = self.tile(q0, t)
+                        for kernel in fitting(self, head, tile.q0):
+                            kernel.attend(head, tile, j0)
             for t in loop(0, tiles):
                 self.finish(head, self.tile(q0, t))
+
+    def visible(self, head: Head, q0: Value, tiles: Value, j0: Value, n: Value) -> Value:
+        """How many of the keys j0 + [0, n) to bring for an item's tiles: 0 if functions hide all from all."""
+        functions = self.scores.functions
+        if functions is None or not functions.has_map:
+            return n
+        last = Var(as_int(0))
+        for t in loop(0, tiles):
+            begin, end = functions.visible(head, q0 + t * self.shape.block_q, j0, as_int(0), n)
+            last.set(select(begin < end, maximum(last, end), last))
+        return Value(last.raw)
 
     def tile(self, q0: Value, t: Value) -> Tile:
         base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
@@ -151,6 +164,7 @@ class ForwardKernel:
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
+        first, n = self.scores.visible(head, tile.q0, j0, first, n)
         with when(first < n):
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             m_new = self.score_keys(head, tile, j0, first, n)

@@ -1,9 +1,11 @@
-"""One tile of scores with its options: mask, bias, ALiBi, softcap, which keys a query sees."""
+"""One tile of scores with its options: softcap, bias, ALiBi, functions, mask, which keys a query sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from tilewise.core.functions.expression import decode
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums, transpose
 from tilewise.cpu.dsl.memory import Ptr, Rows
@@ -21,16 +23,33 @@ from tilewise.cpu.dsl.vector import (
     splat,
     to_float,
 )
-from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, pieces, transpose_rows
+from tilewise.cpu.host.arguments import Config
+from tilewise.cpu.kernels.functions import KernelFunctions
+from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
+
+
+def has_options(config: Config) -> bool:
+    """Whether scores take more than a scale and what hides them."""
+    if config.functions and decode(config.functions).score is not None:
+        return True
+    return bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
 
 
 class Scores:
-    """Mask and bias beside a score tile: the parts of it that come from memory."""
+    """What finishes a kernel's scores: mask and bias, which come from memory, and functions.
 
-    def __init__(self, shape: Shape, scratch: Scratch) -> None:
+    `with_slopes`: in a backward; areas for the derivatives of softcap and score function, None where 1.
+    """
+
+    def __init__(self, shape: Shape, scratch: Scratch, with_slopes: bool = False) -> None:
         self.shape, self.config = shape, shape.config
         config = self.config
-        self.has_options = bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
+        self.functions = KernelFunctions(shape, scratch, with_slopes) if config.functions else None
+        self.has_options = has_options(config)
+        self.cap_slope = None
+        if with_slopes and config.has_softcap:
+            self.cap_slope = scratch.rows(shape.block_k, shape.block_q)
+        self.function_slope = self.functions.slopes if self.functions else None
         areas = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
         self.areas = {
             name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used
@@ -117,11 +136,30 @@ class Scores:
                 for j in loop(begin, end):
                     add_at(row[j], terms[0, j], None)
             with whole:
-                for c, width in pieces(0, shape.block_k, shape.lanes):
+                for c, width in column_chunks(0, shape.block_k, shape.lanes):
                     add_at(row[c], terms[0, c], width)
+
+    def visible(self, head: Head, q0: Scalar, j0: Value, first: Scalar, n: Value) -> tuple[Any, Value]:
+        """The keys j0 + [first, n), without those at both ends that functions hide from a tile of queries."""
+        if self.functions is None or not self.functions.has_map:
+            return first, n
+        return self.functions.visible(head, q0, j0, first, n)
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
+
+    def before_function(self, ds: Value, r: Scalar, c: Scalar) -> Value:
+        """The gradient of scores [r, c + lanes] before the score function, from that behind it; 0 from 0."""
+        if self.function_slope is None:
+            return ds
+        slope = self.function_slope[r, c].load(self.shape.lanes)
+        return select(ds.equals(0.0), ds, ds * slope)
+
+    def before_cap(self, ds: Value, r: Scalar, c: Scalar) -> Value:
+        """The same of the softcap."""
+        if self.cap_slope is None:
+            return ds
+        return ds * self.cap_slope[r, c].load(self.shape.lanes)
 
 
 class TileScores:
@@ -146,13 +184,17 @@ class TileScores:
             self.softcap = args.vector("softcap", shape)
         if self.config.has_alibi:
             self.slope = splat(head.negative_slope(), shape.lanes)
+        functions = scores.functions
+        self.functions = functions.at(shape, head, q0, j0) if functions is not None else None
+        self.has_mask_function = functions is not None and functions.mask is not None
 
-    def apply(self, s: Grid, j: Value, slope_of_cap: Rows | None = None) -> None:
+    def apply(self, s: Grid, j: Value) -> None:
         """Products q k of keys j0 + [j, j + rows) -> scores, in place; -inf where not visible.
 
-        With a softcap, `slope_of_cap[j, :]` (if given) gets 1 - tanh^2, the derivative of the cap.
+        A backward's areas get their rows from j on: of a softcap 1 - tanh^2, of a score function its slope.
         """
         shape, config, j_key = self.shape, self.config, self.j0 + j
+        slope_of_cap, scope = self.scores.cap_slope, None
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 if config.has_softcap:
@@ -165,18 +207,34 @@ class TileScores:
                 if config.has_alibi:
                     distance = to_float(self.position[v] - int32(j_key + r), shape.kind)
                     x.set(fma(absolute(distance), self.slope, x))
-                if config.has_mask:
+        if self.functions is not None and self.functions.owner.score is not None:
+            scope = self.functions.apply_score(s, j)
+        if config.has_mask:
+            for r, row in enumerate(s):
+                for v, x in enumerate(row):
                     x.set(select(self._option("mask", j, r, v) > 0.0, x, -INF))
         with when(self.is_edge(j)):
             self.hide(s, j)
+        if scope is not None and self.functions is not None:
+            self.functions.report(s, scope)
 
     def is_edge(self, j: Value) -> Value:
         """Whether some query does not see all of the keys j0 + [j, j + rows)."""
         j_key = self.j0 + j
-        return (j_key < self.inner_lo) | (j_key + (self.shape.rows - 1) > self.inner_hi)
+        is_edge = (j_key < self.inner_lo) | (j_key + (self.shape.rows - 1) > self.inner_hi)
+        if self.functions is not None and self.has_mask_function:
+            is_edge = is_edge | self.functions.is_partial(j)
+        return is_edge
 
     def hide(self, s: Grid, j: Value) -> None:
         """-inf where a query does not see one of the keys j0 + [j, j + rows)."""
+        self._hide_outside(s, j)
+        if self.functions is not None and self.has_mask_function:
+            with when(self.functions.is_partial(j)):
+                self.functions.report(s, self.functions.hide(s, j))
+
+    def _hide_outside(self, s: Grid, j: Value) -> None:
+        """What lies beyond window and ends."""
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 key = splat(int32(self.j0 + j + r), self.shape.lanes)

@@ -141,6 +141,7 @@ class StatisticsKernel:
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, n = maximum(0, k0 - j0) & -shape.rows, minimum(k1 - j0, shape.block_k)
+        first, n = self.scores.visible(head, tile.q0, j0, first, n)
         with when(first < n):
             self.score_keys(head, tile, j0, first, n)
             if self.needs_weights:

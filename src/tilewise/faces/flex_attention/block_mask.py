@@ -114,7 +114,7 @@ def create_block_mask(
     by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
     lengths = (Q_LEN, KV_LEN)
     mask = BlockMask(lengths, *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)
-    mask._origin = (mask_mod, index, found.functions.depends_on)
+    mask._origin = (mask_mod, index, found.functions.hides_by)
     return mask
 
 

@@ -52,6 +52,29 @@ class Slopes(NamedTuple):
     stride_batch: int
 
 
+class Captured(NamedTuple):
+    """What mask and score functions read: see `core.functions.captured`. `layout` is on the GPU here."""
+
+    floats: Any
+    integers: Any
+    layout: Any
+    errors: Any  # flags: an index is out of range
+
+
+class Visits(NamedTuple):
+    """The tiles that functions leave to a dense call, those that are visible as a whole first.
+
+    A row is of one program's tile, or of `factor` of them. Its numbers count tiles of the loop's, or runs of
+    `factor` of them.
+    """
+
+    order: Any  # (batch or 1, heads or 1, rows, columns) int32: those visible, then those partly so, the rest
+    counts: Any  # (batch or 1, heads or 1, rows, 2) int32: how many are full, and how many are visible at all
+    per_batch: int  # 0 if all batch entries share the rows, else 1
+    per_head: int
+    factor: int
+
+
 class Extras(NamedTuple):
     """Tensors that change scores or weights. None: absent from the compiled kernel.
 
@@ -63,6 +86,8 @@ class Extras(NamedTuple):
     alibi: Slopes | None
     sinks: Any
     dropout_seed: Any
+    captured: Captured | None
+    visits: Visits | None
 
 
 class Ragged(NamedTuple):
@@ -127,6 +152,9 @@ class KernelConfig:
     IS_FOLDED: bool  # the exponential's multiply-add scales: nothing capped, the scale positive and not tiny
     PRECISION: str  # of a float32 product: "ieee" or "tf32"
     HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
+    MASK: Any = None  # helpers that `gpu.triton.functions` makes of mask and score functions
+    SCORE: Any = None
+    HAS_SLOPE: bool = False  # the derivative of the score function by the score is not 1
 
 
 class BiasSizes(NamedTuple):
@@ -183,6 +211,9 @@ class DecodeConfig:
     IS_TRANSPOSED: bool  # keys along the rows of the score tile
     HAS_PDL: bool  # programmatic dependent launch
     PRECISION: str
+    MASK: Any = None  # there are no functions here
+    SCORE: Any = None
+    HAS_SLOPE: bool = False
 
 
 class Sequence(NamedTuple):

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import before_function, visited_tile, visited_tiles
 from tilewise.gpu.triton.primitives import (
     LOG2E,
     STAT_BLOCK,
@@ -115,7 +116,7 @@ def attn_bwd_prepare_kernel(
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dkdv_kernel(
     q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
-    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
@@ -126,7 +127,7 @@ def attn_bwd_dkdv_kernel(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     q = Source(q, desc_q, desc_q_rest)
     do = Source(do, desc_do, desc_do_rest)
     sizes = Sizes(
@@ -162,18 +163,34 @@ def attn_bwd_dkdv_kernel(
         seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
         lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, cfg.BLOCK_M)
-        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
-        for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
-            )  # fmt: skip
-        for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
-            i0 = edge_tile(n, full_lo, full_hi)
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
-            )  # fmt: skip
+        if extras.visits is not None:
+            columns = tl.cdiv(seqlen_q, cfg.BLOCK_M)
+            row, full, count = visited_tiles(b, h, tile, tl.cdiv(seqlen_k, BLOCK_N), sizes, extras.visits)
+            for n in range(full):
+                i0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_M
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                    seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+                )  # fmt: skip
+            for n in range(full, count):
+                i0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_M
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                    seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+                )  # fmt: skip
+        else:
+            full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras, cfg)
+            for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                    seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+                )  # fmt: skip
+            for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
+                i0 = edge_tile(n, full_lo, full_hi)
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                    seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+                )  # fmt: skip
     if IS_SECOND:
         wait_for_kernel_before(cfg)
     if dk is not None:
@@ -203,7 +220,7 @@ def dkdv_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     p = exponentials(s, shift[None, :], low[None, :], factors, cfg)
@@ -220,7 +237,7 @@ def dkdv_step(
         if extras.dropout_seed is not None:
             dp = tl.where(keep, dp * factors.keep, 0.0)
         delta = load_stat(delta_ptr + first_stat, i0, cfg.BLOCK_M)
-        ds = p * (dp - delta[None, :])
+        ds = before_function(p * (dp - delta[None, :]), slope, cfg)
         if cfg.HAS_SOFTCAP:
             ds = ds * (1.0 - t * t)
         dk_acc = add_weighted_rows(dk_acc, ds, q_tile, cfg)
@@ -230,7 +247,7 @@ def dkdv_step(
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
     q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
@@ -238,7 +255,7 @@ def attn_bwd_dq_kernel(
     """BLOCK_M rows of dq of one head, and of dbias unless that is None: zeros where nothing is visible."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     k = Source(k, desc_k, desc_k_rest)
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
@@ -263,18 +280,36 @@ def attn_bwd_dq_kernel(
     dq_acc = zero_tile(BLOCK_M, QK)
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, cfg.BLOCK_N)
-    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
-    for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, False,
-        )  # fmt: skip
-    for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
-        j0 = edge_tile(n, full_lo, full_hi)
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, True,
-        )  # fmt: skip
+    if extras.visits is not None:
+        columns = tl.cdiv(seq.seqlen_k, cfg.BLOCK_N)
+        row, full, count = visited_tiles(
+            seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
+        )
+        for n in range(full):
+            j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                seq, ragged, extras, sizes, factors, cfg, False,
+            )  # fmt: skip
+        for n in range(full, count):
+            j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                seq, ragged, extras, sizes, factors, cfg, True,
+            )  # fmt: skip
+    else:
+        full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
+        for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                seq, ragged, extras, sizes, factors, cfg, False,
+            )  # fmt: skip
+        for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
+            j0 = edge_tile(n, full_lo, full_hi)
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                seq, ragged, extras, sizes, factors, cfg, True,
+            )  # fmt: skip
     wait_for_kernel_before(cfg)
     dq_base = row_base(dq, seq.b, seq.h, q_start)
     store_tile(dq, dq_base, i0, seq.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)
@@ -296,12 +331,12 @@ def dq_step(
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         keep = keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
         dp = tl.where(keep, dp * factors.keep, 0.0)
-    ds = p * (dp - delta[:, None])
+    ds = before_function(p * (dp - delta[:, None]), slope, cfg)
     if dbias is not None:
         store_scores(dbias, ds, i, j, seq, IS_EDGE)
     if cfg.HAS_SOFTCAP:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import BiasSizes, Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import before_function
 from tilewise.gpu.triton.primitives import (
     exponentials,
     keep_entries,
@@ -34,7 +35,8 @@ from tilewise.gpu.triton.tiles import (
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
 def attn_bwd_dbias_kernel(
     q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits,
+    factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
@@ -46,7 +48,7 @@ def attn_bwd_dbias_kernel(
     Grid: (splits * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
     its gradient is summed in registers.
     """
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     q = Source(q, desc_q, desc_q_rest)
     k = Source(k, desc_k, desc_k_rest)
     v = Source(v, desc_v, desc_v_rest)
@@ -70,7 +72,9 @@ def attn_bwd_dbias_kernel(
     # Iterations need no branch, so that their loads overlap.
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
-    IS_UNIFORM: tl.constexpr = not (ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED)
+    IS_UNIFORM: tl.constexpr = not (
+        ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED or cfg.MASK is not None
+    )
     i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     c = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -164,7 +168,7 @@ def dbias_step(
     mask = load_scores(extras.mask, i, j, seq, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, _t = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
+    s, _t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         if ragged.leftpad_k is None:
@@ -172,4 +176,4 @@ def dbias_step(
         else:
             keep = keep_entries(i, j, seq, extras, sizes)
         dp = tl.where(keep, dp * factors.keep, 0.0)
-    return p * (dp - delta[:, None])
+    return before_function(p * (dp - delta[:, None]), slope, cfg)

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
 from tilewise.core.dropout import rate, threshold
+from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.gpu.triton.arguments import (
+    Captured,
     Columns,
     Extras,
     Factors,
@@ -22,7 +25,9 @@ from tilewise.gpu.triton.arguments import (
     ScoreTensor,
     Sizes,
     Slopes,
+    Visits,
 )
+from tilewise.gpu.triton.functions.source import KernelFunctions, helpers, kernel_functions
 from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
 
 # L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.
@@ -52,6 +57,8 @@ class Results(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
+    order: Tensor | None = None  # with counts: the tiles that functions leave, see `arguments.Visits`
+    counts: Tensor | None = None
 
 
 GIVEN = 5  # of `Results`, to a backward: the rest is allocated for it
@@ -66,8 +73,30 @@ def launchable(inputs: Inputs) -> Inputs:
             **{name: t.contiguous() for name in _CONTIGUOUS if (t := getattr(i, name)) is not None},
             mask=None if i.mask is None else i.mask.view(torch.uint8),
             dropout_seed=None if i.dropout_seed is None else i.dropout_seed.to(query.device),
+            captured_layout=_layout(i.captured_layout, query.device),
         )
     return Inputs(with_dense_rows(query), with_dense_rows(key), with_dense_rows(value), *inputs[3:])
+
+
+def _layout(layout: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if layout is None else _layout_on(tuple(layout.tolist()), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A layout on a GPU, copied there once."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def functions_of(problem: AttentionProblem, inputs: Inputs) -> KernelFunctions | None:
+    """What is compiled of a call's functions; `inputs` as they are given, whose layout the host knows."""
+    if problem.functions is None:
+        return None
+    layout = Buffers(None, None, inputs.captured_layout)
+    shapes = tuple(shape for _, shape in layout.places(decode(problem.functions).tensors))
+    extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return kernel_functions(problem.functions, shapes, extent)
 
 
 def with_dense_rows(t: Tensor) -> Tensor:
@@ -80,8 +109,10 @@ def with_dense_rows(t: Tensor) -> Tensor:
 class Call:
     """What the arguments of every kernel are made of: `launchable` inputs, results and numbers."""
 
-    def __init__(self, problem: AttentionProblem, tensors: Tensors) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: AttentionProblem, tensors: Tensors, functions: KernelFunctions | None = None
+    ) -> None:
+        self.problem, self.functions = problem, functions
         self.inputs = inputs = Inputs(*tensors[:_N])  # type: ignore[arg-type]
         self.results = Results(*tensors[_N:])
         self.is_packed = problem.is_packed
@@ -121,14 +152,31 @@ class Call:
         errors = error_flags(i.query.device) if self.problem.is_cached else None
         return Ragged(i.cu_seqlens_q, i.cu_seqlens_k, i.seqlens_k, i.leftpad_k, i.page_table, errors)
 
-    def extras(self) -> Any:
+    def extras(self, rows: int = 0, columns: int = 0) -> Any:
+        """`rows`, `columns`: of tiles that a kernel with functions goes through."""
         i = self.inputs
         mask, bias = (None if t is None else ScoreTensor(t, *_canonical_strides(t)) for t in (i.mask, i.bias))
         slopes = None
         if i.alibi_slopes is not None:
             slopes = Slopes(i.alibi_slopes, i.alibi_slopes.stride(0) if i.alibi_slopes.ndim == 2 else 0)
         seed = i.dropout_seed if self.problem.dropout_p > 0 else None
-        return Extras(mask, bias, slopes, i.sinks, seed)
+        return Extras(mask, bias, slopes, i.sinks, seed, self.captured(), self.visits(rows, columns))
+
+    def captured(self) -> Any:
+        i = self.inputs
+        if self.functions is None or i.captured_layout is None:
+            return None
+        errors = error_flags(i.query.device)
+        return Captured(i.captured_floats, i.captured_integers, i.captured_layout, errors)
+
+    def visits(self, rows: int, columns: int) -> Any:
+        order, counts = self.results.order, self.results.counts
+        if order is None:
+            return None
+        factor, (batch, heads, *shape) = 1, order.shape
+        while [-(-rows // factor), -(-columns // factor)] != shape:
+            factor *= 2
+        return Visits(order, counts, int(batch > 1), int(heads > 1), factor)
 
     def sizes(self, num_tiles: int, num_bh: int, l2_swizzle: int) -> Any:
         problem = self.problem
@@ -176,6 +224,7 @@ class Call:
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
         is_exact = p.dtype.itemsize == 2 or not p.has_alibi
         is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
+        mask, score, has_slope = (None, None, False) if self.functions is None else helpers(self.functions)
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -184,9 +233,12 @@ class Call:
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
-            IS_FOLDED=is_folded,
+            IS_FOLDED=is_folded and score is None,
             PRECISION=p.precision,
             HAS_PDL=has_pdl(self.inputs.query.device),
+            MASK=mask,
+            SCORE=score,
+            HAS_SLOPE=has_slope,
         )
 
 
@@ -234,7 +286,7 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
         return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1, has_tma=True)
     p = problem
     padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
-    extras = "formula" if p.softcap > 0 or p.has_alibi else None
+    extras = "formula" if p.softcap > 0 or p.has_alibi or p.functions is not None else None
     if p.mask_shape is not None:
         extras = "mask"
     if p.bias_shape is not None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.functions.inlined import visited_tile, visited_tiles
 from tilewise.gpu.triton.primitives import (
     edge_tile,
     exact_lse,
@@ -47,7 +48,7 @@ from tilewise.gpu.triton.tiles import (
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_fwd_kernel(
     q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, factors,
+    lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
@@ -55,7 +56,7 @@ def attn_fwd_kernel(
     """Rows of out, lse and, unless that is None, residual. Grid: (tiles * bh,), see `program_tile`."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     k = Source(k, desc_k, desc_k_rest)
     v = Source(v, desc_v, desc_v_rest)
     sizes = Sizes(
@@ -80,16 +81,32 @@ def attn_fwd_kernel(
 
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
-    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
-    for j0 in range(full_lo, full_hi, BLOCK_N):
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
+    if extras.visits is not None:
+        columns = tl.cdiv(seq.seqlen_k, BLOCK_N)
+        row, full, count = visited_tiles(
+            seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
         )
-    for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
-        j0 = edge_tile(n, full_lo, full_hi)
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
-        )
+        for n in range(full):
+            j0 = visited_tile(n, row, columns, extras.visits) * BLOCK_N
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
+            )
+        for n in range(full, count):
+            j0 = visited_tile(n, row, columns, extras.visits) * BLOCK_N
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
+            )
+    else:
+        full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
+        for j0 in range(full_lo, full_hi, BLOCK_N):
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
+            )
+        for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
+            j0 = edge_tile(n, full_lo, full_hi)
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
+            )
 
     if ragged.errors is not None:
         l += length_poison(seq.b, sizes, ragged)
@@ -120,7 +137,7 @@ def forward_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
         p = tl.where(keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)

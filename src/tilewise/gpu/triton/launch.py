@@ -25,7 +25,17 @@ from tilewise.gpu.launch.launch_plan import (
 )
 from tilewise.gpu.triton import launch_decode
 from tilewise.gpu.triton.arguments import STAT_ROWS, BiasSizes, ScoreTensor
-from tilewise.gpu.triton.call import GIVEN, Call, Results, launchable, table_tile, with_dense_rows
+from tilewise.gpu.triton.call import (
+    GIVEN,
+    Call,
+    Results,
+    functions_of,
+    launchable,
+    table_tile,
+    with_dense_rows,
+)
+from tilewise.gpu.triton.functions.source import KernelFunctions
+from tilewise.gpu.triton.functions.visits import visits
 from tilewise.gpu.triton.tuning_table import KernelTile
 
 # dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
@@ -52,13 +62,18 @@ def forward(
         return launch_decode.forward(problem, inputs, residual=residual)
     if problem.is_quantized:
         problem, inputs = dequantized(problem, inputs)
-    inputs = launchable(inputs)
+    functions, given, inputs = functions_of(problem, inputs), inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
     rest = (torch.empty_like(lse),) if residual else ()
-    run(forward_launch, problem, inputs, tile, fresh=(out, lse, *(rest or (None,))))
+    results = Results(out, lse, *rest)
+    if functions is not None:
+        tile = tile or _forward_tile(Call(problem, inputs))
+        visited, counts = visits(problem, given, tile.block_m, tile.block_n)
+        results = results._replace(order=visited, counts=counts)
+    run(forward_launch, problem, inputs, tile, functions, fresh=results)
     return out, lse, *rest
 
 
@@ -78,12 +93,21 @@ def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPro
     )
 
 
-def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+def _forward_tile(call: Call) -> KernelTile:
+    is_short = not call.problem.is_packed and call.problem.seqlen_q <= SHORT_QUERY
+    return call.tile("forward_short" if is_short else "forward")
+
+
+def forward_launch(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    tile: KernelTile | None,
+    functions: KernelFunctions | None = None,
+) -> Launch:
     from tilewise.gpu.triton.forward import attn_fwd_kernel
 
-    call = Call(problem, tensors)
-    is_short = not problem.is_packed and problem.seqlen_q <= SHORT_QUERY
-    tile = tile or call.tile("forward_short" if is_short else "forward")
+    call = Call(problem, tensors, functions)
+    tile = tile or _forward_tile(call)
     num_tiles = call.tiles_q(tile.block_m)
     l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
     tensors_qkvo = (*call.inputs[:3], call.results.out)
@@ -92,7 +116,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(call.results.lse, call.results.residual),
         call.ragged(),
-        *call.extras(),
+        *call.extras(num_tiles, call.tiles_k(tile.block_n)),
         call.factors(),
         *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
@@ -110,7 +134,7 @@ def backward(
     residual: Tensor | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
-    tiles = tiles or {}
+    tiles, functions, given_inputs = tiles or {}, functions_of(problem, inputs), inputs
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
     lse, residual, dlse = (None if t is None else t.contiguous() for t in (lse, residual, dlse))  # type: ignore[assignment]
@@ -120,10 +144,11 @@ def backward(
     dq = query.new_empty(query.shape)
     given = (with_dense_rows(out), lse, residual, with_dense_rows(dout), dlse)
     results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, _unshared_dbias(problem, inputs))
-    run_steps(problem, _steps(problem, inputs, results, tiles))
+    steps = _steps(problem, inputs, results, tiles, functions, given_inputs)
+    run_steps(problem, steps)
     dbias = results.dbias
     if problem.bias_needs_grad and dbias is None:
-        dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"))
+        dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
@@ -159,17 +184,37 @@ def padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, .
     return (*heads, blocks * STAT_ROWS)
 
 
-def _steps(problem: AttentionProblem, inputs: Inputs, results: Results, tiles: Tiles) -> list[Step]:
-    """The launches of a backward but for the bias: row statistics, dk and dv, dq."""
-    step = functools.partial(_step, (*inputs, *results[:GIVEN]))
-    steps = [step(_prepare_launch, results)]
-    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, inputs.query.device) for n in ("dk", "dv"))
+def _steps(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    results: Results,
+    tiles: Tiles,
+    functions: KernelFunctions | None = None,
+    given_inputs: Inputs | None = None,
+) -> list[Step]:
+    """The launches of a backward but for the bias: row statistics, dk and dv, dq.
+
+    With functions, `given_inputs` are those that they are evaluated by.
+    """
+    given, device = (*inputs, *results[:GIVEN]), inputs.query.device
+
+    def step(build: Callable[..., Launch], results: Results, name: str, tile: KernelTile | None) -> Step:
+        if functions is None or given_inputs is None:
+            return _step(given, build, results, tile)
+        tile = tile or table_tile(name, problem, device)
+        assert tile is not None
+        by_key = name != "dq"
+        order, counts = visits(problem, given_inputs, tile.block_m, tile.block_n, by_key)
+        return _step(given, build, results._replace(order=order, counts=counts), tile, functions)
+
+    steps = [_step(given, _prepare_launch, results, functions)]
+    dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, device) for n in ("dk", "dv"))
     if dk_tile is None or dv_tile is None or "dkdv" in tiles:
-        steps.append(step(_dkdv_launch, results, tiles.get("dkdv")))
+        steps.append(step(_dkdv_launch, results, "dkdv", tiles.get("dkdv")))
     else:
-        steps.append(step(_dkdv_launch, results._replace(dv=None), dk_tile))
-        steps.append(step(_dkdv_launch, results._replace(dk=None), dv_tile))
-    return [*steps, step(_dq_launch, results, tiles.get("dq"))]
+        steps.append(step(_dkdv_launch, results._replace(dv=None), "dk", dk_tile))
+        steps.append(step(_dkdv_launch, results._replace(dk=None), "dv", dv_tile))
+    return [*steps, step(_dq_launch, results, "dq", tiles.get("dq"))]
 
 
 def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choices: Any) -> Step:
@@ -177,10 +222,12 @@ def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choic
     return Step(build, given, choices, results[GIVEN:])
 
 
-def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+def _prepare_launch(
+    problem: AttentionProblem, tensors: Tensors, functions: KernelFunctions | None = None
+) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_prepare_kernel
 
-    call = Call(problem, tensors)
+    call = Call(problem, tensors, functions)
     r, blocks = call.results, call.tiles_q(STAT_ROWS)
     is_wide = problem.head_dim_v * problem.dtype.itemsize > 512  # bytes of a row; 128 of them would spill
     tile = KernelTile(32 if is_wide else STAT_ROWS, 16, 4, 1)
@@ -196,10 +243,15 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.bh_q, arguments)
 
 
-def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+def _dkdv_launch(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    tile: KernelTile | None,
+    functions: KernelFunctions | None = None,
+) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_dkdv_kernel
 
-    call = Call(problem, tensors)
+    call = Call(problem, tensors, functions)
     r, tile = call.results, tile or call.tile("dkdv")
     num_tiles = call.tiles_k(tile.block_n)
     arguments = (
@@ -207,17 +259,22 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
         *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
         *(r.shift, r.low, r.delta),
         call.ragged(),
-        *call.extras(),
+        *call.extras(num_tiles, call.tiles_q(tile.block_m)),
         call.factors(),
         *call.sizes(num_tiles, call.bh_k, call.l2_swizzle(call.seqlen_q, problem.group_size)),
     )
     return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.bh_k, arguments, is_early=True)
 
 
-def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
+def _dq_launch(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    tile: KernelTile | None,
+    functions: KernelFunctions | None = None,
+) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_dq_kernel
 
-    call = Call(problem, tensors)
+    call = Call(problem, tensors, functions)
     r, tile = call.results, tile or call.tile("dq")
     num_tiles = call.tiles_q(tile.block_m)
     l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
@@ -227,7 +284,7 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.shift, r.low, r.delta),
         call.ragged(),
-        *call.extras(),
+        *call.extras(num_tiles, call.tiles_k(tile.block_n)),
         call.factors(),
         *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
@@ -241,12 +298,16 @@ def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
         return None
     bias, sees = inputs.bias, problem.visibility()
     assert bias is not None
-    is_visited = not problem.is_cached and (sees.left, sees.right) == (None, None)
+    is_visited = not problem.is_cached and (sees.left, sees.right, problem.functions) == (None, None, None)
     return (torch.empty if is_visited else torch.zeros)(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def _shared_dbias(
-    problem: AttentionProblem, inputs: Inputs, results: Results, tile: KernelTile | None
+    problem: AttentionProblem,
+    inputs: Inputs,
+    results: Results,
+    tile: KernelTile | None,
+    functions: KernelFunctions | None = None,
 ) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order."""
     bias = inputs.bias
@@ -257,7 +318,7 @@ def _shared_dbias(
     dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
     partial = torch.empty((splits * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
     given = (*inputs, *results[:GIVEN])
-    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes)])
+    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes, functions)])
     return partial if splits == 1 else partial.view(splits, *bias.shape).sum(0).to(bias.dtype)
 
 
@@ -280,10 +341,16 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
     return splits, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_split)
 
 
-def _dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile, sizes: BiasSizes) -> Launch:
+def _dbias_launch(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    tile: KernelTile,
+    sizes: BiasSizes,
+    functions: KernelFunctions | None = None,
+) -> Launch:
     from tilewise.gpu.triton.backward_bias import attn_bwd_dbias_kernel
 
-    call = Call(problem, tensors)
+    call = Call(problem, tensors, functions)
     r = call.results
     assert r.dbias is not None
     programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n

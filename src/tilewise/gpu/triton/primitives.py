@@ -21,6 +21,7 @@ import triton.language as tl
 from tilewise.core.dropout import ROUNDS
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
+from tilewise.gpu.triton.functions.inlined import poisoned
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 DROPOUT_ROUNDS = tl.constexpr(ROUNDS)
@@ -77,11 +78,14 @@ def key_regions(i0, i1, seq, sizes, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def full_end(full_lo, full_hi, is_whole, extras):
+def full_end(full_lo, full_hi, is_whole, extras, cfg: tl.constexpr):
     """Where full tiles end: at their start if some row or column of the program's own tile does not exist.
 
-    What is read of a mask or a bias in a full tile is not checked to lie inside of it.
+    What is read of a mask or a bias in a full tile is not checked to lie inside of it. A mask function, of
+    which no `Visits` are known, may hide keys in any tile.
     """
+    if cfg.MASK is not None:
+        full_hi = full_lo
     if extras.mask is not None or extras.bias is not None:
         full_hi = tl.where(is_whole, full_hi, full_lo)
     return full_hi
@@ -184,11 +188,11 @@ def store_scores(x, tile, i, j, seq, IS_EDGE: tl.constexpr):
 
 @triton.jit
 def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
-    """(scores with every option applied, tanh of the capped ones) from the plain products s = q k^T.
+    """(scores with every option applied, tanh of the capped ones, slope) from the plain products s = q k^T.
 
     Still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where the key is not
-    visible. IS_EDGE=False promises that lengths and window hide nothing in this tile. `bias` and `mask` are
-    what `load_scores` gives for those of extras.
+    visible. IS_EDGE=False promises that lengths, window and a mask function hide nothing in this tile. `bias`
+    and `mask` are what `load_scores` gives for those of extras; `slope` is the score function's derivative.
     """
     t = s
     unit = 1.0
@@ -205,11 +209,22 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     if extras.alibi is not None:
         slope = tl.load(extras.alibi.ptr + seq.b * extras.alibi.stride_batch + seq.h).to(tl.float32)
         s -= tl.abs(i + seq.offset - j).to(tl.float32) * (slope * unit)
+    slope_of_score = s
+    wrong = None
+    if cfg.SCORE is not None:
+        s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
     if IS_EDGE:
         s = tl.where(visible_pairs(i, j, seq, sizes), s, float("-inf"))
+        if cfg.MASK is not None:
+            visible, wrong_in_mask = cfg.MASK(i, j, seq, extras.captured)
+            s = tl.where(visible, s, float("-inf"))
+            if wrong_in_mask is not None:
+                s = poisoned(s, wrong_in_mask, i, seq, extras.captured)
     if extras.mask is not None:
         s = tl.where(mask != 0, s, float("-inf"))
-    return s, t
+    if wrong is not None:
+        s = poisoned(s, wrong, i, seq, extras.captured)
+    return s, t, slope_of_score
 
 
 @triton.jit

@@ -65,7 +65,7 @@ def attn_row_statistics_kernel(
 ):  # fmt: skip
     """What belongs to BLOCK_M queries of one head; what is None is not wanted. Grid: as of the forward."""
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, sinks, None)
+    extras = Extras(mask, bias, alibi, sinks, None, None, None)
     k = Source(k, desc_k, desc_k_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
@@ -99,7 +99,7 @@ def attn_row_statistics_kernel(
 
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
     lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
-    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras)
+    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
     for j0 in range(full_lo, full_hi, BLOCK_N):
         row_max, total, entropy, distance = row_step(
             row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
@@ -137,7 +137,7 @@ def row_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if HAS_ENTROPY or HAS_DISTANCE:
         log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
@@ -164,7 +164,7 @@ def attn_column_sum_kernel(
     last `last_rows` queries of a sequence count.
     """
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, None, None)
+    extras = Extras(mask, bias, alibi, None, None, None, None)
     q = Source(q, desc_q, desc_q_rest)
     k = Source(k, None, None)
     sizes = Sizes(
@@ -195,7 +195,7 @@ def attn_column_sum_kernel(
         seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
         lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, BLOCK_M)
-        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras)
+        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras, cfg)
         lo = tl.maximum(lo, first_row // BLOCK_M * BLOCK_M)
         full_lo = tl.maximum(full_lo, tl.cdiv(first_row, BLOCK_M) * BLOCK_M)
         full_hi = tl.maximum(full_hi, full_lo)
@@ -234,6 +234,6 @@ def column_step(
     counts = (row >= first_row) & (row < seq.seqlen_q)
     shift, low = row_shift(lse_ptr, residual_ptr, at, counts, factors, cfg)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = tl.exp2((s - shift[None, :]) * log2_unit(factors, cfg) - low[None, :])
     return sums + tl.sum(p, 1)

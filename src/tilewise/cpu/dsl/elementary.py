@@ -1,0 +1,132 @@
+"""Functions of a score function, for any number, as PyTorch has them: of vectors and of single numbers.
+
+exp and tanh are computed in the type of their argument; the others in float64, so that float32 is as exact
+as it can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tilewise.cpu.dsl.numerics import (
+    FORMATS,
+    exp,
+    exp_parts,
+    horner,
+    log,
+    polynomial,
+    tanh,
+)
+from tilewise.cpu.dsl.vector import (
+    F32,
+    F64,
+    I64,
+    Operand,
+    Value,
+    absolute,
+    as_kind,
+    bitcast,
+    element_of,
+    emitter,
+    fma,
+    like,
+    minimum,
+    select,
+    suffix,
+)
+
+DEGREE_F64 = 11  # of exp
+HIGHEST = {F32: 88.8, F64: 709.8}  # exp of more is infinite
+QUARTER_TURN = (1.5707963267948966, 6.123233995736766e-17)  # pi / 2, and what a float64 lacks of it
+QUARTER = (math.pi / 4) ** 2
+
+
+def elementary(name: str, x: Operand, degree: int) -> Value:
+    """A function of `FUNCTIONS` but for erf. `degree`: of the exponential in x's type."""
+    if name in _INTRINSICS:
+        return Value(emitter().intrinsic(f"llvm.{_INTRINSICS[name]}.{suffix(x.type)}", x.type, x.raw))
+    if name == "exp":
+        return exp_of_any(x, degree)
+    if name == "tanh":
+        return Value(tanh(x, degree)[0].raw)
+    kind = "f32" if element_of(x.type) == F32 else "f64"
+    return as_kind(_IN_FLOAT64[name](as_kind(x, "f64")), kind)
+
+
+_INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "roundeven"}
+
+
+def exp_of_any(x: Operand, degree: int) -> Value:
+    """e^x; infinite where it is too large, 0 where it is no normal number."""
+    highest = HIGHEST[element_of(x.type)]
+    x = select(x > highest, highest, x)
+    is_high = x > highest / 2
+    shift = 32 * math.log(2)
+    return exp(select(is_high, x - shift, x), degree) * select(is_high, like(2.0**32, x), 1.0)
+
+
+def _expm1(x: Operand) -> Value:
+    """2^n (2^f - 1) + (2^n - 1)."""
+    limited = minimum(x, like(708.0, x))
+    limited = select(x.equals(x), limited, x)
+    power, fraction = exp_parts(limited, DEGREE_F64)
+    return select(x > 709.0, math.inf, fma(power, fraction, power - 1.0))
+
+
+def _log(x: Operand) -> Value:
+    found = select(x.equals(math.inf), x, log(x)[0])
+    found = select(x.equals(0.0), -math.inf, found)
+    return select(x < 0.0, math.nan, found)
+
+
+def _log1p(x: Operand) -> Value:
+    """log(1 + x), and what is lost of x in the sum."""
+    total = x + 1.0
+    lost = (x - (total - 1.0)) / total
+    return _log(total) + select(absolute(lost) < 1.0, lost, 0.0)
+
+
+def _turned(shift: int) -> Callable[[Operand], Value]:
+    """sin (of x + shift quarter turns): a polynomial of what x is beyond the nearest quarter turn."""
+
+    def found(x: Operand) -> Value:
+        magic = like(1.5 * 2.0 ** FORMATS[F64].mantissa, x)
+        shifted = fma(x, like(1 / QUARTER_TURN[0], x), magic)
+        turns = shifted - magic
+        rest = fma(-1.0 * turns, like(QUARTER_TURN[0], x), x)
+        rest = fma(-1.0 * turns, like(QUARTER_TURN[1], x), rest)
+        square = rest * rest
+        sine = rest * horner(_SINE, square)
+        cosine = horner(_COSINE, square)
+        quadrant = bitcast(shifted, I64) + shift
+        is_cosine, is_negative = (quadrant & 1).equals(1), (quadrant & 2).equals(2)
+        size = select(is_cosine, cosine, sine)
+        return select(is_negative, -size, size)
+
+    return found
+
+
+def _sine_rest(t: float) -> float:
+    x = math.sqrt(t)
+    return math.sin(x) / x if x else 1.0
+
+
+_SINE = polynomial(_sine_rest, 0.0, QUARTER, 7)
+_COSINE = polynomial(lambda t: math.cos(math.sqrt(t)), 0.0, QUARTER, 8)
+_IN_FLOAT64: dict[str, Callable[[Operand], Value]] = {
+    "log": _log, "log1p": _log1p, "expm1": _expm1, "sin": _turned(0), "cos": _turned(1),
+}  # fmt: skip
+
+
+def nan_minimum(a: Operand, b: Operand) -> Value:
+    """min(a, b); NaN where either is."""
+    return select(a.equals(a), select((b < a) | is_nan(b), b, a), a)
+
+
+def nan_maximum(a: Operand, b: Operand) -> Value:
+    return select(a.equals(a), select((b > a) | is_nan(b), b, a), a)
+
+
+def is_nan(x: Operand) -> Value:
+    return x.equals(x) ^ like(1, x.equals(x))

@@ -1,0 +1,107 @@
+"""PyTorch's operations of booleans, integers and floats, and casts between them, on numbers and vectors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+
+from tilewise.core.functions.expression import COMPARISONS
+from tilewise.cpu.dsl.elementary import elementary, nan_maximum, nan_minimum
+from tilewise.cpu.dsl.vector import (
+    F64,
+    I1,
+    I32,
+    Operand,
+    Value,
+    absolute,
+    builder,
+    is_float,
+    like,
+    maximum,
+    minimum,
+    select,
+)
+
+
+def is_invertible(constant: Any) -> bool:
+    """Whether 1 / constant is a float32."""
+    return constant is not None and 1e-30 < abs(constant) < 1e30
+
+
+def converted(x: Operand, type_: ir.Type) -> Value:
+    """A number or vector as another type of as many lanes: integers of 1 (a bool), 32 or 64 bits, a float."""
+    if x.type == type_:
+        return Value(x.raw)
+    element = type_.element if isinstance(type_, ir.VectorType) else type_
+    was = x.type.element if isinstance(x.type, ir.VectorType) else x.type
+    b = builder()
+    if element == I1:
+        compared = b.fcmp_unordered if is_float(was) else b.icmp_signed
+        return Value(compared("!=", x.raw, like(0, x).raw))
+    if is_float(element):
+        return Value((b.uitofp if was == I1 else b.sitofp)(x.raw, type_))
+    if is_float(was):
+        limit = 2.0**62  # what is beyond has no integer in PyTorch either
+        x = select(x.equals(x), maximum(-limit, minimum(x, like(limit, x))), 0.0)
+        return Value(b.fptosi(x.raw, type_))
+    if was == I1:
+        return Value(b.zext(x.raw, type_))
+    return Value((b.trunc if was.width > element.width else b.sext)(x.raw, type_))
+
+
+def floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
+    """a // b of integers, b not 0. Of 32-bit vectors, which no processor divides, in float64: exact."""
+    is_short = isinstance(a.type, ir.VectorType) and a.type.element == I32
+    if is_short and not is_constant:
+        wide = ir.VectorType(F64, a.type.count)
+        x, y = (Value(builder().sitofp(t.raw, wide)) for t in (a, b))
+        return Value(builder().fptosi(elementary("floor", x / y, 0).raw, a.type))
+    found = Value(builder().sdiv(a.raw, b.raw))
+    rest = a - found * b
+    is_negative = rest < 0
+    is_off = (is_negative ^ (b < 0)) & converted(rest, is_negative.type)
+    return found - converted(is_off, a.type)
+
+
+def power(x: Operand, exponent: Any) -> Value:
+    """x to a power that `unserved_operation` lets pass."""
+    if exponent == 0.5:
+        return elementary("sqrt", x, 0)
+    found = Value(like(1, x).raw)
+    for _ in range(abs(int(exponent))):
+        found = found * x
+    return found if exponent >= 0 else 1.0 / found
+
+
+def _absolute(x: Operand) -> Value:
+    return absolute(x) if is_float(x.type) else select(x < 0, -x, x)
+
+
+def _shift(name: str) -> Callable[[Operand, Operand], Value]:
+    return lambda a, b: Value(getattr(builder(), name)(a.raw, maximum(0, minimum(b, like(63, b))).raw))
+
+
+def _compared(op: str) -> Callable[[Operand, Operand], Value]:
+    def found(a: Operand, b: Operand) -> Value:
+        compare = builder().icmp_signed
+        if is_float(a.type):
+            compare = builder().fcmp_unordered if op == "!=" else builder().fcmp_ordered
+        return Value(compare(op, a.raw, b.raw))
+
+    return found
+
+
+def _extreme(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: (of_floats if is_float(a.type) else of_integers)(a, b)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": _absolute,
+    "minimum": _extreme(nan_minimum, minimum), "maximum": _extreme(nan_maximum, maximum),
+    **dict(zip(COMPARISONS, map(_compared, ("<", "<=", "==", "!=")))),
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ like(-1, a),
+    "shl": _shift("shl"), "shr": _shift("ashr"), "where": select,
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Mask and score functions in the Triton kernels."""

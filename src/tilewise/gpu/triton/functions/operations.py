@@ -1,0 +1,76 @@
+"""What generated mask and score functions are made of, where Triton's own operations are not PyTorch's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.primitives import tanh
+
+
+@triton.jit
+def floor_quotient(a, b):
+    """a // b of integers, rounded down; of 0 as of 1."""
+    b = tl.where(b == 0, 1, b)
+    quotient = a // b  # rounded towards zero
+    rest = a - quotient * b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def remainder(a, b):
+    """a - floor_quotient(a, b) * b, of the sign of b."""
+    b = tl.where(b == 0, 1, b)
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def exact_tanh(x):
+    return tanh(x, True)
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1 = (1 + e^x) tanh(x / 2)."""
+    return tl.where(x > 80.0, tl.exp(x), (1.0 + tl.exp(x)) * tanh(x * 0.5, True))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), and what is lost of x in the sum."""
+    total = 1.0 + x
+    lost = (x - (total - 1.0)) / total
+    return tl.log(total) + tl.where(tl.abs(lost) < 1.0, lost, 0.0)
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_to_even(x):
+    up = tl.floor(x + 0.5)
+    is_tied_to_odd = (up - x == 0.5) & (up - 2.0 * tl.floor(up * 0.5) != 0.0)
+    rounded = tl.where(is_tied_to_odd, up - 1.0, up)
+    return tl.where(tl.abs(x) < 4194304.0, rounded, x)
+
+
+@triton.jit
+def whole_number(x):
+    """x towards zero as an integer; 0 for what is none."""
+    limit = 4.0e18
+    inside = tl.where(x == x, tl.minimum(tl.maximum(x, -limit), limit), 0.0)
+    return inside.to(tl.int64)
+
+
+@triton.jit
+def smaller(a, b):
+    """NaN where either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -1,0 +1,261 @@
+"""Mask and score functions in Triton: an expression as the source of two helpers, which the kernels inline.
+
+    mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is out of range)
+    score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is out of range)
+
+`i` and `j` are a tile's positions, [rows, 1] and [1, columns] or the other way round. Integers are of 32 bits
+where these hold every value. Indices that a call's shapes don't keep in range are guarded: see
+`KernelFunctions`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tilewise.core.functions import interval
+from tilewise.core.functions.derivative import derivative
+from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, LOGIC, Functions, Graph, decode
+from tilewise.core.functions.widths import wide_integers
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class KernelFunctions(NamedTuple):
+    """What is compiled into kernels of a call's functions.
+
+    guarded: the loads, by their number in `Functions.text`, whose indices are looked at.
+    """
+
+    text: str
+    guarded: frozenset[int]
+
+    @property
+    def functions(self) -> Functions:
+        return decode(self.text)
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_functions(text: str, shapes: Shapes, extent: tuple[int, int, int, int]) -> KernelFunctions:
+    """Of a call with captured tensors of `shapes`, and batch, heads, queries and keys of `extent`."""
+    functions = decode(text).without_gradients()
+    functions = decode(functions.text)
+    ranges = interval.Ranges.whole(*(max(1, n) for n in extent))
+    found = interval.Intervals(functions.graph, functions, None, ranges)
+    guarded = set()
+    for n in functions.graph.reachable(functions.roots):
+        node = functions.graph.nodes[n]
+        if node.op != "load":
+            continue
+        for argument, size in zip(node.args, shapes[node.value]):
+            low, high = (int(x) for x in found(argument))
+            if low < 0 or high >= size:
+                guarded.add(n)
+    return KernelFunctions(functions.text, frozenset(guarded))
+
+
+class Helpers(NamedTuple):
+    """Functions for kernels to call, None where there is none. `has_slope`: the score's slope is not 1."""
+
+    mask: Any
+    score: Any
+    has_slope: bool
+
+
+@functools.lru_cache(maxsize=512)
+def helpers(kernel: KernelFunctions) -> Helpers:
+    """The compiled module's functions; it is made once for an expression."""
+    source, has_slope = _source(kernel)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    name = f"tilewise.gpu.triton.generated_{digest}"
+    source = source.replace("DIGEST", digest)
+    module = sys.modules.get(name)
+    if module is None:
+        module = ModuleType(name)
+        file = module.__file__ = f"<tilewise functions {digest}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it
+        sys.modules[name] = module
+        exec(compile(source, file, "exec"), module.__dict__)
+    mask, score = (getattr(module, f"{part}_mod_{digest}", None) for part in ("mask", "score"))
+    return Helpers(mask, score, has_slope)
+
+
+_HEAD = """import triton
+import triton.language as tl
+from tilewise.gpu.triton.functions.operations import (
+    exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, smaller, trunc, whole_number
+)
+
+"""
+
+
+def _source(kernel: KernelFunctions) -> tuple[str, bool]:
+    functions, text, has_slope = kernel.functions, _HEAD, False
+    if functions.mask is not None:
+        printer = _Printer(functions.graph, kernel)
+        visible = printer.full(functions.mask, BOOL)
+        text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", visible)
+    if functions.score is not None:
+        graph, slope, _ = derivative(functions)
+        slope = graph.const(0.0) if slope is None else slope
+        has_slope = graph.value(slope) != 1.0
+        printer = _Printer(graph, kernel)
+        results = [printer.full(n, FLOAT) for n in (functions.score, slope)]
+        text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
+    return text, has_slope
+
+
+class _Printer:
+    """Statements that compute nodes of a graph, each in a variable of its own."""
+
+    def __init__(self, graph: Graph, kernel: KernelFunctions) -> None:
+        self.graph, self.kernel, self.functions = graph, kernel, kernel.functions
+        self.wide = wide_integers(graph, kernel.functions)
+        self.lines: list[str] = []
+        self.wrong: list[str] = []
+        self.done: set[int] = set()
+
+    def function(self, signature: str, *results: str) -> str:
+        wrong = " | ".join(self.wrong) or "None"
+        body = [*self.lines, f"return {', '.join(results)}, {wrong}"]
+        return f"@triton.jit\ndef {signature}:\n" + "".join(f"    {line}\n" for line in body) + "\n"
+
+    def full(self, root: int, kind: str) -> str:
+        """A root as large as the tile."""
+        zero = "(i * 0 + j * 0)"
+        constant = self.graph.value(root)
+        if kind == BOOL:
+            yes = f"({zero} == 0)"
+            return (
+                (yes if constant else f"({zero} != 0)")
+                if constant is not None
+                else (f"({yes} & {self.operand(root, kind)})")
+            )
+        return f"({zero}.to(tl.float32) + {self.operand(root, kind)})"
+
+    def operand(self, n: int, kind: str, bits: int = 64) -> str:
+        """A node as an operand of a kind; `bits`: of integers."""
+        constant = self.graph.value(n)
+        if constant is not None:
+            return _literal(constant, kind)
+        self._print(n)
+        was = self.graph.nodes[n].kind
+        if was == kind:
+            return f"n{n}.to(tl.int{bits})" if kind == INT and bits == 64 and n not in self.wide else f"n{n}"
+        if kind == BOOL:
+            return f"(n{n} != 0)"
+        if kind == FLOAT:
+            return f"n{n}.to(tl.float32)"
+        found = f"whole_number(n{n})" if was == FLOAT else f"n{n}"
+        return f"{found}.to(tl.int{bits})"
+
+    def _print(self, root: int) -> None:
+        for n in self.graph.reachable([root]):
+            if n not in self.done and self.graph.nodes[n].op != "const":
+                self.done.add(n)
+                self.lines.append(f"n{n} = {self._expression(n)}")
+
+    def _expression(self, n: int) -> str:
+        node = self.graph.nodes[n]
+        if node.op == "load":
+            return self._load(n)
+        if not node.args:
+            return _LEAVES[node.op]
+        is_wide = node.op in ("shl", "shr") or any(m in self.wide for m in (n, *node.args))
+        bits = 64 if is_wide else 32
+        args = [self.operand(a, self._argument_kind(n, place), bits) for place, a in enumerate(node.args)]
+        found = self._operation(n, args)
+        if node.kind == INT and bits == 64 and n not in self.wide:
+            return f"({found}).to(tl.int32)"
+        return f"({found}).to(tl.int64)" if n in self.wide and node.op != "load" else found
+
+    def _operation(self, n: int, args: list[str]) -> str:
+        node = self.graph.nodes[n]
+        is_float = FLOAT in (node.kind, *(self.graph.nodes[a].kind for a in node.args))
+        if node.op in (BOOL, INT, FLOAT):
+            return args[0]
+        if node.op == "pow":
+            return _power(args[0], self.graph.value(node.args[1]))
+        if node.op in ("minimum", "maximum"):
+            name = {"minimum": "smaller", "maximum": "larger"}[node.op] if is_float else f"tl.{node.op}"
+            return f"{name}({args[0]}, {args[1]})"
+        if node.op == "not":
+            return f"({args[0]} == 0)" if node.kind == BOOL else f"~{args[0]}"
+        if node.op in _CALLS:
+            return f"{_CALLS[node.op]}({', '.join(args)})"
+        if node.op == "neg":
+            return f"-{args[0]}"
+        return f"({args[0]} {_INFIX[node.op]} {args[1]})"
+
+    def _argument_kind(self, n: int, place: int) -> str:
+        """What an argument is converted to before the operation."""
+        node = self.graph.nodes[n]
+        kinds = {self.graph.nodes[a].kind for a in node.args}
+        if node.op in (BOOL, INT, FLOAT):
+            return node.op
+        if node.op == "where":
+            return BOOL if place == 0 else node.kind
+        if node.op == "pow":
+            return node.kind
+        if FLOAT in kinds or node.kind == FLOAT:
+            return FLOAT
+        return BOOL if kinds == {BOOL} and node.op in LOGIC and node.kind == BOOL else INT
+
+    def _load(self, n: int) -> str:
+        """A captured number; 0 where an index is wrong."""
+        node, tensors = self.graph.nodes[n], self.functions.tensors
+        kind = tensors[node.value].kind
+        first = sum(1 + t.ndim for t in tensors[: node.value])
+        wrong = []
+        self.lines.append(f"o{n} = tl.zeros((), tl.int64)")
+        for axis, argument in enumerate(node.args):
+            index = f"i{n}_{axis}"
+            self.lines.append(f"s{n}_{axis} = tl.load(captured.layout + {first + 1 + axis})")
+            self.lines.append(f"{index} = tl.zeros((), tl.int64) + {self.operand(argument, INT)}")
+            if n in self.kernel.guarded:
+                self.lines.append(f"{index} = tl.where({index} < 0, {index} + s{n}_{axis}, {index})")
+                wrong.append(f"({index} < 0) | ({index} >= s{n}_{axis})")
+            self.lines.append(f"o{n} = o{n} * s{n}_{axis} + {index}")
+        buffer = "captured.floats" if kind == FLOAT else "captured.integers"
+        place = f"{buffer} + tl.load(captured.layout + {first}) + o{n}"
+        found = f"tl.load({place})"
+        if wrong:
+            self.lines.append(f"w{n} = {' | '.join(wrong)}")
+            self.wrong.append(f"w{n}")
+            found = f"tl.load({place}, mask=w{n} == 0, other=0)"
+        return f"({found} != 0)" if kind == BOOL else found
+
+
+def _literal(constant: Any, kind: str) -> str:
+    if kind == BOOL:
+        return str(bool(constant))
+    if kind == INT:
+        return f"({int(constant)})"
+    found = float(constant)
+    return f"({found!r})" if found - found == 0 else f'float("{found}")'
+
+
+def _power(x: str, exponent: Any) -> str:
+    if exponent == 0.5:
+        return f"tl.sqrt({x})"
+    product = " * ".join([x] * abs(int(exponent))) or f"({x} * 0 + 1)"
+    return f"({product})" if exponent >= 0 else f"(1.0 / ({product}))"
+
+
+_LEAVES = {
+    "score": "s", "b": "(seq.b + tl.zeros((), tl.int32))", "h": "(seq.h + tl.zeros((), tl.int32))",
+    "i": "tl.minimum(i, seq.seqlen_q - 1)", "j": "tl.maximum(tl.minimum(j, seq.seqlen_k - 1), 0)",
+}  # fmt: skip
+_CALLS = {
+    **{name: f"tl.{name}" for name in FUNCTIONS}, "sqrt": "tl.sqrt_rn",
+    "tanh": "exact_tanh", "expm1": "expm1", "log1p": "log1p", "trunc": "trunc", "round": "round_to_even",
+    "floordiv": "floor_quotient", "mod": "remainder", "abs": "tl.abs", "where": "tl.where",
+}  # fmt: skip
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
+    "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip

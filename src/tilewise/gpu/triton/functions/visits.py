@@ -1,0 +1,78 @@
+"""Which tiles mask and score functions leave to a dense call's kernels: lists that their loops go through."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.expression import decode
+from tilewise.core.functions.kernel_map import captured_kinds, kernel_map
+from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges
+from tilewise.core.mask import Visibility
+from tilewise.core.problem import AttentionProblem, Inputs
+
+Lists = tuple[Tensor | None, Tensor | None]
+
+
+def visits(
+    problem: AttentionProblem, inputs: Inputs, block_m: int, block_n: int, by_key: bool = False
+) -> Lists:
+    """`order` and `counts` of `arguments.Visits`; None where functions hide nothing or sequences have lengths
+    that the host does not know.
+
+    Args:
+        block_m, block_n: queries and keys of a kernel's tile.
+        by_key: rows are tiles of keys, and queries are looped over.
+    """
+    if problem.functions is None or problem.is_packed or problem.is_cached or problem.is_paged:
+        return None, None
+    functions = decode(problem.functions)
+    if not functions.hiding:
+        return None, None
+    extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    call = (problem.functions, extent, problem.visibility(), block_m, block_n, by_key, inputs.query.device)
+    if captured_kinds(functions):
+        buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+        return _lists(*call, buffers)
+    return _lists_of_nothing_captured(*call)
+
+
+@functools.lru_cache(maxsize=128)
+def _lists_of_nothing_captured(*call: Any) -> Lists:
+    return _lists(*call)
+
+
+def _lists(
+    text: str, extent: tuple[int, int, int, int], visibility: Visibility, block_m: int, block_n: int,
+    by_key: bool, device: torch.device, buffers: Buffers | None = None,
+) -> Lists:  # fmt: skip
+    found = kernel_map(decode(text), buffers, extent, block_m, block_n, device)
+    kinds = torch.minimum(found.kinds, _kinds_of_ranges(visibility, found.block_q, found.block_k, device))
+    kinds = kinds.mT.contiguous() if by_key else kinds
+    order = kinds.sort(dim=-1, descending=True, stable=True).indices.to(torch.int32)
+    counts = torch.stack([(kinds == FULL).sum(-1), (kinds != EMPTY).sum(-1)], -1)
+    return order, counts.to(torch.int32)
+
+
+def _kinds_of_ranges(visibility: Visibility, block_q: int, block_k: int, device: torch.device) -> Tensor:
+    """EMPTY, PARTIAL or FULL of each tile by lengths, causal and window: see `Visibility.tile_kind`.
+
+    A tile with rows or columns that don't exist is not FULL.
+    """
+    v, seqlen_k = visibility, visibility.seqlen_k
+    (q0, q_last), (k0, k_last) = (
+        edges(n, b, device) for n, b in ((v.seqlen_q, block_q), (seqlen_k, block_k))
+    )
+    q0, q_last, k0, k_last = q0[:, None] + v.offset, q_last[:, None] + v.offset, k0[None], k_last[None]
+    some = torch.ones((q0.shape[0], k0.shape[1]), dtype=torch.bool, device=device)
+    every = (q_last - q0 == block_q - 1) & (k_last - k0 == block_k - 1)
+    if v.left is not None:
+        some, every = some & (k_last >= q0 - v.left), every & (k0 >= q_last - v.left)
+    if v.right is not None:
+        some, every = some & (k0 <= q_last + v.right), every & (k_last <= q0 + v.right)
+    kinds = torch.where(some, PARTIAL, EMPTY) + (some & every)
+    return kinds.to(torch.uint8)

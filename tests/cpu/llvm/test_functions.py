@@ -1,0 +1,192 @@
+"""Mask and score functions printed into the LLVM kernels."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import tilewise
+from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
+from tilewise import reference
+from tilewise.core.functions import kernel_map as maps
+from tilewise.core.functions.trace import trace
+from tilewise.cpu.host import compile as kernels
+from tilewise.testing import check_attention
+
+FEW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def functions(documents, slopes, table):
+    def mask_mod(b, h, i, j):
+        return (documents[i] == documents[j]) & ((j <= i) | (j % 3 == b))
+
+    def score_mod(score, b, h, i, j):
+        return torch.tanh(score / 3) * slopes[h] + table[h, (i - j).clamp(0, 19)]
+
+    return {"mask_mod": mask_mod, "score_mod": score_mod}
+
+
+def check(leaves, tolerance=1e-9, **options):
+    """Against the reference, forward and backward, in float64."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    call = tilewise.attention_varlen if "cu_seqlens_q" in options else tilewise.attention
+    out, lse = call(*leaves, return_lse=True, backend="llvm", **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    with torch.no_grad():
+        exact = reference.attention(*leaves, **options)
+        grads = reference.attention_backward(dout, *leaves, dlse=dlse, **options)
+    for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@FEW
+@given(MASKS, SCORES)
+def test_random_functions(mask, score):
+    TABLE.requires_grad_(False)
+    try:
+        leaves = [torch.randn(BATCH, LENGTH, HEADS, 4, dtype=torch.double) for _ in range(3)]
+        check(leaves, 1e-8, mask_mod=as_mask(mask), score_mod=as_score(score))
+    finally:
+        TABLE.requires_grad_()
+
+
+def test_every_operation():
+    """Of integers, in vectors of 32 and 64 bits, and of floats."""
+    numbers, flags = torch.randint(-9, 10, (40,)), torch.rand(40) < 0.7
+    big = torch.randint(-(2**40), 2**40, (40,))
+
+    def mask_mod(b, h, i, j):
+        whole = (i - 2 * j) // (j % 5 * 2 - 3) + (i * 7) % -3 + (i - j) // 7 + abs(numbers[i] - j) // 4
+        whole = whole + (numbers[j] * i**2) % 11 + ((i << 3) >> 1) + (i & j) + (i | 5) + (i ^ j) - ~i
+        wide = torch.maximum(big[i] * 3, big[j]) // 1000 - (big[i] >> 5) % 77 + torch.minimum(big[j], i)
+        return ((whole + wide) % 3 != 0) | (flags[i] & ~flags[j]) | (flags[j] ^ (i != j))
+
+    def score_mod(s, b, h, i, j):
+        x = s + 0.25 * (i - j)
+        y = torch.exp(-x.abs()) + torch.log(x.abs() + 0.5) - torch.log1p(x * x) + torch.expm1(-x * x)
+        y = y + torch.sqrt(x * x + 1) * torch.sin(3 * x) + torch.cos(x - i) / (2 + x**2) + torch.tanh(y)
+        steps = torch.floor(x) + torch.ceil(x / 3) - torch.round(x * 2) + torch.trunc(x)
+        y = y + torch.where(x > 0.3, torch.minimum(x, y), torch.maximum(s, j * 0.125)) + steps * 0.25
+        return (
+            y
+            + (x.long() % 4) * 0.5
+            + (s * 4).bool()
+            + flags[j].double()
+            - abs(numbers[i]).double() ** 0.5 / 9
+        )
+
+    check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)],
+          mask_mod=mask_mod, score_mod=score_mod)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors_stay_in_budget(dtype):
+    """With all other options; several items of work, and blocks of keys that take turns."""
+    n = 400
+    q, k, v = (torch.randn(1, n + 40 * (heads < 4), heads, 24).to(dtype) for heads in (4, 2, 2))
+    documents = (torch.rand(n + 40) < 1 / 100).cumsum(0)
+    options = functions(documents, torch.rand(4) + 0.5, torch.randn(4, 20))
+    options |= {"softcap": 20.0, "bias": torch.randn(1, 1, 1, n + 40), "sinks": torch.randn(4)}
+    options |= {"dropout_p": 0.2, "mask": torch.rand(1, 4, 1, n + 40) < 0.9, "window": (250, 100)}
+    check_attention(q, k, v, backend="llvm", **options)
+
+
+def test_packed_sequences():
+    """Indices count from each sequence's start; some sequences are empty."""
+    starts_q, starts_k = (
+        torch.tensor([0, *itertools.accumulate(n)]) for n in ((70, 0, 40, 9), (90, 5, 0, 33))
+    )
+    q, k, v = (torch.randn(int(s[-1]), 2, 8, dtype=torch.double) for s in (starts_q, starts_k, starts_k))
+    options = functions((torch.arange(90) // 13), torch.rand(2).double(), torch.randn(2, 20).double())
+    check((q, k, v), cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
+
+
+def test_empty_tiles_are_skipped():
+    """Keys that no query sees may be NaN, which would show where a tile is computed."""
+    q, k, v = (torch.randn(1, 500, 2, 8) for _ in range(3))
+    k[:, 128:256], v[:, 128:256] = torch.nan, torch.nan
+    out = tilewise.attention(
+        q, k, v, backend="llvm", mask_mod=lambda b, h, i, j: (j < 128) | (j >= 256) & (j <= i)
+    )  # fmt: skip
+    assert out.isfinite().all()
+
+
+def test_new_values_and_lengths_run_the_same_kernel(monkeypatch):
+    generated = []
+    original = kernels.generate
+    monkeypatch.setattr(kernels, "generate", lambda *a, **o: generated.append(1) or original(*a, **o))
+    constant = float(torch.rand(()))  # a kernel that no file has
+    for n in (40, 70):
+        table = torch.randn(n)
+        x = torch.randn(1, n, 1, 8, dtype=torch.double)
+        options = {"score_mod": lambda s, b, h, i, j, t=table: s * constant + t[i]}
+        found = tilewise.attention(x, x, x, backend="llvm", **options)
+        torch.testing.assert_close(found, reference.attention(x, x, x, **options)[0], rtol=1e-9, atol=1e-9)
+    assert len(generated) == 1
+
+
+def test_indices_out_of_range():
+    """Raise where the score is visible; what is hidden may read anything."""
+    x, table = torch.randn(1, 60, 1, 8), torch.randn(40)
+
+    def run(causal_at, table=table):
+        options = {
+            "score_mod": lambda s, b, h, i, j: s + table[j],
+            "mask_mod": lambda b, h, i, j: j < causal_at,
+        }
+        return tilewise.attention(x, x, x, backend="llvm", **options)
+
+    assert run(40).isfinite().all()
+    for wrong in (lambda: run(41), lambda: run(60, torch.empty(0))):
+        with pytest.raises(IndexError, match=r"captured tensor of shape \(\d+,\)"):
+            wrong()
+    with pytest.raises(IndexError, match="out of range"):
+        tilewise.attention(x, x, x, backend="llvm", mask_mod=lambda b, h, i, j: table[i] < 99)
+
+
+def test_kept_maps_see_new_numbers():
+    x, documents = torch.randn(1, 100, 1, 8, dtype=torch.double), torch.zeros(100, dtype=torch.long)
+    options = {"mask_mod": lambda b, h, i, j: documents[i] == documents[j]}
+    for start in (50, 20):
+        documents[:] = torch.arange(100) >= start
+        found = tilewise.attention(x, x, x, backend="llvm", **options)
+        torch.testing.assert_close(found, reference.attention(x, x, x, **options)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_maps_do_not_grow_with_the_square(monkeypatch):
+    """A million tokens have a map of larger tiles."""
+    monkeypatch.setattr(maps, "TILES_AT_ONCE", 1 << 12)
+    found = trace(lambda b, h, i, j: (j <= i) & (i - j < 1024), None).functions
+    made = maps.kernel_map(
+        found, maps.Buffers(None, None, None), (2, 3, 1 << 20, 1 << 20), 48, 32, torch.device("cpu")
+    )
+    assert made.kinds.numel() <= 1 << 12 and made.kinds.shape[:2] == (1, 1)
+    assert made.block_q == 48 << (made.block_k // 32).bit_length() - 1
+
+
+def test_what_is_not_printed_is_refused():
+    x, table = torch.randn(1, 6, 1, 4, requires_grad=True), torch.ones(6, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"no erf.*'tiled' would serve"):
+        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, *_: torch.erf(s))
+    with pytest.raises(NotImplementedError, match="no gradient of tensors that a score function reads"):
+        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, b, h, i, j: s + table[i])
+    with torch.no_grad():
+        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, b, h, i, j: s + table[i])
+
+
+def test_statistics():
+    q, k, v = (torch.randn(1, 150, 2, 8, dtype=torch.double) for _ in range(3))
+    options = functions(torch.arange(150) // 60, torch.rand(2).double(), torch.randn(2, 20).double())
+    aux = tilewise.Aux(row_max=True, entropy=True, column_sum=True)
+    ours, tiled = (
+        tilewise.attention(q, k, v, return_aux=aux, backend=name, **options)[-1] for name in ("llvm", "tiled")
+    )
+    for name in ("row_max", "entropy", "column_sum"):
+        torch.testing.assert_close(
+            *(operator.attrgetter(name)(x) for x in (ours, tiled)), rtol=1e-9, atol=1e-9
+        )
