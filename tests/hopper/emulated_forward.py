@@ -45,7 +45,10 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
     # sums that are small enough, but not for values that large
-    "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 1.0, "largest_value": 2.0**110}),
+    "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 3.0, "largest_value": 2.0**110}),
+    # and values so small that what is far below the reference would be lost
+    "small_values": (256, 256, 2, 2, 64, 64, {"largest_value": 2.0**-70}),
+    "smaller_values": (200, 300, 2, 1, 128, 128, {"largest_value": 2.0**-110, "causal": True}),
     "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),

@@ -23,7 +23,8 @@ class ForwardConfig:
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
-    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `softmax_step`
+    HEADROOM: float  # of the reference above the first tile's maximum, in units of log2: see `softmax_step`
+    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows
     LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached

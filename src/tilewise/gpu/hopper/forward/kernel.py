@@ -24,6 +24,7 @@ from tilewise.gpu.hopper.common.compat import (
     as_blocks,
     gl,
     gluon,
+    unhoisted,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -172,18 +173,28 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
+def headroom(is_exact, cfg: gl.constexpr):
+    """How far the reference lies above the maximum, in units of log2.
+
+    Computed where it is used: over the loop it would take a register.
+    """
+    return gl.where(unhoisted(is_exact) != 0, 0.0, cfg.HEADROOM)
+
+
+@gluon.jit
 def softmax_step(
-    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
-    dtype: gl.constexpr, cfg: gl.constexpr,
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, row, tiles, follows, is_exact, work, sizes,
+    factors, dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
 
     Steady: alpha is 1. Of a mask: the tile's entry and bits, and 1 if each row has seen a key before.
 
     `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
-    Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
-    while nothing overflows, hence while l <= LARGEST_SUM and O is finite. Else the work tile has failed, and
-    is done again with `follows`, where m is the running maximum; a steep tile follows it from the start.
+    Once each row has seen a key, m stays `headroom` above the maximum so far: no maximum to find or wait for,
+    nothing to rescale. This is exact while nothing overflows or loses digits: see `failures`. Else the work
+    tile has failed, and is done again with `is_exact`, where m is the running maximum; a steep tile follows
+    it from the start.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
@@ -211,7 +222,7 @@ def softmax_step(
         if cfg.HAS_ALIBI:
             s = s * unit - penalty(s, start, slope)
             unit = 1.0
-        p, m, alpha = online_softmax(s, m, unit)
+        p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady, has_seen
@@ -333,8 +344,9 @@ def mma_role(
         if cfg.FOLLOWS:
             follows = 0 * left + 1
         p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, 0 * left, slope, row, tiles, 1, work, sizes, factors, dtype, cfg
-        )
+            W, s, m, l, left, entry, words, 0 * left, slope, row, tiles, 1, is_exact, work, sizes, factors,
+            dtype, cfg,
+        )  # fmt: skip
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
@@ -359,8 +371,8 @@ def mma_role(
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
-                dtype, cfg,
+                W, s, m, l, left, current, words, has_seen, slope, row, tiles, follows, is_exact, work, sizes,
+                factors, dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -373,14 +385,15 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
-        flags = failures(l, acc, follows, dtype, cfg)
+        flags = failures(l, acc, dtype, cfg)
         rings.failures.index(work_use % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_TILES)
         store_rows(
-            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, extras, cfg
-        )
+            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors,
+            headroom(is_exact, cfg), extras, cfg,
+        )  # fmt: skip
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)

@@ -21,8 +21,11 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
 # Of a row's weights, by thread: no P of 16 bits overflows, and four of them have a normal reciprocal.
 LARGEST_SUM = {torch.float16: 2.0**15, torch.bfloat16: 2.0**123}
-# Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys.
-LARGEST_SPREAD = {torch.float16: 20.0, torch.bfloat16: 150.0}
+# As much as costs no digit: of float16 below 2^-14, of weights 2^-62 times the largest, of O: see `failures`.
+HEADROOM = {torch.float16: 6.0, torch.bfloat16: 64.0}
+# Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys; in
+# float16 a spike in the first tile tells of others.
+LARGEST_SPREAD = {torch.float16: 16.0, torch.bfloat16: 225.0}
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 
 
@@ -150,6 +153,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         D_CHUNKS=-(-problem.head_dim // width),
         D_CHUNK=width,
         BLOCK_DV=block_dv,
+        HEADROOM=HEADROOM[problem.dtype],
         LARGEST_SUM=LARGEST_SUM[problem.dtype],
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
         PACK=_pack(problem),
