@@ -95,12 +95,23 @@ def _clamped(dtype):
 
 @gluon.jit
 def probabilities(
-    s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
+    s,
+    stats,
+    at,
+    kept,
+    slope,
+    bias,
+    tile,
+    key,
+    own,
+    work,
+    sizes,
+    factors,
+    dtype: gl.constexpr,
+    cfg: gl.constexpr,
 ):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, derivative = weights(
-        s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype, cfg
-    )
+    p, derivative = weights(s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype, cfg)
     p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:

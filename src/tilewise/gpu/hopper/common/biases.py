@@ -34,7 +34,7 @@ def penalty(s, start, slope):
 def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, cfg: gl.constexpr):
     """[64, N // 8, 4] pairs of neighbouring columns' biases, if there is one, from (row, column) on.
 
-    row, rows: the first, and how many there are; the bias of rows beyond is of no consequence, that of columns
+    row, rows: the first, and how many there are. The bias of rows beyond them means nothing, that of columns
     beyond is 0. A thread has two rows' pairs, as `with_bias` wants them.
     """
     pairs = 0

@@ -237,9 +237,7 @@ def surviving(tile, row, work, seed, extras, sizes, cfg: gl.constexpr):
 def bias_of(tile, row, work, extras, cfg: gl.constexpr):
     """A tile's biases, if there are any: see `load_bias`."""
     N: gl.constexpr = cfg.BLOCK_N
-    return load_bias(
-        row, tile * N, work.batch, work.head, work.seqlen_q, work.seqlen_k, extras, N, cfg
-    )
+    return load_bias(row, tile * N, work.batch, work.head, work.seqlen_q, work.seqlen_k, extras, N, cfg)
 
 
 @gluon.jit
@@ -349,7 +347,24 @@ def mma_role(
         if cfg.FOLLOWS:
             follows = 0 * left + 1
         p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, 0 * left, slope, bias, row, tiles, 1, work, sizes, factors, dtype, cfg
+            W,
+            s,
+            m,
+            l,
+            left,
+            entry,
+            words,
+            0 * left,
+            slope,
+            bias,
+            row,
+            tiles,
+            1,
+            work,
+            sizes,
+            factors,
+            dtype,
+            cfg,
         )
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
@@ -376,8 +391,8 @@ def mma_role(
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, has_seen, slope, bias, row, tiles, follows, work, sizes, factors,
-                dtype, cfg,
+                W, s, m, l, left, current, words, has_seen, slope, bias, row, tiles, follows, work, sizes,
+                factors, dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
