@@ -40,8 +40,12 @@ def _has_bias(p: AttentionProblem) -> bool:
     return p.bias_shape is not None
 
 
+def _has_bias_of_rows(p: AttentionProblem) -> bool:
+    return bool(p.bias_shape) and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
+
+
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
-    return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
+    return p.bias_needs_grad and _has_bias_of_rows(p)
 
 
 def _is_broadcast_over_queries(p: AttentionProblem) -> bool:
@@ -110,7 +114,7 @@ ROWS = (
     Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
         "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",
     }, is_rare=True),
-    Row("bias that is broadcast over keys", lambda p: _has_bias(p) and p.bias_shape[3] == 1 < p.seqlen_k, {
+    Row("bias that is broadcast over keys", _has_bias_of_rows, {
         "hopper": "does not take a bias that is broadcast over keys",
     }, is_rare=True),
     Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {

@@ -81,7 +81,7 @@ def extras_of(inputs: Inputs, is_transposed: bool = False) -> tuple[Tensor | Non
 
 
 def _pairs(bias: Tensor) -> Tensor:
-    """A bias of 16-bit numbers, two neighbours of a row as an int32; a copy if they don't lie side by side."""
+    """A bias of 16-bit numbers, two neighbours of a row as an int32; a copy if they lie otherwise."""
     for dim, stride in enumerate(bias.stride()[:3]):
         if stride == 0:  # expanded: all of it is one
             bias = bias.narrow(dim, 0, 1)
