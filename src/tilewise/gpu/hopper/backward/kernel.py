@@ -59,9 +59,10 @@ from tilewise.gpu.hopper.backward.scores import (
 )
 from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
 from tilewise.gpu.hopper.common.arguments import Extras, Packing, TransposedMap
-from tilewise.gpu.hopper.common.biases import load_slope
+from tilewise.gpu.hopper.common.biases import load_bias, load_slope
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
+    as_block,
     as_blocks,
     fence_async_shared,
     gl,
@@ -153,22 +154,26 @@ def start_step(
     """
     stats = stats_of(slot, ch, cfg)
     slope = load_slope(work.batch, at.head, extras, cfg)
+    query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
+    bias = load_bias(key, query, work.batch, at.head, work.seqlen_k, work.seqlen_q, extras, cfg.BLOCK_M, cfg)
     v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
     s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(work_use)
-    if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
+    if cfg.HAS_SOFTCAP or cfg.HAS_BIAS:  # whose arithmetic needs the registers of dP
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(
-            s, stats, at, kept, slope, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
         )
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
+        p, _ = weights(
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+        )
         weight = p
     return p, weight, dp
 
@@ -197,7 +202,8 @@ def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg: gl.constexpr
+    W: gl.constexpr, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: dK and dV of 64 keys of every work tile, and half of its dQ."""
     seed = load_seed(extras, cfg)
@@ -245,6 +251,11 @@ def mma_role(
             fence_async_shared()  # the stores of dS are visible to wgmma
             sync_warpgroups()
             ch.v.release(work_use, step == steps - 1)  # early, so that the next is there in time
+            if cfg.HAS_DBIAS:
+                query = staggered(tile, tiles, spread, cfg) * cfg.BLOCK_M
+                heads = sizes.num_bh // sizes.batch * sizes.group_size
+                buffer = as_block(ch.ds.index(W * 2 + use % 2), dbias_desc)  # until `publish_step` has waited
+                store_tile(dbias_desc, [work.batch * heads + head, key, query], buffer)
             dq = start_queries(W, use, keys, dk_desc, ch, cfg)
             dk = start_sum(ds, query_buffer(ch, slot, 0), dk, step, cfg)
             if cfg.HAS_DROPOUT:  # of the next step, under the products of this one
@@ -390,19 +401,20 @@ def await_semaphore(semaphore, least):
         now = gl.atomic_add(semaphore, 0, sem="acquire")
 
 
-EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
 MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_head", "mask_stride_tile")
 
 
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, dbias_desc, shifts, semaphores,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
     mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+    bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -412,15 +424,24 @@ def attn_bwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     splits = Splits(border, unit, key_sums)
-    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
+    extras = Extras(
+        dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+        bias, bias_batch, bias_head, bias_row,
+    )  # fmt: skip
     mask = TransposedMap(
         mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile
     )
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
+            (
+                mma_role,
+                (0, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg),
+            ),
+            (
+                mma_role,
+                (1, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg),
+            ),
             (
                 load_role,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, mask, cfg),
