@@ -69,18 +69,15 @@ def draw(seed: int, backend: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any
         options["causal"] = True
     elif (left, right) != (None, None):
         options["window"] = (left, right)
-    if backend == "triton" or dim <= 128:
-        options |= _extras(kernel_rng, rng, q, k, is_packed, backend == "triton" or not has_softcap)
-    if backend == "hopper" and "bias" in options:  # of shapes whose gradient it has
-        shared = [1, 1] if q.shape[0] * heads <= 8 else [q.shape[0], heads]
-        options["bias"] = torch.randn(*shared, q.shape[1], k.shape[1], device="cuda").to(dtype)
+    if backend == "triton":
+        options |= _only_triton(kernel_rng, rng, q, k, is_packed)
     return q, k, v, options, steepness
 
 
-def _extras(
-    kernel_rng: random.Random, rng: random.Random, q: Tensor, k: Tensor, is_packed: bool, may_bias: bool
+def _only_triton(
+    kernel_rng: random.Random, rng: random.Random, q: Tensor, k: Tensor, is_packed: bool
 ) -> dict[str, Any]:
-    """What scores and weights have besides."""
+    """Options that the Hopper kernels leave to the Triton ones."""
     has_mask, has_bias, has_alibi, has_dropout = (kernel_rng.random() < 0.25 for _ in range(4))
     options: dict[str, Any] = {}
     if has_alibi:
@@ -92,7 +89,7 @@ def _extras(
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if has_mask:
         options["mask"] = torch.rand(_broadcast(rng, full), device="cuda") < rng.choice((0.2, 0.8))
-    if has_bias and may_bias:
+    if has_bias:
         options["bias"] = torch.randn(_broadcast(rng, full), device="cuda").to(q.dtype)
     return options
 

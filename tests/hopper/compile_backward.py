@@ -68,8 +68,6 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     ),
     "bias_d64": (64, 64, torch.bfloat16, False, {}),
     "bias_d128_causal": (128, 128, torch.bfloat16, False, {"causal": True}),
-    "dbias_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
-    "dbias_mask_dropout_d128": (128, 128, torch.float16, False, {"dropout_p": 0.1}),
     "bias_mask_dropout_softcap_d128": (
         128,
         128,
@@ -96,8 +94,6 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     extras = ("packed", *offsets) if is_packed else tuple(n for n in ("mask", "alibi", "bias") if n in name)
     seqlen_q = 1 << 15 if "in_dq" in name else 512
     inputs = case_inputs(Case(dim, dim_v, dtype, options, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
-    if inputs.bias is not None and "dbias" not in name:
-        inputs = inputs._replace(bias=inputs.bias.detach())
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
     host.num_sms = lambda index: 4 if "whole" in name else 132  # type: ignore[assignment]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.testing import check_attention
+from tilewise import reference
+from tilewise.testing import check_attention, compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
@@ -35,12 +36,32 @@ def test_dropout_and_alibi(dim: int, lengths: tuple[int, int]):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bias_and_its_gradient(dim: int, lengths: tuple[int, int]):
-    q, k, v = (draw(n, 2, dim, torch.float16) for n in (lengths[0], lengths[1], lengths[1]))
-    full = torch.randn(2, 2, *lengths, device="cuda").half()
+def test_bias(dim: int, lengths: tuple[int, int]):
+    """Forward, and the gradients of query, key and value."""
+    tensors = [draw(n, 2, dim, torch.float16).requires_grad_() for n in (lengths[0], lengths[1], lengths[1])]
+    full, dout = torch.randn(2, 2, *lengths, device="cuda").half(), draw(lengths[0], 2, dim, torch.float16)
     for bias in (full, full[:1], full[:, 1:], full.mT.contiguous().mT):
-        for options in (*OPTIONS, {"dropout_p": 0.2}):
-            check_attention(q, k, v, backend="hopper", holds_mean=False, bias=bias, **options)
+        for options in OPTIONS:
+            out = tilewise.attention(*tensors, backend="hopper", bias=bias, **options)
+            found = (out.detach(), *torch.autograd.grad(out, tensors, dout))
+            given = {name: x for name, x in options.items() if name != "deterministic"} | {"bias": bias}
+            exact, base = (
+                (
+                    reference.attention(*tensors, dtype=dtype, **given)[0].detach(),
+                    *reference.attention_backward(dout, *tensors, dtype=dtype, **given)[:3],
+                )
+                for dtype in (torch.float64, torch.float16)
+            )
+            for name, *results in zip(("out", "dq", "dk", "dv"), found, exact, base, strict=True):
+                report = compare(name, *results)
+                assert report.max_error <= report.max_budget, report
+
+
+def test_the_gradient_of_a_bias_is_refused_by_name():
+    q, bias = draw(100, 2, 64), torch.randn(1, 2, 100, 100, device="cuda").bfloat16().requires_grad_()
+    out = tilewise.attention(q, q, q, bias=bias, backend="hopper")
+    with pytest.raises(NotImplementedError, match="has no gradient of a bias"):
+        out.sum().backward()
 
 
 def test_dropout_has_the_mask_of_the_generator():

@@ -49,17 +49,6 @@ def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
     return p.bias_needs_grad and _has_bias_of_rows(p)
 
 
-def _is_broadcast_over_queries(p: AttentionProblem) -> bool:
-    return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[2] == 1 < p.seqlen_q  # type: ignore[index]
-
-
-def _is_shared_by_many(p: AttentionProblem) -> bool:
-    """What each adds to the gradient takes memory of its own before it is summed."""
-    if p.bias_shape is None or not p.bias_needs_grad:
-        return False
-    return p.batch * p.num_heads > 8 * p.bias_shape[0] * p.bias_shape[1]
-
-
 def _is_shared_with_padding(p: AttentionProblem) -> bool:
     """Sequences that share a bias have blocks of keys that differ by their left padding."""
     return bool(p.bias_shape) and p.bias_needs_grad and p.has_leftpad and p.bias_shape[0] < p.batch  # type: ignore[index]
@@ -174,17 +163,8 @@ ROWS = (
         "aten": "takes a mask or a bias, not both",
     }),
     Row("gradient of a bias", lambda p: p.bias_needs_grad, {
-        "aten": "has no bias gradient",
+        "aten": "has no bias gradient", "hopper backward": "has no gradient of a bias",
     }),
-    Row("gradient of a bias that is broadcast over queries", _is_broadcast_over_queries, {
-        "hopper backward": "has no gradient of a bias that is broadcast over queries",
-    }, is_rare=True),
-    Row("gradient of a bias that more than 8 share", _is_shared_by_many, {
-        "hopper backward": "has no gradient of a bias that more than 8 sequences and heads share",
-    }, is_rare=True),
-    Row("gradient of a bias with softcap", lambda p: p.bias_needs_grad and p.softcap > 0, {
-        "hopper backward": "has no gradient of a bias with softcap",
-    }, is_rare=True),
     Row("gradient of a bias that is broadcast over keys", _is_broadcast_over_keys, {
         "llvm": "has no gradient of a bias that is broadcast over keys",
     }, is_rare=True),

@@ -29,7 +29,6 @@ class BackwardConfig:
     HAS_DROPOUT: bool = False
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
-    HAS_DBIAS: bool = False  # the bias has a gradient: dS^T is stored
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240

@@ -62,7 +62,6 @@ from tilewise.gpu.hopper.common.arguments import Extras, Packing, TransposedMap
 from tilewise.gpu.hopper.common.biases import load_bias, load_slope
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
-    as_block,
     as_blocks,
     fence_async_shared,
     gl,
@@ -202,8 +201,7 @@ def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras,
-    cfg: gl.constexpr,
+    W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg: gl.constexpr
 ):  # fmt: skip
     """Warpgroup W: dK and dV of 64 keys of every work tile, and half of its dQ."""
     seed = load_seed(extras, cfg)
@@ -251,11 +249,6 @@ def mma_role(
             fence_async_shared()  # the stores of dS are visible to wgmma
             sync_warpgroups()
             ch.v.release(work_use, step == steps - 1)  # early, so that the next is there in time
-            if cfg.HAS_DBIAS:
-                query = staggered(tile, tiles, spread, cfg) * cfg.BLOCK_M
-                heads = sizes.num_bh // sizes.batch * sizes.group_size
-                buffer = as_block(ch.ds.index(W * 2 + use % 2), dbias_desc)  # until `publish_step` has waited
-                store_tile(dbias_desc, [work.batch * heads + head, key, query], buffer)
             dq = start_queries(W, use, keys, dk_desc, ch, cfg)
             dk = start_sum(ds, query_buffer(ch, slot, 0), dk, step, cfg)
             if cfg.HAS_DROPOUT:  # of the next step, under the products of this one
@@ -407,7 +400,7 @@ MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_hea
 
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, dbias_desc, shifts, semaphores,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
@@ -434,14 +427,8 @@ def attn_bwd_kernel(
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (
-                mma_role,
-                (0, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg),
-            ),
-            (
-                mma_role,
-                (1, dk_desc, dv_desc, dbias_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg),
-            ),
+            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
             (
                 load_role,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, mask, cfg),

@@ -60,12 +60,11 @@ def backward(
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
-    ds = new_ds(problem, query) if cfg.HAS_DBIAS else None
-    run_steps(problem, steps(cfg, division, given, new, (*optional, ds), mask))
+    run_steps(problem, steps(cfg, division, given, new, optional, mask))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
-    return Gradients(dq, dk, dv, None if ds is None else bias_gradient(problem, ds), dsinks)
+    return Gradients(dq, dk, dv, None, dsinks)
 
 
 def steps(
@@ -73,12 +72,12 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 9,
+    optional: Tensors = (None,) * 8,
     mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
-    `optional` are dlse, the sequences' offsets, `order_sequences`, `extras_of` and `new_ds`.
+    `optional` are dlse, the sequences' offsets, `order_sequences` and `extras_of`.
     """
     query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
@@ -112,7 +111,6 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_DROPOUT=problem.dropout_p > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_BIAS=problem.bias_shape is not None,
-        HAS_DBIAS=problem.bias_needs_grad,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
@@ -271,7 +269,7 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes, bias, ds = tensors
+    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes, bias = tensors
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
@@ -284,7 +282,6 @@ def main_launch(
         flat_descriptor(dq, (DQ_TILE // 128, 128)),
         *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        ds_descriptor(problem, ds, cfg),
         *(shifts, semaphores, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
@@ -377,42 +374,6 @@ def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
     assert t is not None
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(box), layout)
-
-
-def new_ds(problem: AttentionProblem, query: Tensor) -> Tensor:
-    """Room for dS^T (batch, heads, seqlen_k, seqlen_q), rows filled up to what TMA can address.
-
-    Where no query sees a tile of keys, nobody writes: zeros.
-    """
-    visibility = problem.visibility()
-    is_whole = visibility.left is None and visibility.right is None and problem.mask_shape is None
-    shape = (problem.batch, problem.num_heads, problem.seqlen_k, -(-problem.seqlen_q // 8) * 8)
-    return query.new_empty(shape) if is_whole else query.new_zeros(shape)
-
-
-def ds_descriptor(problem: AttentionProblem, ds: Tensor | None, cfg: BackwardConfig) -> Any:
-    """TMA descriptor of dS^T, 64 keys of a (batch, head) and a tile of queries at a time."""
-    if ds is None:
-        return None
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
-    keys, padded = ds.shape[2:]
-    shape, box = [problem.batch * problem.num_heads, keys, problem.seqlen_q], [1, 64, cfg.BLOCK_M]
-    return TensorDescriptor(
-        ds, shape, [keys * padded, padded, 1], box, host.shared_layout(tuple(box), ds.dtype)
-    )
-
-
-def bias_gradient(problem: AttentionProblem, ds: Tensor) -> Tensor:
-    """dbias of dS^T: in float32 summed over what the bias is broadcast over."""
-    assert problem.bias_shape is not None and problem.bias_dtype is not None
-    ds = ds[..., : problem.seqlen_q].mT
-    shared = [d for d in (0, 1) if problem.bias_shape[d] < ds.shape[d]]
-    if shared:
-        ds = ds.sum(shared, keepdim=True, dtype=torch.float32)
-    if problem.dropout_p > 0:
-        ds = ds * (1 / (1 - rate(problem.dropout_p)))
-    return ds.to(problem.bias_dtype).contiguous()
 
 
 def sinks_gradient(
