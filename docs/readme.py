@@ -1,4 +1,4 @@
-"""What README.md and docs/claims.md hold that is made, not written: `make readme`.
+"""What README.md, docs/claims.md and docs/distributed.md hold that is made, not written: `make readme`.
 
 The plot and the tables come from `benchmarks` and from `tilewise.dispatch.capability`; each table stands
 between two comments that name it.
@@ -15,9 +15,11 @@ from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
 from tilewise.lab.claims import report as claims_report, run as claims_run
+from tilewise.lab.distributed import plan
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "docs" / "claims.md"
+DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADLINE, DECODE, CPU = (
@@ -61,6 +63,7 @@ def sections() -> dict[Path, dict[str, str]]:
     return {
         README: {"results": results_table(), "features": capability.table()},
         CLAIMS: {"claims": claims_tables()},
+        DISTRIBUTED: {"predictions": plan.table(plan.predict())},
     }
 
 
@@ -124,3 +127,4 @@ if __name__ == "__main__":
         page.write_text(with_sections(page.read_text(), made))
     draw(PLOT)
     draw_tiles(TILES)
+    plan.draw(plan.predict(), PREDICTIONS)

@@ -104,6 +104,76 @@ def test_func_grad_and_hessian():
     torch.testing.assert_close(torch.func.hessian(lambda q: loss(q, k, v))(q), exact)
 
 
+def captured(q, k, v, slopes, bias):
+    return tilewise.attention(
+        q, k, v, bias=bias, return_lse=True,
+        mask_mod=lambda b, h, i, j: i + 1 >= j, score_mod=lambda s, b, h, i, j: s - s * slopes[h] * (i - j),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, "functions"], ids=[*ids, "functions"])
+def test_reverse_over_forward_mode(case):
+    """Of inputs and tangents, as the gradient's own derivative has it."""
+    if case == "functions":
+        _, leaves = differentiable({"bias": True})
+        function, leaves = captured, [*leaves[:3], torch.rand(4, dtype=torch.float64), leaves[3]]
+    else:
+        function, leaves = differentiable(case)
+    leaves = tuple(t.detach() for t in leaves)
+    tangents = tuple(torch.randn_like(t) for t in leaves)
+    weights = [torch.randn_like(t) for t in function(*leaves)]
+
+    def weighted(*outputs):
+        return sum((w * t).sum() for w, t in zip(weights, outputs))
+
+    def by_forward(leaves, tangents):
+        return weighted(*torch.func.jvp(function, leaves, tangents)[1])
+
+    def by_gradient(leaves, tangents):
+        grads = torch.func.grad(lambda leaves: weighted(*function(*leaves)))(leaves)
+        return sum((t * g).sum() for t, g in zip(tangents, grads))
+
+    found, expected = (torch.func.grad(f, (0, 1))(leaves, tangents) for f in (by_forward, by_gradient))
+    torch.testing.assert_close(found, expected)
+    assert all(t.any() for t in expected[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_mod": lambda b, h, i, j: i >= j}], ids=["full", "mask_mod"])
+def test_a_derivative_that_is_missing_is_not_zero(options):
+    q, k, v = torch.randn(3, 1, 4, 1, 2, dtype=torch.float64)
+
+    def f(x):
+        return tilewise.attention(x, k, v, **options).square().sum()
+
+    def formula(x):
+        return tilewise.reference.attention(x, k, v, **options)[0].square().sum()
+
+    def along(f):
+        return lambda x: torch.func.jvp(f, (x,), (k,))[1]
+
+    jacrev, jacfwd, hessian = torch.func.jacrev, torch.func.jacfwd, torch.func.hessian
+    torch.testing.assert_close(torch.func.grad(along(f))(q), torch.func.grad(along(formula))(q))
+    torch.testing.assert_close(jacrev(jacfwd(f))(q), hessian(f)(q))
+    for twice in (along(along(f)), jacfwd(jacfwd(f))):
+        with pytest.raises(NotImplementedError, match=r"forward mode over forward mode.*torch.func.hessian"):
+            twice(q)
+    for thrice in (jacfwd(hessian(f)), jacrev(hessian(f)), jacrev(jacrev(jacrev(f)))):
+        with pytest.raises(NotImplementedError, match="no third"):
+            thrice(q)
+    assert along(along(along(formula)))(q).abs() > 0
+
+
+@pytest.mark.parametrize("backend", [None, "tiled"])
+def test_third_derivatives_by_autograd_are_refused(backend):
+    q, k, v = (t.requires_grad_() for t in small())
+    g = tilewise.attention(q, k, v, backend=backend).square().sum()
+    for _ in range(2):
+        (g,) = torch.autograd.grad(g.square().sum(), q, create_graph=True)
+    for leaf in (q, k):
+        with pytest.raises(NotImplementedError, match="no third derivatives: tilewise"):
+            torch.autograd.grad(g.square().sum(), leaf, retain_graph=True)
+
+
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 2)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"bias": True}, {"sinks": True}, {"packed": True}])
 def test_vmap_is_a_loop(dims, options):

@@ -68,6 +68,8 @@ ATTENTION = {
     "scale in a list": (dict(scale=[1.0]), TypeError, "scale=[1.0] must be a number"),
     "scale in a tensor": (dict(scale=torch.tensor(0.5)), TypeError, "scale=tensor(0.5000) must be a number"),
     "a tensor of many numbers": (dict(softcap=x(9, 9)), TypeError, "softcap=tensor([[0., 0., 0., 0., 0., 0., 0., 0., 0.], [0., "),
+    "softcap True": (dict(softcap=True), TypeError, "softcap=True must be a number"),
+    "scale True": (dict(scale=True), TypeError, "scale=True must be a number"),
     "softcap None": (dict(softcap=None), TypeError, "softcap=None must be a number"),
     "dropout in a string": (dict(dropout_p="0.1"), TypeError, "dropout_p='0.1' must be a number"),
     "causal in a string": (dict(causal="no"), TypeError, "causal='no' must be True or False"),
@@ -274,6 +276,8 @@ ELSEWHERE = {
     "layer heads": (lambda: tilewise.nn.FlashAttention(16, 2.5), ValueError, "num_heads=2.5 must be an integer"),
     "layer dropout": (lambda: tilewise.nn.FlashAttention(16, 2, dropout=None), TypeError, "dropout=None must be a number"),
     "layer base": (lambda: tilewise.nn.FlashAttention(16, 2, rope="x"), TypeError, "rope='x' must be a number"),
+    "layer base True": (lambda: tilewise.nn.FlashAttention(16, 2, rope=True), TypeError, "rope=True must be a number"),
+    "flash-attn causal for scale": (lambda: flash_attn.flash_attn_func(KV, KV, KV, 0.1, True), TypeError, "softmax_scale=True must be a number"),
     "layer input": (lambda: tilewise.nn.FlashAttention(16, 2)(None), TypeError, "x=NoneType must be a torch.Tensor"),
     "warmup": (lambda: tilewise.warmup(Q, None, KV), TypeError, "key=NoneType must be a torch.Tensor"),
     "warmup dtype": (lambda: tilewise.warmup(Q.int(), KV, KV), TypeError, "query.dtype=torch.int32 must be float64"),
@@ -332,6 +336,47 @@ def test_a_misspelt_option_is_told_which_was_meant(name):
         function(*arguments, sofcap=1)
     with pytest.raises(TypeError, match=f"^zzz=1 is no argument of {of}: it has query, "):
         function(*arguments, zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        ("attention", "softmax_scale", "did you mean scale?"),
+        ("attention", "is_causal", "did you mean causal (bottom-right aligned)?"),
+        ("attention", "window_size", "did you mean window, (left, right) with None for unbounded?"),
+        ("attention", "sliding_window", "did you mean window, (keys before, keys after) each query?"),
+        ("attention", "logits_soft_cap", "did you mean softcap?"),
+        ("attention", "attn_mask", "did you mean mask (True = attend), or bias for additive scores?"),
+        ("attention", "attention_mask", "did you mean mask (True = attend)"),
+        ("attention", "key_padding_mask", "did you mean mask, as mask[:, None, None, :] with True = attend?"),
+        ("attention", "s_aux", "did you mean sinks?"),
+        ("attention", "enable_gqa", "leave it out, as key and value may always have fewer heads"),
+        (
+            "attention",
+            "cu_seqlens",
+            "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k",
+        ),
+        ("attention_varlen", "cu_seqlens", "did you mean cu_seqlens_q?"),
+        ("attention_with_cache", "rotary_cosine", "did you mean rotary_cos?"),
+        (
+            "attention_with_cache",
+            "mask_mod",
+            "attention, attention_varlen and attention_statistics take functions",
+        ),
+    ],
+)
+def test_a_name_from_elsewhere_is_told_the_name_here(function, name, hint):
+    arguments = {"attention_varlen": [KV] * 5, "attention_with_cache": [KV, None]}.get(function, [KV] * 3)
+    with pytest.raises(TypeError) as caught:
+        getattr(tilewise, function)(*arguments, **{name: 1})
+    assert str(caught.value).startswith(f"{name}=1 is no argument of {function}: {hint}")
+
+
+def test_a_misspelt_option_in_compiled_code():
+    for fullgraph in (True, False):
+        call = torch.compile(tilewise.attention, fullgraph=fullgraph, backend="aot_eager")
+        with pytest.raises(Exception, match=r"casual.* is no argument of attention: did you mean causal"):
+            call(KV, KV, KV, casual=True)
 
 
 def test_offsets_on_a_gpu_are_read_again_only_if_something_changed(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 import tilewise
 from tilewise import reference
-from tilewise.core.dropout import keep_mask
+from tilewise.core.dropout import keep_mask, rate
 from tilewise.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -217,7 +217,7 @@ def test_dropout(causal, packed):
     for n in range(shape[0]):
         rows_q = slice(cu_q[n], cu_q[n + 1]) if packed else n
         rows_k = slice(cu_k[n], cu_k[n + 1]) if packed else n
-        kept = s_dmask[n].clamp(min=0) / 0.6
+        kept = s_dmask[n].clamp(min=0) / (1 - rate(0.4))
         kept = kept[:, : out[rows_q].shape[0], : values[rows_k].shape[0]]
         torch.testing.assert_close((kept @ values[rows_k].transpose(0, 1)).transpose(0, 1), out[rows_q])
 

@@ -106,7 +106,22 @@ def test_new_values_and_closures_are_seen():
             "fft.*test_functions.py",
         ),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i + 9] > 0}, IndexError, "index 9.*test_functions.py"),
-        ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0}, IndexError, "out of range"),
+        (
+            {"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0},
+            IndexError,
+            r"index 3 in dimension 0 of a captured .* \(3,\) is out of range \(line .*test_functions.py",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 4)[i, j - i]},
+            IndexError,
+            r"index [45] in dimension 1 of a captured .* \(6, 4\) is out of range \(line .*j - i",
+        ),
+        ({"mask_mod": lambda b, h, i, j: i.item() > 0}, TypeError, "no value while the function is traced"),
+        (
+            {"mask_mod": lambda b, h, i, j: i.foo() > 0},
+            TypeError,
+            "a mask or score function has no operation 'foo'",
+        ),
     ],
 )
 def test_errors_name_the_line(options, error, message):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tilewise
 
 ROOT = Path(tilewise.__file__).parent
@@ -115,6 +117,13 @@ def test_importing_tilewise_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["compat", "distributed", "fp8", "testing"])
+def test_modules_are_attributes(name):
+    code = f"import tilewise; print(tilewise.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().startswith("tilewise.")
 
 
 def test_public_names_are_documented():

@@ -456,6 +456,20 @@ def test_statistics_and_their_gradients_with_functions():
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-11, atol=1e-11)
     for a, b in zip(*(torch.autograd.grad(total, (q, k, table)) for total in sums)):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    without_values = tilewise.attention_statistics(q, k, aux, **options)
+    for name in aux.names:
+        torch.testing.assert_close(getattr(without_values, name), getattr(found, name))
+    cache = tilewise.KVCache(2, 40, 4, 16, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="mask_mod and score_mod must be None with a cache"):
+        tilewise.attention_statistics(q, cache, aux, **options)
+
+
+def test_a_backend_without_a_statistic_says_so_first():
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(
+        NotImplementedError, match=r"backend='aten' does not give entropy; .*'tiled' would serve"
+    ):
+        tilewise.attention_statistics(q, q, Aux(entropy=True), backend="aten")
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -37,9 +37,11 @@ __all__ = [
     "warmup",
 ]
 
+_LAZY = ("compat", "distributed", "testing")
+
 
 def __getattr__(name: str) -> ModuleType:
-    """Modules that had other names, as attributes: `tilewise.rotary`."""
-    if f"tilewise.{name}" not in _renamed.MODULES:
+    """Modules that are imported when first asked for, by earlier names too: `tilewise.rotary`."""
+    if name not in _LAZY and f"tilewise.{name}" not in _renamed.MODULES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     return importlib.import_module(f"tilewise.{name}")

@@ -75,7 +75,8 @@ def attention(
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
-        dropout_p: probability in [0, 1) of dropping an attention weight.
+        dropout_p: probability in [0, 1) of dropping an attention weight, rounded to a multiple of 1/256 (but
+            not to 0 or 1); the others count 1 / (1 - that).
         scale: softmax scale; None is 1 / sqrt(head_dim).
         layout: "bshd" or "bhsd". Any strides are taken without a copy if the last dimension is contiguous.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.

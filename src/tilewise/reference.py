@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.dropout import keep_mask
+from tilewise.core.dropout import keep_mask, rate
 from tilewise.core.statistics import Aux, Statistics, TopK
 
 __all__ = ["ReferenceGradients", "attention", "attention_backward", "attention_statistics"]
@@ -37,7 +37,7 @@ class _Forward(NamedTuple):
     v: Tensor
     s: Tensor  # scores, -inf where not visible, without the sink
     p: Tensor  # softmax weights, before dropout
-    keep: Tensor  # dropout factor: 0 or 1 / (1 - dropout_p)
+    keep: Tensor  # dropout factor: 0 or 1 / (1 - rate(dropout_p))
     tanh: Tensor | None  # of the softcapped scores
     p_sink: Tensor | None  # weight of the sink, (batch, heads, seqlen_q)
     scale: float
@@ -312,7 +312,7 @@ def _forward(
         assert dropout_seed is not None
         rows = range(first_sequence, first_sequence + q.shape[0])
         keep = keep_mask(dropout_seed, dropout_p, rows, q.shape[1], 0, q.shape[2], 0, k.shape[2])
-        keep = keep.to(dtype) / (1 - dropout_p)
+        keep = keep.to(dtype) / (1 - rate(dropout_p))
     out = (p * keep) @ v.repeat_interleave(group, 1)
     return _Forward(q, k, v, scores, p, keep, tanh, p_sink, scale, out, lse, before, indices)
 

@@ -14,6 +14,7 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import cached_step
 from tilewise.core.checks import check_known, check_tensors
+from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Options
 from tilewise.core.statistics import Aux, Statistics
 
@@ -32,6 +33,8 @@ def attention_statistics(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -51,8 +54,9 @@ def attention_statistics(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `tilewise.attention_varlen`.
         batch: the sequences of a `PagedKVCache`, as of `tilewise.attention_with_cache`.
 
-    The other arguments are those of `tilewise.attention`. The last W queries attend alike without those
-    before them, so `query[:, -W:]` is all that statistics of these rows need.
+            raise NotImplementedError("mask_mod and score_mod must be None with a cache: mask or bias serves")
+    W queries attend alike without those before them, so `query[:, -W:]` is all that statistics of these rows
+    need.
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.
@@ -60,7 +64,8 @@ def attention_statistics(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and says what does.
-        NotImplementedError: the backend asked for does not give these statistics.
+        NotImplementedError: the backend asked for does not give these statistics, or a cache is given
+            together with a function.
 
     Example:
         >>> import torch
@@ -81,6 +86,10 @@ def attention_statistics(
     if isinstance(key, KVCache | PagedKVCache):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be None with a cache: it knows its lengths")
+        if mask_mod is not None or score_mod is not None:
+            raise NotImplementedError(
+                "mask_mod and score_mod must be None with a cache: mask and bias serve there"
+            )
         if layout == "bhsd" and query.ndim == 4:
             query = query.transpose(1, 2)
         step = cached_step(key, batch, query, None, None)
@@ -92,6 +101,8 @@ def attention_statistics(
         check_tensors(key=key)
         inputs = canonical_inputs(query, key, _no_values(key), *scores, layout=layout)
         inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        if mask_mod is not None or score_mod is not None:
+            inputs, options = with_functions(inputs, options, mask_mod, score_mod)
     _, _, found = statistics.attention(inputs, options, backend, aux, are_lengths_known)
     return found
 

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -58,6 +59,26 @@ def test_the_curves_coincide_and_training_learns(good):
     assert max(training.differences) <= training.bound < 0.02
     assert abs(training.tilewise.valid_after - training.standard.valid_after) <= training.bound
     assert training.tilewise.valid_after < training.tilewise.valid_before - 0.5
+
+
+def test_the_time_of_training_has_no_compilation_in_it(monkeypatch):
+    """A forward and a backward of the timed kind come before the clock is read."""
+    grads_before, passes = [], []
+
+    def attend(query, key, value):
+        if torch.is_grad_enabled():
+            query.register_hook(lambda grad: passes.append(grad.shape))
+        return METHODS[STANDARD](query, key, value)
+
+    def clock():
+        grads_before.append(len(passes))
+        return 0.0
+
+    monkeypatch.setattr(train.time, "perf_counter", clock)
+    scale = replace(QUICK, steps=2)
+    train.train(attend, text.standard_library(), scale, DEVICE, 0, lambda: None)
+    assert grads_before == [scale.layers, 3 * scale.layers]
+    assert len(set(passes)) == 1
 
 
 def test_the_tokens_are_the_same(good):

@@ -17,6 +17,7 @@ from tilewise.distributed import (
     unshard,
 )
 from tilewise.distributed.faults import Disagreement
+from tilewise.testing import compare
 
 WHOLE = ("sinks",)
 
@@ -263,3 +264,139 @@ def long_context(group, path):
     spec.loader.exec_module(example)
     sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
     return example.main(sizes.split(), torch.device("cpu"))
+
+
+def bench_suite(group):
+    """The benchmark's own loop on the ranks of the pool, all of them: what the first rank writes."""
+    from tilewise.lab.bench.cases import dense, packed
+    from tilewise.lab.bench.run import Settings
+    from tilewise.lab.distributed.bench import run
+    from tilewise.lab.distributed.peers import Group
+
+    cases = [
+        dense("forward", "float32", 16, 4, 1, 130, causal=True),
+        packed("forward+backward", "float32", 16, 4, (70, 1, 60), True),
+        dense("forward+backward", "float32", 16, 4, 1, 128, window=(20, 0)),
+    ]
+    ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
+    return run(Settings("distributed", rounds=2), cases, ranks)
+
+
+def on_dtensors(group, layout, packed):
+    """Heads over two ranks, the sequence over two others, out and gradients as DTensors again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    torch.manual_seed(0)
+    shape = (12, 4, 8) if packed else (2, 12, 4, 8)
+    whole = [torch.randn(shape, dtype=torch.float64) for _ in range(4)]
+    ends = torch.tensor([0, 5, 12]) if packed else None
+    starts = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if packed else {}
+    exact = reference.attention(*whole[:3], causal=True, **starts)
+    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    places = (
+        [Shard(0), Shard(1)] if packed else [Shard(2), Shard(1)] if layout == "bhsd" else [Shard(1), Shard(2)]
+    )
+    q, k, v, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = context_parallel_attention(
+        *leaves, causal=True, layout=layout, cu_seqlens=ends, return_lse=True, method="ring"
+    )
+    assert isinstance(out, DTensor) and list(out.placements) == places and out.shape == q.shape
+    close(swap(out.full_tensor()), exact[0], "out")
+    close(lse.full_tensor(), exact[1], "lse")
+    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
+        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
+    other = distribute_tensor(swap(whole[0]).contiguous(), mesh, [Replicate(), Shard(places[1].dim)])
+    try:
+        context_parallel_attention(other, other, other, layout=layout, cu_seqlens=ends)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def rounding(group, seed, method, dtype):
+    """Errors of a 16-bit call against those of PyTorch in that dtype, by the rule of `tilewise.testing`."""
+    torch.manual_seed(seed)
+    n, heads = 300, 4
+    q, k, v, dout = (torch.randn(1, n, heads, 32).to(dtype) for _ in range(4))
+    own = [shard(t, group=group).requires_grad_() for t in (q, k, v)]
+    out = context_parallel_attention(*own, group=group, method=method, causal=True, seqlen=n)
+    grads = torch.autograd.grad(out, own, shard(dout, group=group))
+    found = [unshard(t.detach(), group=group, seqlen=n) for t in (out, *grads)]
+    right, base = (
+        [
+            reference.attention(q, k, v, causal=True, dtype=t)[0],
+            *reference.attention_backward(dout, q, k, v, causal=True, dtype=t)[:3],
+        ]
+        for t in (torch.float64, dtype)
+    )
+    for name, f, x, b in zip(("out", "dq", "dk", "dv"), found, right, base):
+        report = compare(name, f, x, b)
+        assert f.dtype == dtype and report.is_within, report
+
+
+def with_functions(group, seed, method, balance, options):
+    """Functions that read captured tensors by position, head and batch entry: forward, all gradients."""
+    torch.manual_seed(seed)
+    n, heads, new = 37, 4, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    q, k, v, dout = new(2, n, heads, 8), new(2, n, 2, 8), new(2, n, 2, 8), new(2, n, heads, 8)
+    table, prefix = new(heads, n).requires_grad_(), torch.tensor([5, 30])
+
+    def score_mod(score, b, h, i, j):
+        return torch.tanh(score) * 2 + table[h, i] * (i - j) * 0.1
+
+    def mask_mod(b, h, i, j):
+        return (i >= j) | (j < prefix[b]) | (h == 2)
+
+    functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+    functions = functions if seed % 2 else {"mask_mod": mask_mod}
+    captured = (table,) if seed % 2 else ()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    exact, exact_lse = attention(*leaves, **functions, **options, return_lse=True)
+    wanted = torch.autograd.grad(exact, (*leaves, *captured), dout)
+    where = {"group": group, "balance": balance}
+    own = [shard(t, **where).requires_grad_() for t in (q, k, v)]
+    out, lse = context_parallel_attention(
+        *own, **functions, **options, **where, method=method, seqlen=n, return_lse=True
+    )
+    grads = torch.autograd.grad(out, (*own, *captured), shard(dout, **where))
+    close(unshard(out.detach(), seqlen=n, **where), exact.detach(), "out")
+    close(unshard(lse.detach(), dim=-1, seqlen=n, **where), exact_lse.detach(), "lse")
+    for g, w in zip(grads[:3], wanted):
+        close(unshard(g, seqlen=n, **where), w, "gradient")
+    for g, w in zip(grads[3:], wanted[3:]):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, "captured")
+
+
+def ring_flash_attn_names(group, name):
+    """Shards cut as users of ring_flash_attn cut them."""
+    from tilewise.compat import ring_flash_attn
+
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(3)
+    lengths = (4 * world, 8 * world) if "varlen" in name else (12 * world,)
+    lead = () if "varlen" in name else (2,)
+    whole = [torch.randn(*lead, sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    dim = len(lead)
+
+    def cut(t):
+        parts = []
+        for document in t.split(lengths, dim):
+            chunks = document.chunk(2 * world, dim)
+            own = (rank, 2 * world - 1 - rank) if "zigzag" in name else (2 * rank, 2 * rank + 1)
+            parts += [chunks[n] for n in own]
+        return torch.cat(parts, dim)
+
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
+    exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
+    local = (ends // world, max(lengths) // world) if packed else ()
+    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
+    out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
+    close(out, cut(exact), "out")
+    close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
+    assert probs is None

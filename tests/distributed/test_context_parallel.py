@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 CASES = str(Path(__file__).parent / "cases.py")
 METHODS = ("ring", "all_gather", "ulysses", "2d", "auto")
@@ -75,3 +76,30 @@ def test_ranks_that_disagree_all_raise(pool, change, words):
 def test_a_backend_asked_for_by_name_refuses(pool):
     for message in pool.run(2, CASES, "disagree", "backend"):
         assert "backend='hopper'" in message
+
+
+@pytest.mark.parametrize("layout, packed", [("bshd", False), ("bhsd", False), ("bshd", True)])
+def test_dtensors(pool, layout, packed):
+    for message in pool.run(4, CASES, "on_dtensors", layout, packed):
+        assert message is not None and "must shard the sequence" in message
+
+
+@pytest.mark.parametrize(
+    "method, dtype", [("ring", "bfloat16"), ("all_gather", "float16"), ("ulysses", "bfloat16")]
+)
+def test_sixteen_bits_err_as_one_device_does(pool, method, dtype):
+    pool.run(4, CASES, "rounding", 1, method, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses", "2d"])
+def test_mask_and_score_functions(pool, method, seed):
+    options = {"softcap": 3.0} if method == "ring" else {"causal": method == "2d"}
+    world = 2 if method == "ulysses" else 4
+    pool.run(world, CASES, "with_functions", seed, method, ("zigzag", "contiguous")[seed], options)
+
+
+@pytest.mark.parametrize("kind", ["ring", "zigzag_ring", "zigzag_ring_varlen"])
+def test_names_of_ring_flash_attn(pool, kind):
+    name = f"{kind.removesuffix('_varlen')}_flash_attn_{'varlen_' * ('varlen' in kind)}func"
+    pool.run(3, CASES, "ring_flash_attn_names", name)

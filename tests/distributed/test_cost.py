@@ -19,7 +19,7 @@ def methods(*arguments, **options):
 def test_even_work_without_waiting_is_efficient():
     for method, e in methods(4096, world=4, network=FREE, num_heads=8, causal=True).items():
         assert e.efficiency == pytest.approx(1.0, abs=1e-3), method
-        assert e.limit == "nothing much"
+        assert e.limit == "none"
 
 
 def test_contiguous_causal_work_is_uneven():
@@ -52,6 +52,35 @@ def test_the_choice_follows_the_network():
 
 def test_heads_that_do_not_divide_leave_no_exchange():
     assert set(methods(64, world=4, network=FREE, num_heads=3)) == {"ring", "all_gather"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 1000}, "window=1000 must be (left, right)"),
+        ({"dtype": "bf16"}, "dtype='bf16' must be a torch.dtype"),
+        ({"network": {"flops": 1}}, "network={'flops': 1} must be a tilewise.distributed.Network"),
+        ({"network": Network(0, 0, 0)}, "network.flops=0 must be finite and positive"),
+        ({"network": FREE._replace(flops=-1)}, "network.flops=-1 must be finite and positive"),
+        ({"network": FREE._replace(latency=None)}, "network.latency=None must be a number"),
+        ({"network": FREE._replace(per_node=0)}, "network.per_node=0 must be an integer of at least 1"),
+        ({"head_dim": -4}, "head_dim=-4 must be an integer of at least 1"),
+        ({"num_heads": 0}, "num_heads=0 must be an integer of at least 1"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=16"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an integer of at least 1"),
+        ({"causal": "yes"}, "causal='yes' must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        explain(4096, **{"world": 8, "network": FREE, "num_heads": 16, **change})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["plan.foo", "plan", "none/plan.svg"])
+def test_a_plot_that_cannot_be_written_is_refused_before_the_table(tmp_path, name):
+    result = CliRunner().invoke(_app(), ["distributed", "--world", "8", "--plot", str(tmp_path / name)])
+    assert result.exit_code == 2 and "--plot" in result.output and "auto:" not in result.output
 
 
 def test_a_window_is_sent_to_neighbours_only():

@@ -47,6 +47,26 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
         False,
         {"window_left": 100, "window_right": 10, "softcap": 20.0},
     ),
+    "dropout_d64": (64, 64, torch.bfloat16, False, {"dropout_p": 0.1}),
+    "dropout_d64_softcap": (64, 64, torch.float16, True, {"dropout_p": 0.1, "softcap": 20.0}),
+    "dropout_d128_causal": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1, "causal": True}),
+    "dropout_d128_deterministic": (
+        128,
+        128,
+        torch.bfloat16,
+        False,
+        {"dropout_p": 0.1, "deterministic": True, "window_left": 99},
+    ),
+    "alibi_d64": (64, 64, torch.bfloat16, False, {}),
+    "alibi_d128_causal": (128, 128, torch.bfloat16, False, {"causal": True}),
+    "alibi_mask_dropout_softcap_d128": (
+        128,
+        128,
+        torch.float16,
+        False,
+        {"causal": True, "softcap": 20.0, "dropout_p": 0.1},
+    ),
+    "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
     "d256": (256, 256, torch.bfloat16, False, {}),
@@ -62,9 +82,9 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
 def compile_case(name: str) -> list[dict[str, Any]]:
     dim, dim_v, dtype, is_packed, options = CASES[name]
     offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
-    extras = ("packed", *offsets) if is_packed else ("mask",) if "mask" in name else ()
+    extras = ("packed", *offsets) if is_packed else tuple(n for n in ("mask", "alibi") if n in name)
     seqlen_q = 1 << 15 if "in_dq" in name else 512
-    inputs = case_inputs(Case(dim, dim_v, dtype, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
+    inputs = case_inputs(Case(dim, dim_v, dtype, options, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
     host.num_sms = lambda index: 4 if "whole" in name else 132  # type: ignore[assignment]

@@ -61,6 +61,21 @@ CASES = {
     ),
     "mask_d192_128_causal": Case(192, 128, options={"causal": True}, extras=("mask",)),
     "mask_d256": Case(256, 256, extras=("mask",)),
+    "dropout_d64": Case(64, 64, options={"dropout_p": 0.1}),
+    "dropout_d64_causal_long": Case(
+        64, 64, torch.float16, {"dropout_p": 0.1, "causal": True}, heads=32, seqlen_q=4096, seqlen_k=4096
+    ),
+    "dropout_d128_causal": Case(128, 128, options={"dropout_p": 0.1, "causal": True}),
+    "dropout_d128_mask_softcap": Case(
+        128, 128, options={"dropout_p": 0.1, "softcap": 20.0}, extras=("mask", "sinks"), kv_heads=2
+    ),
+    "dropout_d256_packed": Case(256, 256, options={"dropout_p": 0.1, "causal": True}, extras=("packed",)),
+    "alibi_d64_long": Case(64, 64, extras=("alibi",), heads=32, seqlen_q=4096, seqlen_k=4096),
+    "alibi_d128_causal": Case(128, 128, torch.float16, {"causal": True}, ("alibi",), kv_heads=2),
+    "alibi_d128_dropout_softcap": Case(
+        128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("alibi", "mask")
+    ),
+    "alibi_d256": Case(256, 256, options={"causal": True}, extras=("alibi", "sinks")),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_int64": Case(64, 64, extras=("packed", "int64")),
     "cache_d64": Case(64, 64, options={"causal": True}, extras=("lengths",)),

@@ -113,6 +113,26 @@ CASES = {
         {"mask": "blocks", "window_left": 200, "window_right": 30},
     ),
     "mask_rows": (300, 200, 2, 2, 64, 40, {"mask": "rows"}),
+    "dropout": (130, 200, 2, 2, 128, 128, {"dropout_p": 0.1}),
+    "dropout_causal": (300, 260, 2, 1, 64, 64, {"dropout_p": 0.5, "causal": True}),
+    "dropout_softcap": (150, 150, 2, 1, 64, 40, {"dropout_p": 0.3, "softcap": 3.0, "window_left": 60}),
+    "dropout_splits": (700, 500, 2, 2, 64, 64, {"dropout_p": 0.8}),
+    "dropout_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 128, 128, {"dropout_p": 0.4}),
+    "dropout_deterministic": (
+        260,
+        420,
+        2,
+        1,
+        128,
+        128,
+        {"dropout_p": 0.2, "deterministic": True, "causal": True},
+    ),
+    "alibi": (300, 290, 4, 2, 128, 128, {"alibi": 1}),
+    "alibi_causal": (300, 260, 2, 1, 64, 64, {"alibi": 1, "causal": True, "softcap": 3.0}),
+    "alibi_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 64, 64, {"alibi": 2, "dropout_p": 0.4}),
+    "alibi_splits": (700, 500, 2, 2, 64, 64, {"alibi": 1}),
+    "mask_alibi": (300, 300, 4, 2, 64, 64, {"alibi": 1, "mask": "blocks", "causal": True}),
+    "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
 }
@@ -146,11 +166,16 @@ def check(name: str) -> float:
             )
     if "mask" in options:
         packing["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "alibi" in options:
+        rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
+        packing["alibi_slopes"] = torch.rand(*rows, heads)
+    if "dropout_p" in options:
+        packing["dropout_seed"] = torch.tensor(2**62 + 4321)
     inputs = Inputs(q, k, v, **packing)
     problem = describe(inputs, Options(**options))
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
-    plain = {"window": window, "softcap": problem.softcap} | packing
+    plain = {"window": window, "softcap": problem.softcap, "dropout_p": problem.dropout_p} | packing
     if large:
         plain["scale"] = large
     if "splits" in name:
@@ -189,8 +214,8 @@ def prepare(
     cu_seqlens_q: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """What attn_bwd_prepare_kernel writes."""
-    tiles_q, num_heads, seqlen_q, _, _, scale, *_, block, has_large, _ = rest[6:]  # strides before
-    delta = (out.double() * do.double()).sum(-1).transpose(-1, -2)
+    tiles_q, num_heads, seqlen_q, _, _, scale, keep, *_, block, has_large, _ = rest[6:]  # strides before
+    delta = (out.double() * do.double()).sum(-1).transpose(-1, -2) * (keep or 1.0)
     rows_of_stats = stats.shape[1] // block
     rows = torch.zeros(4, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block).double()
     rows[0] = float("inf")

@@ -76,6 +76,36 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "mask_few_queries": (5, 400, 8, 2, 128, 128, {"mask": "random", "causal": True}),
     "mask_more_queries": (300, 70, 2, 1, 64, 64, {"mask": "blocks", "causal": True}),
     "mask_steep": (500, 700, 2, 2, 64, 64, {"mask": "blocks", "scale": 20.0}),
+    "dropout": (300, 290, 4, 2, 128, 128, {"dropout_p": 0.1}),
+    "dropout_causal_d64": (400, 300, 3, 1, 64, 64, {"dropout_p": 0.5, "causal": True}),
+    "dropout_long_d64": (700, 650, 3, 1, 64, 64, {"dropout_p": 0.8, "sinks": True}),
+    "dropout_d256": (300, 200, 4, 2, 256, 128, {"dropout_p": 0.3, "softcap": 3.0}),
+    "dropout_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"dropout_p": 0.4}),
+    "dropout_few_queries": (5, 400, 8, 2, 128, 128, {"dropout_p": 0.2, "causal": True}),
+    "dropout_steep": (500, 400, 2, 2, 64, 64, {"dropout_p": 0.1, "scale": 20.0}),  # done again
+    "alibi": (300, 290, 4, 2, 128, 128, {"alibi": 1}),
+    "alibi_causal_d64": (400, 300, 4, 2, 64, 64, {"alibi": 1, "causal": True}),
+    "alibi_long_causal_d64": (2100, 2100, 1, 1, 64, 64, {"alibi": 1, "causal": True}),
+    "alibi_few_queries": (5, 400, 8, 2, 128, 128, {"alibi": 1, "causal": True, "softcap": 3.0}),
+    "alibi_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"alibi": 2}),
+    "mask_alibi_window": (
+        300,
+        500,
+        2,
+        2,
+        64,
+        64,
+        {"mask": "blocks", "alibi": 1, "window_left": 200, "window_right": 30},
+    ),
+    "mask_dropout_window": (
+        300,
+        500,
+        2,
+        2,
+        64,
+        64,
+        {"mask": "blocks", "dropout_p": 0.3, "window_left": 200, "window_right": 30},
+    ),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
 }
 
@@ -109,6 +139,11 @@ def check(name: str) -> float:
         extras["sinks"] = torch.randn(heads)
     if "mask" in options:
         extras["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "alibi" in options:  # one row of slopes, or one for each sequence
+        rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
+        extras["alibi_slopes"] = torch.rand(*rows, heads)
+    if "dropout_p" in options:
+        extras["dropout_seed"] = torch.tensor(2**62 + 4321)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
     out, lse, residual = plan.forward(problem, inputs, residual=True)
@@ -122,6 +157,7 @@ def check(name: str) -> float:
         scale=problem.scale,
         window=(visibility.left, visibility.right),
         softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
         **extras,
     )
     assert torch.equal(lse.isneginf(), exact_lse.isneginf()), name

@@ -323,6 +323,14 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
     if "mul.rn" in asm or "fma.rn" in asm:  # in float64 products are exact
         x, y, *z = (torch.as_tensor(x, dtype=torch.float32).double() for x in args)
         return tile((x * y + z[0] if z else x * y).float())
+    if "mul.wide" in asm:
+        p = args[0] * int(asm.split("$2, ")[1].split(";")[0])  # int64 wraps around, as uint64 does
+        return tile((p >> 32) & 0xFFFFFFFF), tile(p & 0xFFFFFFFF)
+    if "prmt.b32" in asm:  # masks of the signs of bytes
+        p, words, select = args
+        return tile(torch.where((words >> ((select & 7) * 8 + 7)) & 1 != 0, p, 0.0))
+    if "relu" in asm:
+        return tile(args[0].clamp(min=0).to(dtype))
     if "e4m3x2" in asm:
         return tile(args[0].to(dtype))
     return 0 if "$0, 0;" in asm else args[0]
@@ -563,6 +571,7 @@ def install() -> None:
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64,
+        uint32=torch.int64, uint64=torch.int64,  # whose products keep the low 64 bits
         where=_both(lambda c, a, b: torch.where(c, a, b)),
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
@@ -570,7 +579,8 @@ def install() -> None:
         sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
         cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
-        convert_layout=lambda x, layout, **_: x,
+        convert_layout=lambda x, layout, **_: x, permute=torch.permute,
+        join=lambda a, b: torch.stack((a, b), -1),
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,

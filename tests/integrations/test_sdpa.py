@@ -281,7 +281,16 @@ ERRORS = [
         "key.shape[-3]=2",
     ),
     (lambda: scaled_dot_product_attention(X, X, X[:, :2], enable_gqa=True), ValueError, "value.shape[-3]=2"),
-    (lambda: scaled_dot_product_attention(X, X, X, dropout_p=1.5), ValueError, "dropout_p=1.5"),
+    (
+        lambda: scaled_dot_product_attention(X, X, X, dropout_p=1.5),
+        ValueError,
+        "dropout_p=1.5 must be in [0, 1]",
+    ),
+    (
+        lambda: scaled_dot_product_attention(*[torch.zeros(2, 4, 6, 8)] * 3, torch.ones(2, 6).bool()),
+        ValueError,
+        "(2, 4, 6, 6); of padding (batch, seqlen_k) pass attn_mask[:, None, None, :]",
+    ),
     (lambda: scaled_dot_product_attention(X, X, X, dropout_p=-0.1), ValueError, "dropout_p=-0.1"),
     (lambda: scaled_dot_product_attention(X, X.double(), X), TypeError, "key.dtype"),
     (lambda: scaled_dot_product_attention(X, X[..., :7], X), ValueError, "key.shape[-1]=7"),

@@ -89,6 +89,8 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
     check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in needed})
     if not is_plain_eager(inputs.query):
         raise NotImplementedError(_WATCHED)
+    if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
+        dispatch.choose(describe(inputs, options), aux, backend)
     try:
         entry = plans.forward_plan(inputs, options, backend, _REQUEST)
     except LazyTensor:
@@ -97,8 +99,6 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
     except NoMemory as error:
         raise NotImplementedError(_WATCHED) from error
     aux.check(entry.plan.problem)
-    if aux.needs_pass:
-        dispatch.choose(entry.plan.problem, aux, backend)
     return entry, inputs
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.torch_private import while_tracing
+
 PRECISIONS = ("ieee", "tf32", "fp8")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
@@ -140,21 +142,67 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_known(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Raises TypeError for the first that `function` does not take, with the name most like it."""
+    """Raises TypeError for the first that `function` does not take, with what it may have meant."""
     if not arguments:
         return
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    known = _parameters(function)
     for name, value in arguments.items():
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
-            raise TypeError(f"{name}={shown(value)} is no argument of {function.__name__}: {hint}")
+            given = name if torch.compiler.is_compiling() else f"{name}={shown(value)}"
+            raise TypeError(f"{given} is no argument of {function.__name__}: {_meant(name, known)}")
+
+
+@while_tracing
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+
+
+@while_tracing
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    """What an unknown argument is called here: by its name elsewhere, or the name most like it."""
+    nearest = difflib.get_close_matches(name, known, 1)
+    meant, note = _ALSO_CALLED.get(name, (nearest[0] if nearest else "", ""))
+    if meant in known:
+        return f"did you mean {meant}{note}?"
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    return f"it has {', '.join(known)}"
+
+
+_VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k"
+_FUNCTION = "attention, attention_varlen and attention_statistics take functions, on tensors"
+_ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), ("scale", "")),
+    "is_causal": ("causal", " (bottom-right aligned)"),
+    "window_size": ("window", ", (left, right) with None for unbounded"),
+    "sliding_window": ("window", ", (keys before, keys after) each query"),
+    **dict.fromkeys(("soft_cap", "logit_softcap", "logits_soft_cap", "logit_soft_cap"), ("softcap", "")),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask"), ("mask", " (True = attend), or bias for additive scores")
+    ),
+    "key_padding_mask": ("mask", ", as mask[:, None, None, :] with True = attend"),
+    **dict.fromkeys(("attn_bias", "attention_bias"), ("bias", "")),
+    **dict.fromkeys(("s_aux", "sink", "attention_sinks", "learnable_sink"), ("sinks", "")),
+    **dict.fromkeys(("dropout", "attention_dropout"), ("dropout_p", "")),
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), ("return_lse", "")),
+    **dict.fromkeys(("cos", "rotary_cosine"), ("rotary_cos", "")),
+    **dict.fromkeys(("sin", "rotary_sine"), ("rotary_sin", "")),
+    "block_mask": ("mask_mod", ""),
+    "mask_mod": ("mask_mod", ""),
+    "score_mod": ("score_mod", ""),
+}
+_ELSEWHERE = {
+    "enable_gqa": "leave it out, as key and value may always have fewer heads than query",
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _VARLEN),
+    **dict.fromkeys(("mask_mod", "score_mod", "block_mask"), _FUNCTION),
+}
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at."""
-    if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+    """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at, and
+    neither is a bool."""
+    if isinstance(value, bool) or not isinstance(value, Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name}={shown(value)} must be a number")
     if isinstance(value, Integral) and abs(int(value)) >= HUGE:  # which no floating-point number is
         raise ValueError(f"{name}={shown(value)} must be of at most 128 bits")

@@ -84,9 +84,20 @@ class Visibility:
 
     def visible_pairs(self) -> int:
         """How many (query, key) pairs are visible: the work that is left after masking."""
-        query = torch.arange(self.seqlen_q, dtype=torch.int64) + self.offset
-        first = torch.zeros_like(query) if self.left is None else (query - self.left).clamp(min=0)
-        last = torch.full_like(query, self.seqlen_k)
+        rows, keys = self.seqlen_q, self.seqlen_k
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            return 0
+        before_last = rows * keys
         if self.right is not None:
-            last = (query + self.right + 1).clamp(max=self.seqlen_k)
-        return int((last - first).clamp(min=0).sum())
+            before_last = _sum_clamped(self.offset + self.right + 1, rows, keys)
+        return before_last - (0 if self.left is None else _sum_clamped(self.offset - self.left, rows, keys))
+
+
+def _sum_clamped(start: int, count: int, most: int) -> int:
+    """The sum of x clamped to [0, most] over x = start, start + 1, ..., start + count - 1."""
+
+    def below(x: int) -> int:
+        inside = max(0, min(x - 1, most))
+        return inside * (inside + 1) // 2 + max(0, x - 1 - most) * most
+
+    return below(start + count) - below(start)

@@ -113,12 +113,23 @@ ROWS = (
     }, is_rare=True),
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
     Row("ALiBi with a cache", lambda p: p.has_alibi and p.is_cached, {"aten": "has no ALiBi"}),
-    Row("ALiBi without a cache", lambda p: p.has_alibi and not p.is_cached, {
-        "aten": "has no ALiBi", "hopper": "takes ALiBi slopes for a cache only",
-    }),
-    Row("dropout", lambda p: p.dropout_p > 0, {
-        "aten": "has no reproducible dropout", "hopper": "does not take dropout",
-    }),
+    Row("ALiBi without a cache", lambda p: p.has_alibi and not p.is_cached, {"aten": "has no ALiBi"}),
+    Row("ALiBi with 8-bit products", lambda p: p.has_alibi and p.precision == "fp8", dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take ALiBi slopes with 8-bit products"}, is_rare=True),
+    Row("gradient with ALiBi, head_dim over 128", lambda p: p.has_alibi and p.head_dim > 128, {
+        "hopper backward": "has gradients with ALiBi up to head size 128, not {p.head_dim}",
+    }, is_rare=True),
+    Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),
+    Row("dropout with a cache", lambda p: p.dropout_p > 0 and p.is_cached, {
+        "aten": NO_CACHE, "hopper": "does not take dropout with a cache",
+    }, is_rare=True),
+    Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.precision == "fp8", dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take dropout with 8-bit products"}, is_rare=True),
+    Row("gradient with dropout, head_dim over 128", lambda p: p.dropout_p > 0 and p.head_dim > 128, {
+        "hopper backward": "has gradients with dropout up to head size 128, not {p.head_dim}",
+    }, is_rare=True),
     Row("head_dim_v other than head_dim", lambda p: p.head_dim != p.head_dim_v, {
         "aten": "needs head_dim == head_dim_v",
     }),

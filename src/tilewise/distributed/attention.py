@@ -11,10 +11,15 @@ from torch import Tensor
 
 from tilewise.api import Window, canonical_inputs, to_bshd, window_bounds
 from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.functions.call import MaskFunction, ScoreFunction
+from tilewise.core.functions.captured import check_indices, pack
+from tilewise.core.functions.expression import shifted
+from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch.choice import choose
 from tilewise.distributed import engine
 from tilewise.distributed.cost import Network, Sizes, choose as choose_method, fits, measured
+from tilewise.distributed.dtensor import is_dtensor, shards_of
 from tilewise.distributed.faults import agree
 from tilewise.distributed.heads import Swap, heads_to_tokens, tokens_to_heads
 from tilewise.distributed.layout import Layout, layout_of
@@ -34,13 +39,15 @@ def context_parallel_attention(
     mesh: Any = None,
     method: str = "auto",
     network: Network | None = None,
-    balance: str = "zigzag",
+    balance: str | None = None,
     seqlen: int | None = None,
     cu_seqlens: Any = None,
     causal: bool = False,
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -59,7 +66,9 @@ def context_parallel_attention(
 
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
-            head_dim) with cu_seqlens.
+            head_dim) with cu_seqlens. Or all three DTensors that one dimension of their mesh shards along the
+            sequence, which that dimension must divide; other dimensions may shard batch and heads, and what
+            else has heads is of this rank's.
         key: likewise with num_kv_heads, of the same tokens.
         value: likewise with num_kv_heads and head_dim_v.
         group: the ranks that share the sequence; None is the default group, or this process alone.
@@ -69,7 +78,7 @@ def context_parallel_attention(
             ranks that follow each other, a ring across. "auto" is what `explain` says to be fastest.
         network: for "auto", the speed of messages and of a device, the same on all ranks; None: measured in
             the first call of a group, which takes some messages and a small attention more.
-        balance: how `shard` dealt the tokens out.
+        balance: how `shard` dealt the tokens out; None: "zigzag", of DTensors "contiguous", as they are.
         seqlen: the total number of tokens; None: all ranks have as many as this one.
         cu_seqlens: (documents + 1,) offsets of packed documents in the whole sequence, the same on all ranks:
             a list or a tensor. A tensor on a GPU is read in every call, which waits.
@@ -78,6 +87,8 @@ def context_parallel_attention(
         mask, bias: with a row for each of the rank's tokens (or one for all) and a column for each token of
             the whole sequence (or one): (batch or 1, num_heads or 1, tokens of the rank or 1, seqlen or 1).
             Not with cu_seqlens; with "ulysses" and "2d" of one row only.
+        mask_mod, score_mod: as of `tilewise.attention`; indices are those in the whole sequence, and captured
+            tensors those of the whole call. Not with cu_seqlens.
         alibi_slopes: (num_heads,) or (batch, num_heads).
         sinks: (num_heads,).
         dropout_p: must be 0: the mask of one device is not served yet.
@@ -86,8 +97,9 @@ def context_parallel_attention(
         out like query with head_dim_v; with return_lse also lse (batch, num_heads, tokens of the rank), or
         packed (num_heads, tokens of the rank), float32 (float64 for float64).
 
-        Gradients of query, key and value are those of this rank's tokens. What every rank has, as sinks and a
-        bias of one row, gets this rank's share: summed over ranks as the gradients of parameters are.
+        Gradients of query, key and value are those of this rank's tokens. What every rank has, as sinks,
+        captured tensors and a bias of one row, gets this rank's share: summed over ranks as the gradients of
+        parameters are.
 
     Raises:
         ValueError, TypeError: an argument does not fit. Where ranks disagree, each of them raises, on CPU
@@ -103,6 +115,14 @@ def context_parallel_attention(
         >>> context_parallel_attention(shard(q), shard(k), shard(v), causal=True).shape  # alone: all tokens
         torch.Size([1, 6, 2, 8])
     """
+    wrap = None
+    if is_dtensor(query):
+        if group is not None or mesh is not None:
+            raise ValueError("group and mesh must be None for DTensors, which have a mesh")
+        form = layout if cu_seqlens is None else "packed"
+        query, key, value, group, seqlen, wrap = shards_of(query, key, value, form)
+        balance = balance or "contiguous"
+    balance = balance or "zigzag"
     inner, mesh = _mesh_degree(mesh, method)
     ranks = ranks_of(group, mesh) if inner is None else _flat_ranks(mesh, group)
     error = call = None
@@ -118,6 +138,8 @@ def context_parallel_attention(
             causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, None, None, precision
         )
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
+        if mask_mod is not None or score_mod is not None:
+            inputs, options = _with_functions(inputs, options, tokens, cu_seqlens, mask_mod, score_mod)
         _check(inputs, options, tokens, cu_seqlens is not None, backend)
         if network is not None and not isinstance(network, Network):
             raise TypeError(f"network={shown(network)} must be a tilewise.distributed.Network")
@@ -131,6 +153,7 @@ def context_parallel_attention(
         "mask": mask is not None, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
         "method": method, "balance": balance, "seqlen": seqlen, "layout": layout, "return_lse": return_lse,
         "precision": precision, "network": network,
+        "mask_mod and score_mod": None if call is None else call[1].functions,
     }  # fmt: skip
     if seqlen is None and cu_seqlens is None and isinstance(query, Tensor):
         facts["tokens of a rank (seqlen gives their sum where they differ)"] = _tokens(query, layout)
@@ -143,6 +166,8 @@ def context_parallel_attention(
         out, lse = out[0], None if lse is None else lse[0]
     elif layout == "bhsd":
         out = out.transpose(1, 2)
+    if wrap is not None:
+        out, lse = wrap(out, lse)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
@@ -159,20 +184,21 @@ def _run(
     """out and, if wanted, lse: heads for tokens, the schedule, tokens for heads."""
     ranks.connect(inputs.query.device)
     inner, outer = ranks.grid(degree)
-    extras = Extras(inputs.mask, inputs.bias, inputs.alibi_slopes)
+    extras = Extras(*(getattr(inputs, name) for name in Extras._fields))
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     if degree > 1:
         swap = Swap.of(inner, tokens, ranks.rank // degree * degree)
         heads, kv_heads = (swap.heads(query.shape[2], key.shape[2], of_keys) for of_keys in (False, True))
         extras, sinks = _of_heads(extras, sinks, heads[inner.rank])
+        if options.functions is not None:
+            options = options._replace(functions=shifted(options.functions, heads[inner.rank].start, 0, 0))
         query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
     is_single = len(tokens.starts) == 2
-    needs_tokens = any(t is not None for t in extras)
     pattern = "all_gather" if method == "all_gather" else "ring"
     schedule = functools.partial(
-        make_schedule, tokens.joined(degree), outer.rank, _rules(options, extras), pattern
+        make_schedule, tokens.joined(degree), outer.rank, rules := _rules(options, extras), pattern
     )
-    packs = not is_single and not needs_tokens
+    packs = not is_single and not rules.needs_tokens
     work = engine.Work(outer, schedule(), schedule(is_backward=True), options, backend, packs)
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
@@ -189,7 +215,7 @@ def _of_heads(extras: Extras, sinks: Tensor | None, heads: slice) -> tuple[Extra
     mask, bias = (None if t is None else t[:, heads] if t.shape[1] > 1 else t for t in extras[:2])
     slopes = extras.alibi_slopes
     slopes = None if slopes is None else slopes[..., heads]
-    return Extras(mask, bias, slopes), None if sinks is None else sinks[heads]
+    return extras._replace(mask=mask, bias=bias, alibi_slopes=slopes), None if sinks is None else sinks[heads]
 
 
 def _fastest_method(
@@ -217,7 +243,8 @@ def _rules(options: Options, extras: Extras) -> Rules:
     left, right = options.window_left, options.window_right
     if options.causal:
         right = 0 if right is None else min(0, right)
-    return Rules(left, right, any(t is not None for t in extras), extras.alibi_slopes is not None)
+    needs_tokens = options.functions is not None or any(t is not None for t in extras)
+    return Rules(left, right, needs_tokens, extras.alibi_slopes is not None)
 
 
 def _ulysses_degree(method: str, inner: int | None, ranks: Ranks, inputs: Inputs) -> int:
@@ -251,6 +278,29 @@ def _ulysses_degree(method: str, inner: int | None, ranks: Ranks, inputs: Inputs
                 "exchange: method='ring' serves"
             )
     return inner
+
+
+def _with_functions(
+    inputs: Inputs,
+    options: Options,
+    tokens: Layout,
+    cu_seqlens: Any,
+    mask_mod: MaskFunction | None,
+    score_mod: ScoreFunction | None,
+) -> tuple[Inputs, Options]:
+    """As `core.functions.call.with_functions`, with indices of the whole sequence."""
+    if cu_seqlens is not None:
+        raise NotImplementedError("mask_mod and score_mod with cu_seqlens are not served over several ranks")
+    query = inputs.query
+    found = trace(mask_mod, score_mod, torch.is_grad_enabled(), query.device)
+    check_indices(found, (query.shape[0], query.shape[2], tokens.total, tokens.total))
+    floats, integers, layout = pack(found, query)
+    if inputs.alibi_slopes is not None and found.functions.score is not None:
+        raise NotImplementedError(
+            "alibi_slopes with score_mod is not served over ranks: score_mod may add it"
+        )
+    inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
+    return inputs, options._replace(functions=found.functions.text)
 
 
 def _check(inputs: Inputs, options: Options, tokens: Layout, is_packed: bool, backend: str | None) -> None:

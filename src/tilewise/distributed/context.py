@@ -140,15 +140,14 @@ class _Calls:
         elif not self.is_packed and inputs.query.ndim == 3:
             rows = self._rows(inputs)
             tensors = tuple(t.unflatten(0, (rows, -1)) for t in tensors)  # type: ignore[assignment]
-        with functions.served_by(None):
-            out, lse = context_parallel_attention(
-                *tensors, **self.where,
-                seqlen=None if self.layout is None else self.layout.total,
-                causal=options.causal, window=(options.window_left, options.window_right),
-                mask=inputs.mask, bias=inputs.bias, alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks,
-                softcap=options.softcap, scale=options.scale, deterministic=options.deterministic,
-                precision=options.precision, backend=backend, return_lse=True,
-            )  # fmt: skip
+        out, lse = context_parallel_attention(
+            *tensors, **self.where,
+            seqlen=None if self.layout is None else self.layout.total,
+            causal=options.causal, window=(options.window_left, options.window_right),
+            mask=inputs.mask, bias=inputs.bias, alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks,
+            softcap=options.softcap, scale=options.scale, deterministic=options.deterministic,
+            precision=options.precision, backend=backend, return_lse=True,
+        )  # fmt: skip
         if rows is not None:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         elif out.ndim < inputs.query.ndim:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tilewise.api import attention
-from tilewise.core.checks import shown
+from tilewise.api import attention, window_bounds
+from tilewise.core.checks import check_flag, check_number, shown
 from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, layout_of
 from tilewise.distributed.ranks import Ranks
@@ -135,11 +135,11 @@ class Estimate:
 
     @property
     def limit(self) -> str:
-        """What keeps it from an efficiency of 1."""
+        """What keeps it from an efficiency of 1: "messages", "uneven work" or, if it is near 1, "none"."""
         waiting = self.seconds - self.compute
         idle = self.compute * (1 - self.efficiency * self.seconds / self.compute) if self.compute else 0.0
         if max(waiting, idle) < EQUAL * self.seconds:
-            return "nothing much"
+            return "none"
         return "messages" if waiting > idle else "uneven work"
 
 
@@ -162,7 +162,12 @@ class Choice:
                 f"{name:12}{e.seconds * 1e3:10.3f}{e.efficiency:12.2f}{e.bytes_received / 1e6:13.1f}"
                 f"{e.bytes_held / 1e6:10.1f}  {e.limit}"
             )
-        return "\n".join([*lines, f"auto: {self.method}, the fastest, or of equals the one that holds least"])
+        return "\n".join(
+            [
+                *lines,
+                f"auto: {self.method} (the fastest; of equally fast ones, that with the least memory)",
+            ]
+        )
 
 
 def explain(
@@ -202,14 +207,44 @@ def explain(
         >>> choice.method, [e.method for e in choice.estimates]
         ('ulysses', ['ring', 'ulysses', '2d', 'all_gather'])
     """
-    if not isinstance(world, int) or world < 1:
-        raise ValueError(f"world={shown(world)} must be a number of ranks, at least 1")
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    _check_counts(world=world, batch=batch, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={num_heads}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={shown(dtype)} must be a torch.dtype")
+    check_flag("causal", causal)
+    check_flag("backward", backward)
+    _check_network(network)
     layout = layout_of(Ranks(None, 0, world, ()), balance, seqlen, cu_seqlens)
-    left, right = window
+    left, right = window_bounds(window)
     if causal:
         right = 0 if right is None else min(0, right)
-    sizes = Sizes(batch, num_heads, num_kv_heads or num_heads, head_dim, head_dim, dtype.itemsize)
+    sizes = Sizes(batch, num_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
     return choose(layout, Rules(left, right, False), sizes, network, backward)
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={shown(count)} must be an integer of at least 1")
+
+
+def _check_network(network: Any) -> None:
+    """Raises TypeError or ValueError unless it is a `Network` of positive speeds."""
+    if not isinstance(network, Network):
+        raise TypeError(f"network={shown(network)} must be a tilewise.distributed.Network")
+    for name, value in network._asdict().items():
+        if value is None and name in Network._field_defaults:
+            continue
+        if name == "per_node":
+            _check_counts(**{"network.per_node": value})
+        else:
+            check_number(f"network.{name}", value)
+            is_latency = name.endswith("latency")
+            if not (value >= 0 if is_latency else value > 0) or value == float("inf"):
+                bound = "at least 0" if is_latency else "positive"
+                raise ValueError(f"network.{name}={value} must be finite and {bound}")
 
 
 def choose(

@@ -57,7 +57,7 @@ class SequenceParallel(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, work: Work, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        extras, sinks = Extras(*rest[:3]), rest[3]
+        extras, sinks = Extras(*rest[:-1]), rest[-1]
         out, lse = _forward(work, query, key, value, extras, sinks)
         ctx.work = work
         ctx.save_for_backward(query, key, value, *rest, out, lse)
@@ -68,18 +68,19 @@ class SequenceParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if dout is None and dlse is None:
-            return (None,) * 8
-        query, key, value, mask, bias, slopes, sinks, out, lse = ctx.saved_tensors
+            return (None,) * (5 + len(Extras._fields))
+        query, key, value, *rest, sinks, out, lse = ctx.saved_tensors
+        extras = Extras(*rest)
         dout = torch.zeros_like(out) if dout is None else dout
-        needs_bias = bias is not None and ctx.needs_input_grad[5]
-        backward = Backward(ctx.work, query, key, value, Extras(mask, bias, slopes), needs_bias)
+        needs_bias = extras.bias is not None and ctx.needs_input_grad[5]
+        backward = Backward(ctx.work, query, key, value, extras, needs_bias)
         dq, dk, dv, dbias = backward.run((out, lse), dout, dlse)
         dsinks = None
-        if sinks is not None and ctx.needs_input_grad[7]:
+        if sinks is not None and ctx.needs_input_grad[-1]:
             delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
             dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-        return None, dq, dk, dv, None, dbias, None, dsinks
+        return None, dq, dk, dv, None, dbias, None, backward.dcaptured, None, None, dsinks
 
 
 def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -127,6 +128,7 @@ class Backward:
         self.dkeys = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
         bias = extras.bias
         self.dbias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None
+        self.dcaptured: Tensor | None = None
 
     def run(
         self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
@@ -176,6 +178,9 @@ class Backward:
         self.dquery.add(block.q0, grads.query)
         for total, found in zip(totals, (grads.key, grads.value), strict=True):
             total.add(block.k0, found)
+        if grads.captured_floats is not None:
+            before = self.dcaptured
+            self.dcaptured = grads.captured_floats if before is None else before + grads.captured_floats
         if self.dbias is not None:
             assert grads.bias is not None
             target = tile(self.dbias, block)

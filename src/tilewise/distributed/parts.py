@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.expression import shifted
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
@@ -24,6 +25,9 @@ class Extras(NamedTuple):
     mask: Tensor | None = None  # bool (batch or 1, heads or 1, tokens of the rank or 1, all tokens or 1)
     bias: Tensor | None = None  # float, likewise
     alibi_slopes: Tensor | None = None  # (heads,) or (batch, heads)
+    captured_floats: Tensor | None = None  # of mask and score functions, as in `Inputs`
+    captured_integers: Tensor | None = None
+    captured_layout: Tensor | None = None
 
 
 class Packing(NamedTuple):
@@ -151,7 +155,10 @@ def _call(
     if slopes is not None and not _is_aligned(block):
         columns = _column_distance(block, slopes)
         bias, slopes = -columns if bias is None else bias - columns, None
-    return Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes), options
+    if options.functions is not None:
+        options = options._replace(functions=shifted(options.functions, 0, block.row, block.column))
+    captured = dict(zip(extras._fields[3:], extras[3:], strict=True))
+    return Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes, **captured), options
 
 
 def tile(t: Tensor, block: Block) -> Tensor:

@@ -89,6 +89,18 @@ def make_schedule(
     A backward also sends gradients back, the last of them when no keys of others are left to work with. So it
     keeps the rank's later queries and its own keys for the end.
     """
+    steps = _steps_with_others(layout, rank, rules, method)
+    length = layout.length(rank)
+    cuts = (0, length // 2, length) if is_backward and steps else (0, length)
+    own = [
+        Step((), (), length, _own_blocks(layout.pieces[rank], rules, rows), is_own=True)
+        for rows in itertools.pairwise(cuts)
+    ]
+    return (own[0], *steps, *own[1:])
+
+
+@functools.lru_cache(maxsize=128)
+def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
     steps = []
     for sources, targets in _rounds(layout, rank, rules, method):
         receives, keys, blocks = _arrivals(layout, rank, sources, rules)
@@ -97,13 +109,7 @@ def make_schedule(
             rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
             sends += [Message(peer, r) for r in _messages(rows, len(sources) == 1)]
         steps.append(Step(receives, tuple(sends), keys, blocks))
-    length = layout.length(rank)
-    cuts = (0, length // 2, length) if is_backward and steps else (0, length)
-    own = [
-        Step((), (), length, _own_blocks(layout.pieces[rank], rules, rows), is_own=True)
-        for rows in itertools.pairwise(cuts)
-    ]
-    return (own[0], *steps, *own[1:])
+    return tuple(steps)
 
 
 def _rounds(

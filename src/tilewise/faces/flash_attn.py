@@ -4,7 +4,7 @@
 
 Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Common arguments:
 
-- dropout_p: probability of dropping an attention weight.
+- dropout_p: probability of dropping an attention weight, rounded as `tilewise.attention` has it.
 - softmax_scale: None is 1 / sqrt(head_dim).
 - causal: aligned bottom-right: the last query with the last key.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.

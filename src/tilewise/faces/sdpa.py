@@ -102,6 +102,8 @@ def _attention(
         check_flag("enable_gqa", enable_gqa)
     if type(dropout_p) is not float or dropout_p != 0:
         check_number("dropout_p", dropout_p)
+        if not 0 <= dropout_p <= 1:
+            raise ValueError(f"dropout_p={dropout_p} must be in [0, 1]")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True must be False when attn_mask is given")
     q, k, v, leading = _batched(query, key, value, enable_gqa)
@@ -220,7 +222,12 @@ def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
     padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     if len(padded) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
-        raise ValueError(f"attn_mask.shape={tuple(attn_mask.shape)} must be broadcastable to {shape}")
+        is_padding = tuple(attn_mask.shape) == (shape[0], shape[-1])
+        hint = "; of padding (batch, seqlen_k) pass attn_mask[:, None, None, :]" if is_padding else ""
+        raise ValueError(
+            f"attn_mask.shape={tuple(attn_mask.shape)} must be broadcastable to "
+            f"(..., num_heads, seqlen_q, seqlen_k)={shape}{hint}"
+        )
     attn_mask, batch = attn_mask.reshape(padded), 1
     if any(size != 1 for size in padded[:-3]):
         attn_mask, batch = attn_mask.expand(*shape[:-3], *padded[-3:]), math.prod(shape[:-3])

@@ -79,7 +79,7 @@ def online_softmax_step(
         s: scores [n, block_q, block_k]; -inf where a key is not visible. Overwritten with p.
         v: values [n, block_k, head_dim_v].
         m, l, acc: the state so far; start from -inf, 0, 0. acc is updated in place.
-        keep: dropout factor, 0 or 1 / (1 - dropout_p), shaped like s. It multiplies what reaches acc;
+        keep: dropout factor, 0 or 1 / (1 - rate(dropout_p)), shaped like s. It multiplies what reaches acc;
             the softmax denominator is that of the undropped weights.
         round_weights: what weights go through before they are multiplied by v.
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.derivative import derivative, tangent
-from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, outside
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
+from tilewise.core.functions.trace import line_of_load
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.tiled.config import tiled_plan
 
@@ -116,9 +117,21 @@ class FunctionTile:
             if wrong.device.type != "cpu":  # to look would wait for the GPU
                 by_head.masked_fill_(wrong, torch.nan)
             elif wrong.any():
-                place = self.functions.graph.nodes[n].value
-                shape = self.segment.buffers.places(self.functions.tensors)[place][1]
-                raise IndexError(outside(shape))
+                raise IndexError(self._out_of_range(n, wrong))
+
+    def _out_of_range(self, n: int, wrong: Tensor) -> str:
+        """The first wrong index of load n, with its dimension and the user's line."""
+        node = self.functions.graph.nodes[n]
+        shape = self.segment.buffers.places(self.functions.tensors)[node.value][1]
+        found = []
+        for dimension, (argument, size) in enumerate(zip(node.args, shape)):
+            index = torch.as_tensor(self._forward(argument)).expand(wrong.shape)[wrong]
+            found += [(dimension, int(x)) for x in index[(index < -size) | (index >= size)][:1]]
+        dimension, first = found[0]
+        return (
+            f"index {first} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
+            f"(line {line_of_load(self.functions, n)})"
+        )
 
     def backward(self, ds: Tensor, total: Tensor | None) -> Tensor:
         """The gradient of the scores before the functions, from that after them, ds.

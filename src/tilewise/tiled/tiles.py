@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core import fp8
-from tilewise.core.dropout import keep_mask
+from tilewise.core.dropout import keep_mask, rate
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 from tilewise.tiled.config import tiled_plan
@@ -227,12 +227,12 @@ class Tiles:
         return t[..., start + j0 : start + j1] if t.shape[3] > 1 else t
 
     def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
-        """Dropout factor 0 or 1 / (1 - dropout_p), folded like the scores; None without dropout."""
+        """Dropout factor 0 or 1 / (1 - rate(dropout_p)), folded like the scores; None without dropout."""
         problem, seed = self.problem, self.inputs.dropout_seed
         if problem.dropout_p == 0 or seed is None:
             return None
         kept = keep_mask(seed, problem.dropout_p, self.segment.sequences, problem.num_heads, i0, i1, j0, j1)
-        return self.fold(kept) / (1 - problem.dropout_p)
+        return self.fold(kept) / (1 - rate(problem.dropout_p))
 
 
 def shift_and_factor(lse: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

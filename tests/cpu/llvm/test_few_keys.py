@@ -88,9 +88,9 @@ def test_the_rounding_of_a_large_lse_is_divided_out():
 def test_short_windows_stay_in_vectors():
     inputs = Inputs(*(torch.randn(1, 300, 8, 64) for _ in range(3)))
     is_cut = kernels.current_target().isa == "amx"
-    assert bool(configs.backward_config(describe(inputs, Options()), inputs).pieces) == is_cut
+    assert bool(configs.backward_config(describe(inputs, Options()), inputs).terms) == is_cut
     for options in (Options(window_left=3, window_right=3), Options(window_left=9, causal=True)):
-        assert configs.backward_config(describe(inputs, options), inputs).pieces == 0
+        assert configs.backward_config(describe(inputs, options), inputs).terms == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

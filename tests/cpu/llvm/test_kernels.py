@@ -43,7 +43,7 @@ def groups_of(*dtypes: torch.dtype) -> list[int]:
 
 
 BFLOAT16_GROUPS = groups_of(torch.bfloat16)[:8]  # with AMX, kernels of their own
-# Dot products round each term, which float32's three pieces, six times as many terms, do not stand.
+# Dot products round each term, which float32's three terms, six times as many terms, do not stand.
 CUT_GROUPS = groups_of(torch.float16)[:6] + groups_of(torch.float32)[: 6 * (DEFAULT_ISA == "amx")]
 
 DROPOUT_GROUP = 6
@@ -62,7 +62,7 @@ def test_random_problems_meet_the_error_budget(group):
 @pytest.mark.sample(3)
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="needs products of bfloat16")
 @pytest.mark.parametrize("group", CUT_GROUPS)
-def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
+def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
     monkeypatch.setattr(configs, "CUT_FEWEST", dict.fromkeys(configs.CUT, (1, 1, 1)))
     monkeypatch.setattr(configs, "CUTTING", configs.BF16_PRODUCTS)
@@ -72,7 +72,7 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     cut, load = set(), kernels.load
     for module in (forward_plan, backward_plan):
         monkeypatch.setattr(
-            module, "load", lambda name, config: (cut.add((name, config.pieces)), load(name, config))[1]
+            module, "load", lambda name, config: (cut.add((name, config.terms)), load(name, config))[1]
         )
     plans.clear()
     first = group * random_cases.CASES_A_KERNEL
@@ -80,17 +80,17 @@ def test_short_problems_in_pieces_meet_the_error_budget(group, monkeypatch):
     failures = [line for case in cases for line in random_cases.check(case)]
     plans.clear()
     assert not failures, "\n".join(failures)
-    pieces = configs.CUT[cases[0].inputs.query.dtype]
-    assert ("forward", pieces) in cut and (("backward", pieces) in cut or cases[0].problem.is_paged)
+    terms = configs.CUT[cases[0].inputs.query.dtype]
+    assert ("forward", terms) in cut and (("backward", terms) in cut or cases[0].problem.is_paged)
 
 
 @pytest.mark.skipif(DEFAULT_ISA != "amx", reason="needs AMX")
-@pytest.mark.parametrize(("heads", "seqlen", "pieces"), [(4, 208, 0), (4, 209, 3), (3, 417, 0), (3, 418, 3)])
-def test_float32_is_cut_from_so_many_queries_on(heads, seqlen, pieces):
+@pytest.mark.parametrize(("heads", "seqlen", "terms"), [(4, 208, 0), (4, 209, 3), (3, 417, 0), (3, 418, 3)])
+def test_float32_is_cut_from_so_many_queries_on(heads, seqlen, terms):
     inputs = qkv(1, seqlen, seqlen, heads, heads, 64)
     problem = describe(inputs, Options())
-    assert configs.forward_config(problem, inputs).pieces == pieces
-    assert configs.backward_config(problem, inputs).pieces == pieces
+    assert configs.forward_config(problem, inputs).terms == terms
+    assert configs.backward_config(problem, inputs).terms == terms
 
 
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="needs products of bfloat16")
@@ -214,13 +214,13 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
+@pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize(
     ("builder", "vectors"), [(forward_bf16, 1), (forward_bf16, 2), (backward_bf16, 2), (backward_bf16, 4)]
 )
-def test_amx_code_compiles(builder, vectors, kind, pieces):
+def test_amx_code_compiles(builder, vectors, kind, terms):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, pieces=pieces)
+    config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, terms=terms)
     ir_text, _ = builder.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
@@ -229,20 +229,20 @@ def test_amx_code_compiles(builder, vectors, kind, pieces):
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
 def test_dot_products_of_bfloat16_compile(builder):
     epyc = kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit")
-    ir_text, _ = builder.build(Config("bf16", 40, 64, 2, has_dropout=True, pieces=1), epyc)
+    ir_text, _ = builder.build(Config("bf16", 40, 64, 2, has_dropout=True, terms=1), epyc)
     code = kernels.generate(ir_text, epyc, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize(("kind", "pieces"), [("bf16", 1), ("f16", 2), ("f32", 3)])
+@pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
 @pytest.mark.parametrize(
     "options", [{}, {"bias_kind": "f32", "has_mask": True, "row_scores": ("mask", "bias")}]
 )
-def test_amx_code_without_options_or_with_rows_of_them_compiles(builder, kind, pieces, options):
+def test_amx_code_without_options_or_with_rows_of_them_compiles(builder, kind, terms, options):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    ir_text, _ = builder.build(Config(kind, 40, 64, 2, pieces=pieces, **options), xeon)
+    ir_text, _ = builder.build(Config(kind, 40, 64, 2, terms=terms, **options), xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62
 
@@ -252,7 +252,7 @@ def test_amx_code_without_options_or_with_rows_of_them_compiles(builder, kind, p
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_amx_decoding_compiles(rows, is_paged):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config("bf16", 40, 64, 1, has_softcap=True, page_size=16 * is_paged, rows=rows, pieces=1)
+    config = Config("bf16", 40, 64, 1, has_softcap=True, page_size=16 * is_paged, rows=rows, terms=1)
     ir_text, _ = decode_bf16.build(config, xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
     assert code[:4] == b"\x7fELF" and code[18] == 62

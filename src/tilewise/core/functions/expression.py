@@ -213,6 +213,15 @@ class Functions:
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
         return Functions(self.graph, self.score, self.mask, plain)
 
+    @functools.cached_property
+    def plain_text(self) -> str:
+        return self.without_gradients().text
+
+    def with_gradients(self) -> Functions:
+        """With the gradient of every captured tensor of floats."""
+        wanted = tuple(t._replace(wants_grad=t.kind == FLOAT) for t in self.tensors)
+        return Functions(self.graph, self.score, self.mask, wanted)
+
 
 @functools.lru_cache(maxsize=512)
 def decode(text: str) -> Functions:
@@ -226,6 +235,21 @@ def decode(text: str) -> Functions:
         )
     score, mask = (None if root is None else numbers[root] for root in (score, mask))
     return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors))
+
+
+@functools.lru_cache(maxsize=4096)
+def shifted(text: str, h: int, i: int, j: int) -> str:
+    """The text of the same functions for a part of a problem, whose first head, query and key are these."""
+    functions, shifts = decode(text), {"h": h, "i": i, "j": j}
+    graph = Graph()
+    numbers: list[int] = []
+    for op, args, kind, value in functions.graph.nodes:
+        number = graph.add(op, *(numbers[a] for a in args), value=value, kind=kind)
+        if shifts.get(op):
+            number = graph.add("add", number, graph.const(shifts[op]))
+        numbers.append(number)
+    score, mask = (None if root is None else numbers[root] for root in (functions.score, functions.mask))
+    return Functions(graph, score, mask, functions.tensors).text
 
 
 MOST_POWER = 16

@@ -138,8 +138,10 @@ class Proxy:
     __int__ = __float__ = __iter__ = __index__  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("item", "tolist", "numpy"):
+            self.__index__()
         if name.startswith("__") or name not in METHODS:
-            raise AttributeError(f"a score function has no operation {name!r}{_known(name)}")
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_known(name)}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return METHODS[name](self.recorder, self, *args, **kwargs)

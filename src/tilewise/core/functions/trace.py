@@ -37,6 +37,7 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
+_latest: dict[str, tuple[Functions, dict[int, str]]] = {}  # by `plain_text`: what tiles know of a function
 
 
 def trace(
@@ -65,10 +66,14 @@ def trace(
         key = None
     known = _known.get(key) if key is not None else None
     if known is not None:
+        _latest[known.functions.plain_text] = known.functions, known.lines
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
     found = _traced(mask_mod, score_mod, wants_grad, device)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
+    if len(_latest) >= MAX_TRACES:
+        _latest.clear()
+    _latest[found.functions.plain_text] = found.functions, found.lines
     if key is not None and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
@@ -79,6 +84,13 @@ def trace(
 def clear() -> None:
     """Forget all traces."""
     _known.clear()
+    _latest.clear()
+
+
+def line_of_load(functions: Functions, node: int) -> str:
+    """The user's line of a load of decoded functions, by the last trace of such a function."""
+    traced, lines = _latest.get(functions.plain_text, (functions, {}))
+    return lines.get(traced.graph.reachable(traced.roots)[node], "unknown")
 
 
 def _traced(

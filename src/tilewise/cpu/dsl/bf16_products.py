@@ -41,22 +41,22 @@ from tilewise.cpu.dsl.vector import (
     minimum,
 )
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.tiles import Scratch, Shape, load_rows, pieces
+from tilewise.cpu.kernels.tiles import Scratch, Shape, column_chunks, load_rows
 
 TILE = 32  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
 LANES, HEIGHT = 16, 8
 C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
-# Which pieces of a and b are multiplied, so that each product loads one of them anew. What is left out is of
-# either sign and small beside a rounding of the number itself: of three pieces the middle one times the last,
+# Which terms of a and b are multiplied, so that each product loads one of them anew. What is left out is of
+# either sign and small beside a rounding of the number itself: of three terms the middle one times the last,
 # 2^-25 of a product where float32 rounds at 2^-24; of two the last by itself, 2^-16 where float16 has 2^-11.
 TERMS = {
     1: ((0, 0),),
     2: ((1, 0), (0, 0), (0, 1)),
     3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
 }
-# Where cutting works: pieces of smaller numbers, and their products, come near 2^-126, below which the tile
-# unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in pieces.
+# Where cutting works: terms of smaller numbers, and their products, come near 2^-126, below which the tile
+# unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in terms.
 SMALLEST, LARGEST = 2.0**-80, 2.0**59
 Product = Callable[[Rows, Sequence[Rows], Sequence[Rows], tuple[Scalar, Scalar], int, bool], None]
 VOID = ir.VoidType()
@@ -105,9 +105,9 @@ def tile_sums(
 ) -> None:
     """out[32, 16 columns] = or += the sum over k of a[:, k] b[k, :], 32 of them a step; 1 or 2 columns.
 
-    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs, both in as many pieces as their
+    The counterpart of `outer_sums`: a is rows of bfloat16, b rows of pairs, both in as many terms as their
     numbers were cut into. 2 x 2 tiles of sums stay in registers while four loads, from the first-level cache,
-    feed four multiplications of 16 cycles each; with more pieces, 14 loads feed 24.
+    feed four multiplications of 16 cycles each; with more terms, 14 loads feed 24.
     """
     sums = [(C + 2 * r + c, ROWS * r, LANES * c) for r in range(2) for c in range(columns)]
     for register, r, c in sums:
@@ -202,9 +202,9 @@ def copy_rows(dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scala
     """dst[r, :dim] = source(r) as stored, zeros up to dst's width; rows from n on repeat the last."""
     for r in loop(0, count):
         row = source(minimum(r, n - 1)).as_kind("i16")
-        for c, width in pieces(0, dim, 2 * LANES):
+        for c, width in column_chunks(0, dim, 2 * LANES):
             dst[r, c].store(row[c].load(width))
-        for c, width in pieces(dim, dst.stride, 2 * LANES):
+        for c, width in column_chunks(dim, dst.stride, 2 * LANES):
             dst[r, c].store(Value(ir.Constant(ir.VectorType(I16, width), [0] * width)))
 
 
@@ -219,24 +219,24 @@ def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
 
 
 def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
-    """float32 vectors as sums of `count` pieces that bfloat16 holds; the last is yet to be rounded to it.
+    """float32 vectors as sums of `count` terms that bfloat16 holds; the last is yet to be rounded to it.
 
-    8 bits each: three pieces are a float32 to its last bit, two more than a float16. The first is cut off
+    8 bits each: three terms are a float32 to its last bit, two more than a float16. The first is cut off
     towards zero, so that it is finite where the number is; the next is rounded, so that what is left has
     either sign. An infinity leaves a NaN.
     """
     rest = list(numbers)
     for n in range(count - 1):
         bits = [bitcast(x, I32) + (0x8000 if n else 0) for x in rest]
-        piece = [bitcast(x & -0x10000, F32) for x in bits]
-        yield list(piece)
-        rest = [x - head for x, head in zip(rest, piece)]
+        term = [bitcast(x & -0x10000, F32) for x in bits]
+        yield list(term)
+        rest = [x - head for x, head in zip(rest, term)]
     yield rest
 
 
 def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., None]:
-    """A function that brings rows in as many pieces as the products want, with the arguments of `take`."""
-    if shape.config.pieces == 1:
+    """A function that brings rows in as many terms as the products want, with the arguments of `take`."""
+    if shape.config.terms == 1:
         return lambda parts, source, n, count, dim, factor=None: copy_rows(parts[0], source, n, count, dim)
     wide = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
 
@@ -244,7 +244,7 @@ def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., Non
         parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
         factor: Operand | None = None,
     ) -> None:  # fmt: skip
-        """parts[.][r, :dim] = the pieces of source(r) * factor, as `copy_rows`, through 32 rows of float32.
+        """parts[.][r, :dim] = the terms of source(r) * factor, as `copy_rows`, through 32 rows of float32.
 
         `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
         """
@@ -259,8 +259,8 @@ def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., Non
                     both = both if factor is None else [x * factor for x in both]
                     for x in both:
                         largest.set(maximum(absolute(x), largest))
-                    for part, piece in zip(parts, cut(both, len(parts))):
-                        part[r0 + r, c].store(rounded(*piece))
+                    for part, term in zip(parts, cut(both, len(parts))):
+                        part[r0 + r, c].store(rounded(*term))
             is_small = any_lane(largest > 0.0) ^ any_lane(largest >= SMALLEST)
             with when(is_small | any_lane(largest >= LARGEST)):
                 not_cut.store(as_int(1))

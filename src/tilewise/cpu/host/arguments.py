@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
-CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "turn")
+CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "ticket")
 STATISTICS = ("row_max", "entropy", "column_sum")
 CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
 POINTERS = (
@@ -68,11 +68,11 @@ class Config:
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
     statistics: tuple[str, ...] = ()  # of `STATISTICS`: those that `statistics.py` gives
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
-    pieces: int = 0
+    terms: int = 0
 
     @property
     def has_bf16_products(self) -> bool:
-        return self.pieces > 0
+        return self.terms > 0
 
 
 class Block:

@@ -45,13 +45,13 @@ put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
 class Layout:
-    """Offsets into scratch: after each thread's own, zeros (turns, an absent statistic), sums of dq."""
+    """Offsets into scratch: after each thread's own, zeros (tickets, an absent statistic), sums of dq."""
 
-    def __init__(self, division: Division, turns: int, lse_bytes: int, sum_bytes: int) -> None:
+    def __init__(self, division: Division, tickets: int, lse_bytes: int, sum_bytes: int) -> None:
         self.zeros = division.threads * division.thread_bytes
-        self.absent = self.zeros + 8 * turns
+        self.absent = self.zeros + 8 * tickets
         self.dq_sum = -(-(self.absent + lse_bytes) // 64) * 64
-        self.size = self.dq_sum + turns * sum_bytes
+        self.size = self.dq_sum + tickets * sum_bytes
 
 
 class BackwardPlan(CallPlan):
@@ -122,8 +122,8 @@ class BackwardPlan(CallPlan):
             "scratch_bytes": thread_bytes,
         }
         division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
-        turns = problem.batch * problem.num_heads * tiles
-        return division, Layout(division, turns, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
+        tickets = problem.batch * problem.num_heads * tiles
+        return division, Layout(division, tickets, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
 
     def run(
         self,

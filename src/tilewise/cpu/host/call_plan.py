@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, named, rows_dense
 from tilewise.cpu.host import parallel
@@ -74,8 +75,8 @@ class CallPlan:
             lse_b=0 if problem.is_packed else problem.num_heads * problem.seqlen_q,
             lse_h=self.given.query.shape[0] if problem.is_packed else problem.seqlen_q,
             score_k0=int(not problem.has_packed_keys),
-            threshold=int(problem.dropout_p * 2**32),
-            inverse_keep=1 / (1 - problem.dropout_p),
+            threshold=threshold(problem.dropout_p) << 24,
+            inverse_keep=1 / (1 - rate(problem.dropout_p)),
         )
 
     def set_strides(self, name: str, strides: tuple[int, ...]) -> None:
@@ -149,7 +150,7 @@ class CallPlan:
 
     @functools.cached_property
     def cuts(self) -> bool:
-        """Whether the kernel cuts numbers in pieces for tile registers."""
+        """Whether the kernel cuts numbers in terms for tile registers."""
         return bool(self.kernel.facts.get("cuts"))
 
 

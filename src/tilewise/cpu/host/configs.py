@@ -16,10 +16,10 @@ from tilewise.cpu.host.compile import current_target
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 BF16_PRODUCTS = ("amx", "avx512_bf16")  # instruction sets that multiply bfloat16
 CUTTING = ("amx",)  # and those so fast at it that float32 and float16 are cut into bfloat16 numbers
-VECTORS = 3  # of a tile of queries; with products of bfloat16, by pieces:
+VECTORS = 3  # of a tile of queries; with products of bfloat16, by terms:
 BF16_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
 BF16_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
-CUT = {torch.float32: 3, torch.float16: 2}  # pieces of bfloat16, for products in tile registers
+CUT = {torch.float32: 3, torch.float16: 2}  # terms of bfloat16, for products in tile registers
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
@@ -44,15 +44,15 @@ def is_decoding(problem: AttentionProblem) -> bool:
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
-    pieces = int(may_cut and current_target().isa == "amx" and has_bf16_products(problem))
-    return replace(_config(problem, inputs, 1, pieces), rows=rows)
+    terms = int(may_cut and current_target().isa == "amx" and has_bf16_products(problem))
+    return replace(_config(problem, inputs, 1, terms), rows=rows)
 
 
 def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    config = _tile_config(problem, inputs, BF16_FORWARD, _pieces(problem, may_cut))
+    config = _tile_config(problem, inputs, BF16_FORWARD, _terms(problem, may_cut))
     keys = 128 if problem.seqlen_k <= 128 else 256
     if (
-        not config.pieces
+        not config.terms
         or problem.has_packed_keys
         or config.functions
         or problem.seqlen_k > min(keys, 2 * problem.head_dim_v)
@@ -63,7 +63,7 @@ def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tr
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= BF16_TOO_SHORT
-    return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _pieces(problem, may_cut))
+    return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _terms(problem, may_cut))
 
 
 def statistics_config(problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...]) -> Config:
@@ -71,8 +71,8 @@ def statistics_config(problem: AttentionProblem, inputs: Inputs, statistics: tup
     return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics)
 
 
-def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
-    """`Config.pieces`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
+def _terms(problem: AttentionProblem, may_cut: bool) -> int:
+    """`Config.terms`: those of numbers that are cut, 1 where they are bfloat16 already, 0 without AMX."""
     if problem.dtype in CUT and current_target().isa in CUTTING and problem.scale > 0:
         queries, keys, window = CUT_FEWEST[problem.dtype]
         if problem.dtype == torch.float32 and problem.batch * problem.num_heads < FEW_HEADS:
@@ -85,14 +85,14 @@ def _pieces(problem: AttentionProblem, may_cut: bool) -> int:
 
 
 def _tile_config(
-    problem: AttentionProblem, inputs: Inputs, bf16_vectors: Mapping[int, tuple[int, ...]], pieces: int
+    problem: AttentionProblem, inputs: Inputs, bf16_vectors: Mapping[int, tuple[int, ...]], terms: int
 ) -> Config:
     """Of a kernel whose tiles of queries are, with products of bfloat16, as wide as suits their number."""
-    if not pieces:
+    if not terms:
         return _config(problem, inputs, VECTORS)
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in bf16_vectors[pieces] if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, bf16_vectors[pieces][-1]), pieces)
+    wide_enough = (v for v in bf16_vectors[terms] if 0 < problem.seqlen_q <= v * lanes)
+    return _config(problem, inputs, next(wide_enough, bf16_vectors[terms][-1]), terms)
 
 
 def has_bf16_products(problem: AttentionProblem) -> bool:
@@ -100,7 +100,7 @@ def has_bf16_products(problem: AttentionProblem) -> bool:
     return current_target().isa in BF16_PRODUCTS and problem.dtype == torch.bfloat16 and problem.scale > 0
 
 
-def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int = 0) -> Config:
+def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int = 0) -> Config:
     return Config(
         kind=KINDS[problem.dtype],
         head_dim=problem.head_dim,
@@ -117,7 +117,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, pieces: int
         is_partial=problem.is_partial,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,
-        pieces=pieces,
+        terms=terms,
     )
 
 

@@ -72,8 +72,8 @@ class OutputPlan(CallPlan):
         if self.division is None:
             block.update(**division.words)
         partial_offset = division.threads * division.thread_bytes
-        turn_offset = partial_offset + self.partial_bytes
-        lse_offset = turn_offset + self.turn_bytes
+        ticket_offset = partial_offset + self.partial_bytes
+        lse_offset = ticket_offset + self.turn_bytes
         scratch = pool.scratch.reserve(lse_offset + self.lse_bytes)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
@@ -81,8 +81,8 @@ class OutputPlan(CallPlan):
             0 if residual is None else residual.data_ptr(), scratch, scratch + partial_offset,
         )  # fmt: skip
         if self.turn_bytes:
-            block.update(turn=scratch + turn_offset)
-            ctypes.memset(scratch + turn_offset, 0, self.turn_bytes)
+            block.update(ticket=scratch + ticket_offset)
+            ctypes.memset(scratch + ticket_offset, 0, self.turn_bytes)
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)
         del kept

@@ -11,7 +11,7 @@ a bias whose gradient is wanted, an item takes the same block of all of them in 
             (no other keys to see: p_t /= its sums over keys)
             dp_t = v do_t;             ds_t = p_t * (dp_t - delta)           [BLOCK_K, block_q]
             (no other keys to see: ds_t -= p_t * (what its sums over keys have beyond dlse))
-            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts 1 / (1 - dropout_p))
+            (dropout: dp_t = 0 in ds_t, and then p_t = 0, where dropped; the rest counts inverse_keep)
             dq_t += k^T ds_t                                                 [head_dim, block_q]
             dv   += p_t do;            dk += ds_t q                          [BLOCK_K, head_dim]
         dq of the tile += dq_t, after the previous block of keys has added its own
@@ -21,7 +21,7 @@ Where lse counts keys that the call does not have (`is_partial`), no sums are kn
 The residual is what rounding left out of lse: all of log(sum) where scores are huge. The shift is an integer
 near the scores: s - shift is small and hardly rounded, and factor = exp(shift - lse - residual) has the rest.
 
-Each tile of queries has a turn counter, and the items add to its dq in the order of their keys: the sums
+Each tile of queries has a ticket counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
 which other threads already hold or have finished, so the wait ends. Scratch: one dq in the compute type.
 """
@@ -80,7 +80,7 @@ class BackwardKernel:
     name = "backward"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
     max_key_block = 512  # shares each tile's loads and transposes: 3-6% faster than 256
-    k: Any  # Rows; with tile registers, lists of their pieces
+    k: Any  # Rows; with tile registers, lists of their terms
     v: Any
     q: Any
     do: Any
@@ -161,7 +161,7 @@ class BackwardKernel:
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
         split = self.args.split_keys
-        for place, is_last in self.turns(head, q0, block, (k0 // split, (k1 - 1) // split)):
+        for place, is_last in self.tickets(head, q0, block, (k0 // split, (k1 - 1) // split)):
             self.load_statistics(head, q0, self.load_queries(head, q0))
             fill_zero(shape, self.dq_t, shape.pad)
             for j in loop(first, last, block_k):
@@ -171,7 +171,7 @@ class BackwardKernel:
                         kernel.step(head, q0, j0, j, end)
             self.hand_over_dq(head, t, place, is_last)
 
-    def turns(
+    def tickets(
         self, head: Head, q0: Value, block: Value, blocks: tuple[Value, Value]
     ) -> Iterator[tuple[Value, Value]]:
         """How many blocks of keys add to the tile's dq before this one, and whether it is the last; nothing
@@ -180,7 +180,7 @@ class BackwardKernel:
         if functions is None or not functions.has_map:
             yield block - blocks[0], block.equals(blocks[1])
             return
-        is_visited, place, is_last = functions.turn(head, q0, block, blocks)
+        is_visited, place, is_last = functions.ticket(head, q0, block, blocks)
         with when(is_visited):
             yield place, is_last
 
@@ -375,9 +375,9 @@ class BackwardKernel:
         tile = (head.batch * args.num_heads + head.head) * args.tiles + t
         size = shape.pad * shape.block_q
         dq_sum = Rows(args.ptr("dq_sum", shape.kind)[tile * size], shape.block_q)
-        turn = args.ptr("turn", "i64")[tile]
+        ticket = args.ptr("ticket", "i64")[tile]
         with when(place > 0):
-            wait_until(turn, place)
+            wait_until(ticket, place)
             for d in loop(0, shape.pad):
                 for c in shape.columns():
                     total = dq_sum[d, c].load(shape.lanes) + self.dq_t[d, c].load(shape.lanes)
@@ -394,7 +394,7 @@ class BackwardKernel:
                 for d in loop(0, shape.pad):
                     for c in shape.columns():
                         dq_sum[d, c].store(self.dq_t[d, c].load(shape.lanes))
-                turn.store_release(place + 1)
+                ticket.store_release(place + 1)
 
     def dk_scale(self) -> Value:
         """What ds q is still to be multiplied by."""

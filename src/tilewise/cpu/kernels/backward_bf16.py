@@ -2,7 +2,7 @@
 
 A tile of queries is made of parts of 32; a part meets the keys that it sees, its P and dS are rounded to
 bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, as either factor. With float32
-and float16 each factor is several matrices, the numbers' pieces (`CutBackwardKernel`):
+and float16 each factor is several matrices, the numbers' terms (`CutBackwardKernel`):
 
     q_t, do_t: pairs of q^T, do^T; qs, dos: pairs of q, do    [head_dim / 2, block_q], [block_q / 2, head_dim]
     k, v, k_t: rows of k, v, k^T                              [key_block, head_dim], [head_dim, key_block]
@@ -46,7 +46,7 @@ from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, 
 class BFloat16BackwardKernel(BackwardKernel):
     """The steps that differ."""
 
-    key_blocks = (64, 64), (128, 256), (128, 128), (32, 64)  # P and dS, in so many pieces, stay near
+    key_blocks = (64, 64), (128, 256), (128, 128), (32, 64)  # P and dS, in so many terms, stay near
     q_factor: Operand | None = None  # of q before it is stored
 
     def reserve(self, scratch: Scratch) -> None:
@@ -55,20 +55,20 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.key_group = TILE
         self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.key_blocks)
 
-        def pieces(rows: int, width: int, kind: str = "") -> list[Rows]:
-            return [scratch.rows(rows, width, kind) for _ in range(shape.config.pieces)]
+        def matrices(rows: int, width: int, kind: str = "") -> list[Rows]:
+            return [scratch.rows(rows, width, kind) for _ in range(shape.config.terms)]
 
-        self.k, self.v = (pieces(self.key_block, width, "i16") for width in (shape.pad, shape.pad_v))
-        self.k_t = pieces(shape.pad, self.key_block, "i16")
+        self.k, self.v = (matrices(self.key_block, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.k_t = matrices(shape.pad, self.key_block, "i16")
         self.k_pairs = scratch.rows(TILE // 2, shape.pad)
-        self.q, self.do = (pieces(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
-        self.q_t, self.do_t = (pieces(width // 2, block_q) for width in (shape.pad, shape.pad_v))
-        self.qs, self.dos = (pieces(block_q // 2, width) for width in (shape.pad, shape.pad_v))
+        self.q, self.do = (matrices(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
+        self.q_t, self.do_t = (matrices(width // 2, block_q) for width in (shape.pad, shape.pad_v))
+        self.qs, self.dos = (matrices(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out, self.do_rows = (scratch.rows(ROWS, shape.pad_v) for _ in range(2))
         self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
         self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
-        self.p, self.ds = (pieces(shape.block_k, block_q, "i16") for _ in range(2))
-        self.ds_pairs = pieces(shape.block_k // 2, block_q)
+        self.p, self.ds = (matrices(shape.block_k, block_q, "i16") for _ in range(2))
+        self.ds_pairs = matrices(shape.block_k // 2, block_q)
         self.scores = Scores(part, scratch, with_slopes=True)
         self.scale = self.args.vector("q_factor", part)
         self.take_rows = row_taker(shape, scratch, self.args.not_cut)
@@ -161,7 +161,7 @@ class BFloat16BackwardKernel(BackwardKernel):
             finish_scores(part, scores, s_t, r, self.scale)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
-                ds_pieces = []
+                ds_terms = []
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
@@ -172,11 +172,11 @@ class BFloat16BackwardKernel(BackwardKernel):
                     self.keep_bias_gradient(r, k, ds)
                     if kept:
                         p = [select(z, x, 0.0) for z, x in zip(kept[k], p)]
-                    ds_pieces.append(list(cut(ds, len(self.ds))))
-                    for areas, parts in ((self.p, cut(p, len(self.p))), (self.ds, ds_pieces[-1])):
-                        for area, piece in zip(areas, parts):
-                            area.at(r, c)[k, 0].store(rounded(*piece))
-                for area, low, high in zip(self.ds_pairs, *ds_pieces):
+                    ds_terms.append(list(cut(ds, len(self.ds))))
+                    for areas, parts in ((self.p, cut(p, len(self.p))), (self.ds, ds_terms[-1])):
+                        for area, term in zip(areas, parts):
+                            area.at(r, c)[k, 0].store(rounded(*term))
+                for area, low, high in zip(self.ds_pairs, *ds_terms):
                     is_exact = area is not self.ds_pairs[-1]
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
@@ -230,7 +230,7 @@ class CutBackwardKernel(BFloat16BackwardKernel):
 
     def key_bytes(self) -> int:
         shape = self.shape
-        stored = 2 * shape.config.pieces * (2 * shape.pad + shape.pad_v)  # K, V and K^T
+        stored = 2 * shape.config.terms * (2 * shape.pad + shape.pad_v)  # K, V and K^T
         return stored + shape.item * (shape.pad + shape.pad_v)
 
     def reserve(self, scratch: Scratch) -> None:
@@ -269,10 +269,10 @@ class CutBackwardKernel(BFloat16BackwardKernel):
 
 
 def at(parts: list[Rows], row: Scalar, column: Scalar) -> list[Rows]:
-    """All pieces of a matrix, seen from another corner."""
+    """All terms of a matrix, seen from another corner."""
     return [part.at(row, column) for part in parts]
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """See `build_kernel`."""
-    return build_kernel(BFloat16BackwardKernel if config.pieces == 1 else CutBackwardKernel, config, target)
+    return build_kernel(BFloat16BackwardKernel if config.terms == 1 else CutBackwardKernel, config, target)

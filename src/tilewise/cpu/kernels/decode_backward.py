@@ -256,10 +256,10 @@ class DecodeBackwardKernel(DecodeKernel):
         shape, args = self.shape, self.args
         owner = head.batch * args.num_kv_heads + head.kv_head
         dq_sum = Rows(args.ptr("dq_sum", shape.kind)[owner * (self.rows * shape.pad)], shape.pad)
-        turn = args.ptr("turn", "i64")[owner]
+        ticket = args.ptr("ticket", "i64")[owner]
         columns = range(0, shape.pad, shape.lanes)
         with when(place > 0):
-            wait_until(turn, place)
+            wait_until(ticket, place)
             for r in loop(0, self.rows):
                 for c in columns:
                     self.dq[r, c].store(dq_sum[r, c].load(shape.lanes) + self.dq[r, c].load(shape.lanes))
@@ -270,7 +270,7 @@ class DecodeBackwardKernel(DecodeKernel):
                 for r in loop(0, self.rows):
                     for c in columns:
                         dq_sum[r, c].store(self.dq[r, c].load(shape.lanes))
-                turn.store_release(place + 1)
+                ticket.store_release(place + 1)
 
     def store_dq(self, head: Head, rows: Value) -> None:
         shape, scale = self.shape, self.args.vector("scale", self.shape)

@@ -75,17 +75,17 @@ class AmxDecodeKernel(SplitKernel):
         # a block starts at a multiple of its length, so that it lies in one page
         self.lies_in_rows = self.config.page_size % self.block_k == 0 and not self.config.has_leftpad
         self.s_tiles, self.acc_tiles, self.kv = (2, 2, 6) if self.is_few else (1, 4, 1)
-        self.parts = -(-self.rows // ROWS)  # tiles of rows
+        self.row_tiles = -(-self.rows // ROWS)  # tiles of rows
         self.width = 1 << (min(self.rows, ROWS) - 1).bit_length()  # columns of a tile of scores
         self.half = min(self.rows, ROWS // 2)  # rows of a product with v: each takes two of a tile
         self.k, self.v = scratch.rows(TILE, shape.pad, "i16"), scratch.rows(self.block_k, shape.pad_v, "i16")
-        self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.parts)]
-        self.raw_q = scratch.rows(self.parts * self.width, shape.pad, "i16")
+        self.scores = [scratch.rows(2 * self.block_k, self.width) for _ in range(self.row_tiles)]
+        self.raw_q = scratch.rows(self.row_tiles * self.width, shape.pad, "i16")
         self.acc_rows = round_up(self.rows, self.half)
         self.w = scratch.rows(2 * self.acc_rows, self.block_k, "i32")
-        self.m_rows = self.parts  # with the rows of a tile in lanes, from left to right again and again
-        lanes = (self.parts, shape.lanes)
-        return [(self.parts * shape.pad // 2, self.width), (self.acc_rows, shape.pad_v), *[lanes] * 4]
+        self.m_rows = self.row_tiles  # with the rows of a tile in lanes, from left to right again and again
+        lanes = (self.row_tiles, shape.lanes)
+        return [(self.row_tiles * shape.pad // 2, self.width), (self.acc_rows, shape.pad_v), *[lanes] * 4]
 
     def select_head(self, h: Scalar) -> None:
         areas = (area.at(h * count, 0) for area, count in self.state)
@@ -101,10 +101,10 @@ class AmxDecodeKernel(SplitKernel):
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q as it is, in pairs; which query a row is, and its slope."""
-        lanes, count = self.shape.lanes, self.parts * self.width
+        lanes, count = self.shape.lanes, self.row_tiles * self.width
         copy_rows(self.raw_q, self.query_rows(head, "q"), rows, count, self.config.head_dim)
         for c in loop(0, self.shape.pad // 2, lanes):
-            for part in range(self.parts):
+            for part in range(self.row_tiles):
                 columns = [words(self.raw_q).at(0, c)[part * self.width + r, 0] for r in range(self.width)]
                 pairs = interleaved([x.load(lanes) for x in columns])
                 for i, x in enumerate(pairs):
@@ -117,26 +117,26 @@ class AmxDecodeKernel(SplitKernel):
     def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
         """Block by block, head by head. The next scores come between the softmax and the products with v."""
         heads = self.args.item_heads
-        turns = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
+        steps = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
 
-        def select(turn: Value) -> tuple[Head, Block]:
-            j0, h = begin + turn // heads * self.block_k, turn % heads
+        def select(step: Value) -> tuple[Head, Block]:
+            j0, h = begin + step // heads * self.block_k, step % heads
             self.select_head(h)
-            self.s_t = [area.at((turn & 1) * self.block_k, 0) for area in self.scores]
+            self.s_t = [area.at((step & 1) * self.block_k, 0) for area in self.scores]
             head = Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
             return head, Block(j0, minimum(end - j0, self.block_k), end, h)
 
-        for turn in loop(-1, turns):
-            with when(turn >= 0):
-                later, after = select(turn + 1)
-                head, block = select(turn)
+        for step in loop(-1, steps):
+            with when(step >= 0):
+                later, after = select(step + 1)
+                head, block = select(step)
                 rows = self.rows_ahead(later, "k", after), self.rows_ahead(head, "v", block)
                 self.ahead = list(zip(rows, (self.config.head_dim, self.config.head_dim_v)))
                 self.weigh(head, block)
-            with when(turn + 1 < turns):
-                self.score(*select(turn + 1))
-            with when(turn >= 0):
-                self.add_values(*select(turn))
+            with when(step + 1 < steps):
+                self.score(*select(step + 1))
+            with when(step >= 0):
+                self.add_values(*select(step))
 
     def rows_ahead(self, head: Head, name: str, block: Block) -> Callable[[Scalar], Ptr]:
         """Rows of a block that may not be there; of pages, whose table ends, at most the last one."""
@@ -303,7 +303,7 @@ class AmxDecodeKernel(SplitKernel):
 
     def store_partial(self, item: Value, rows: Value) -> None:
         lanes = self.shape.lanes
-        for part in range(self.parts):
+        for part in range(self.row_tiles):
             l = self.l[part, 0]
             l.store(across(l.load(lanes), lambda a, b: a + b, self.width))
         super().store_partial(item, rows)

@@ -1,9 +1,9 @@
 """Dropout in the kernels: Philox in 64-bit lanes, the mask of `tilewise.core.dropout` bit for bit.
 
-A counter (key // 4, query, sequence * heads + head, 0) gives four words, one for each of four keys. Queries
-stand in lanes; what depends on keys and heads alone stays scalar, which leaves 16 of the 20 products. A word
-is the low half of a 64-bit lane, as multiplication wants it, and nobody clears the high half. float32 lanes
-are twice as many: even and odd queries are computed apart, and their words then interleaved.
+A word is the low half of a 64-bit lane, as multiplication wants it, and nobody clears the high half. A call
+of the generator serves 4 x 4 weights of a square of 16 queries and keys. Keys come four at a time, so half of
+its bytes are used: those of keys 2b and 2b + 1, or of 2b + 8 and 2b + 9. Calls stand in lanes, for queries
+2a and both b of the four keys; words of even and odd queries are then interleaved, and give 32-bit lanes.
 """
 
 from __future__ import annotations
@@ -14,69 +14,99 @@ import operator
 import llvmlite.ir as ir
 
 from tilewise.core.dropout import KEY_A, KEY_B, LOW32, ROUND_A, ROUND_B, ROUNDS
-from tilewise.cpu.dsl.vector import I32, I64, Operand, Scalar, Value, as_int, builder, splat
+from tilewise.cpu.dsl.vector import I32, I64, Operand, Scalar, Value, as_int, builder, int32, splat
 from tilewise.cpu.kernels.tiles import Arguments, Head, Shape
 
-GROUP = 4  # keys that share a counter
+GROUP = 4  # keys that are served together
 Counter = tuple[Operand, Operand, Operand, Operand]
 
 
 class Dropout:
-    """The generator of one kernel, with its keys for each round."""
+    """The generator of one kernel."""
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.args = args
         self.inverse_keep = args.vector("inverse_keep", shape)  # what a weight that survives counts
-        with args.emitter.on_entry():
-            seed = args.seed
-            self.keys = [(seed + i * KEY_A, (seed >> 32) + i * KEY_B) for i in range(ROUNDS)]
 
     def at(self, shape: Shape, head: Head, q0: Scalar, j0: Scalar) -> TileDropout:
         return TileDropout(self, shape, head, q0, j0)
-
-    def words(self, counters: list[Counter]) -> list[Counter]:
-        """Four words for each counter; the counters go abreast, as each alone is one long chain."""
-        for key_a, key_b in self.keys:
-            counters = [_round(counter, key_a, key_b) for counter in counters]
-        return counters
 
 
 class TileDropout:
     """Which weights survive of a tile of queries from q0 on, and keys from j0 on (a multiple of 4)."""
 
     def __init__(self, dropout: Dropout, shape: Shape, head: Head, q0: Scalar, j0: Scalar) -> None:
-        args = dropout.args
-        self.dropout, self.shape, self.j0 = dropout, shape, j0
-        self.head = head.batch * args.num_heads + head.head
-        self.parts = 1 if shape.kind == "f64" else 2  # vectors of 64-bit lanes for a vector of queries
-        count = shape.lanes // self.parts
-        self.queries = [
-            splat(as_int(q0), count) + _lane_numbers(column + part, count, self.parts)
-            for column in shape.columns()
-            for part in range(self.parts)
+        args, self.shape, self.j0 = dropout.args, shape, j0
+        self.lanes = shape.target.vector_bytes // 8
+        self.is_square = shape.lanes % 16 == 0 or shape.block_q % 16 == 0  # q0 is a multiple of 16
+        group = 4 if self.is_square else shape.lanes // 2  # calls that stand together, first for the first b
+        queries = [q for q in range(0, shape.width, 2) if not (self.is_square and q & 8)]
+        self.calls = [
+            (b, query)
+            for first in range(0, len(queries), group)
+            for b in (0, 1)
+            for query in queries[first : first + group]
         ]
-        self.threshold = args.threshold
+        self.vectors = [self.calls[n : n + self.lanes] for n in range(0, len(self.calls), self.lanes)]
+        numbers = [splat(as_int(q0), self.lanes) + _lanes([q for _, q in calls]) for calls in self.vectors]
+        self.rows = [q // 16 * 4 + q % 8 // 2 for q in numbers]
+        self.shifts = [self._shift(q0, column) for column in shape.columns()]
+        low, high = args.seed & LOW32, (args.seed >> 32) ^ (head.batch * args.num_heads + head.head)
+        self.head = low, high
+        self.limit = splat(int32(args.threshold), shape.lanes)
 
     def kept(self, j: Value, count: int) -> list[list[Value]]:
         """Masks [count][vectors] of the keys j0 + j + [0, count); j and count are multiples of 4."""
         masks = []
         for first in range(0, count, GROUP):
-            group, zero = (self.j0 + (j + first)) // GROUP, as_int(0)
-            words = self.dropout.words([(group, query, self.head, zero) for query in self.queries])
-            for key in range(GROUP):
-                parts = [counter[key] for counter in words]
+            key = self.j0 + (j + first)
+            call, far = key // 16 * 4 + key % 8 // 2, splat(int32(key // 8 % 2 * 8), self.shape.lanes)
+            words = _words(
+                [
+                    (call + _lanes([b for b, _ in calls]), row, *self.head)
+                    for calls, row in zip(self.vectors, self.rows)
+                ]
+            )
+            for k in range(GROUP):
+                b, odd = divmod(k, 2)
+                pairs = [_interleaved(counter[odd], counter[2 + odd]) for counter in words]
                 masks.append(
-                    [self._compare(parts[v : v + self.parts]) for v in range(0, len(parts), self.parts)]
+                    [
+                        self._survives(pairs, b, c, shift - far)
+                        for c, shift in zip(self.shape.columns(), self.shifts)
+                    ]
                 )
         return masks
 
-    def _compare(self, parts: list[Operand]) -> Value:
-        """Whether the words of a vector of queries reach the threshold."""
-        if len(parts) == 1:
-            word, limit = parts[0] & LOW32, self.threshold
-        else:
-            word, limit = _interleaved(*parts), Value(builder().trunc(self.threshold.raw, I32))
-        return Value(builder().icmp_unsigned(">=", word.raw, splat(limit, self.shape.lanes).raw))
+    def _survives(self, pairs: list[Value], b: int, column: int, shift: Value) -> Value:
+        """Of a vector of queries: whether its bytes, shifted to the top of their words, reach the limit."""
+        queries = range(column, column + self.shape.lanes)
+        places = [self.calls.index((b, q & (~9 if self.is_square else ~1))) for q in queries]
+        (source,) = {place // self.lanes for place in places}
+        order = [place % self.lanes * 2 + q % 2 for place, q in zip(places, queries)]
+        words = pairs[source].raw
+        lanes = ir.Constant(ir.VectorType(I32, len(order)), order)
+        word = Value(builder().shuffle_vector(words, words, lanes)) << shift
+        return Value(builder().icmp_unsigned(">=", word.raw, self.limit.raw))
+
+    def _shift(self, q0: Scalar, column: int) -> Value:
+        """What moves the bytes of a vector of queries, for keys below 8 modulo 16, to the top."""
+        count = self.shape.lanes
+        if self.is_square:
+            shifts = [24 - 2 * (column + lane & 8) for lane in range(count)]
+            return Value(ir.Constant(ir.VectorType(I32, count), shifts))
+        query = splat(int32(q0), count) + Value(
+            ir.Constant(ir.VectorType(I32, count), list(range(column, column + count)))
+        )
+        return 24 - (query & 8) * 2
+
+
+def _words(counters: list[Counter]) -> list[Counter]:
+    """Four words for each counter; the counters go abreast, as each alone is one long chain."""
+    for i in range(ROUNDS):
+        key_a, key_b = as_int(i * KEY_A & LOW32), as_int(i * KEY_B & LOW32)
+        counters = [_round(counter, key_a, key_b) for counter in counters]
+    return counters
 
 
 def _round(counter: Counter, key_a: Operand, key_b: Operand) -> Counter:
@@ -90,9 +120,8 @@ def _xor(*words: Operand) -> Operand:
     return functools.reduce(operator.xor, sorted(words, key=lambda x: isinstance(x.type, ir.VectorType)))
 
 
-def _lane_numbers(first: int, count: int, step: int) -> Value:
-    numbers = list(range(first, first + count * step, step))
-    return Value(ir.Constant(ir.VectorType(I64, count), numbers))
+def _lanes(numbers: list[int]) -> Value:
+    return Value(ir.Constant(ir.VectorType(I64, len(numbers)), numbers))
 
 
 def _interleaved(even: Operand, odd: Operand) -> Value:

@@ -53,7 +53,7 @@ class Tile:
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
-        height = shape.config.pieces * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
+        height = shape.config.terms * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
         self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
@@ -68,7 +68,7 @@ class ForwardKernel:
     most_tiles = 16  # tiles that share one converted K/V block
     converting = 8  # K and V costs as much as so many queries
     unit = 1.0  # of scores and their maximum
-    k: Any  # Rows; with tile registers, lists of their pieces
+    k: Any  # Rows; with tile registers, lists of their terms
     v: Any
     p_t: Any
 

@@ -1,7 +1,7 @@
 """The forward with products of bfloat16: `forward.py` with other factors, sums and weights.
 
 K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
-float32 and float16 each of these is several matrices, the numbers' pieces (`CutForwardKernel`):
+float32 and float16 each of these is several matrices, the numbers' terms (`CutForwardKernel`):
 
     q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
     k, v_t: rows of k and of v^T                        [BLOCK_K, head_dim], [head_dim_v, BLOCK_K]
@@ -36,7 +36,16 @@ from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
 from tilewise.cpu.kernels.forward import ForwardKernel, Tile
 from tilewise.cpu.kernels.scores import TileScores, has_options
-from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, build_kernel, pieces, transpose_rows
+from tilewise.cpu.kernels.tiles import (
+    INF,
+    Grid,
+    Head,
+    Scratch,
+    Shape,
+    build_kernel,
+    column_chunks,
+    transpose_rows,
+)
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
@@ -59,7 +68,7 @@ class BFloat16ForwardKernel(ForwardKernel):
         key_bytes = (
             shape.target.l2_bytes // self.key_share
         )  # K and V of a block that all tiles of an item go through
-        each = range(shape.config.pieces)
+        each = range(shape.config.terms)
         blocks = max(1, key_bytes // (2 * len(each) * shape.block_k * (shape.pad + shape.pad_v)))
         self.load_k = blocks * shape.block_k
         self.all_k = [scratch.rows(self.load_k, shape.pad, "i16") for _ in each]
@@ -85,7 +94,7 @@ class BFloat16ForwardKernel(ForwardKernel):
 
     def query_pieces(self, tile: Tile) -> list[Rows]:
         shape = self.shape
-        return [tile.q_t.at(n * shape.pad // 2, 0) for n in range(shape.config.pieces)]
+        return [tile.q_t.at(n * shape.pad // 2, 0) for n in range(shape.config.terms)]
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.shape.config
@@ -265,7 +274,7 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
         target = head.query_rows("out", tile.q0)
         for i in loop(0, minimum(head.seqlen_q - tile.q0, shape.block_q)):
             row = target(i)
-            for column, width in pieces(0, dim, shape.lanes):
+            for column, width in column_chunks(0, dim, shape.lanes):
                 l, inverse = (area[0, i].splat(width) for area in (self.divisor, self.inverse))
                 row[column].store(quotient(self.out[i, column].load(width), l, inverse))
 
@@ -281,7 +290,7 @@ class OneBlockCutForwardKernel(OneBlockForwardKernel, CutForwardKernel):
 
 
 def score_unit(config: Config) -> float:
-    """Of scores that are made of pieces: log 2 where they need nothing else, as 2^x is cheaper than e^x."""
+    """Of scores that are made of terms: log 2 where they need nothing else, as 2^x is cheaper than e^x."""
     return 1.0 if has_options(config) or config.has_sinks else LN_2
 
 
@@ -321,7 +330,7 @@ def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
     """See `build_kernel`."""
     among, alone = (
         (BFloat16ForwardKernel, OneBlockForwardKernel)
-        if config.pieces == 1
+        if config.terms == 1
         else (CutForwardKernel, OneBlockCutForwardKernel)
     )
     return build_kernel(alone if config.key_block else among, config, target)

@@ -102,7 +102,7 @@ class KernelFunctions:
                 end.set(minimum(as_int(n), key + size))
         return Value(begin.raw), Value(end.raw)
 
-    def turn(self, head: Head, q0: Scalar, block: Value, blocks: tuple[Value, Value]) -> tuple[Value, ...]:
+    def ticket(self, head: Head, q0: Scalar, block: Value, blocks: tuple[Value, Value]) -> tuple[Value, ...]:
         """Of the first to last `blocks` of keys, as `visits` counts them: whether this one is visited by the
         tile of queries at q0, how many before it are, and whether none behind it is."""
         args = head.args

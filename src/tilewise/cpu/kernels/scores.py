@@ -25,7 +25,7 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels.functions import KernelFunctions
-from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, pieces, transpose_rows
+from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
 
 
 def has_options(config: Config) -> bool:
@@ -136,7 +136,7 @@ class Scores:
                 for j in loop(begin, end):
                     add_at(row[j], terms[0, j], None)
             with whole:
-                for c, width in pieces(0, shape.block_k, shape.lanes):
+                for c, width in column_chunks(0, shape.block_k, shape.lanes):
                     add_at(row[c], terms[0, c], width)
 
     def visible(self, head: Head, q0: Scalar, j0: Value, first: Scalar, n: Value) -> tuple[Any, Value]:

@@ -102,9 +102,9 @@ class SplitKernel:
             self.visit_blocks(batch, kv_head, begin, end)
             for h, _ in self.each_head(batch, kv_head):
                 self.store_partial(item * heads + h, rows)
-            turn = args.ptr("turn", "i64")[first]
-            with when(turn.fetch_add(1, "acq_rel").equals(args.splits - 1)):
-                turn.store_release(0)  # for the next call
+            ticket = args.ptr("ticket", "i64")[first]
+            with when(ticket.fetch_add(1, "acq_rel").equals(args.splits - 1)):
+                ticket.store_release(0)  # for the next call
                 for h, head in self.each_head(batch, kv_head):
                     for r in loop(0, rows):
                         self.merge(self.query_head(head, r), r, first * args.splits * heads + h)

@@ -36,7 +36,7 @@ from tilewise.cpu.host.compile import Target
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
-KeyBlocks = tuple[tuple[int, int], ...]  # by pieces, from 0: keys of a block, head sizes under 128 and over
+KeyBlocks = tuple[tuple[int, int], ...]  # by terms, from 0: keys of a block, head sizes under 128 and over
 Grid = list[list[Var]]  # accumulators [rows][vectors]
 
 
@@ -53,7 +53,7 @@ class Shape:
         self.block_q = self.lanes * config.vectors  # queries of a tile
         step = 2 * self.lanes if config.has_bf16_products else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
-        sizes = key_blocks[min(config.pieces, len(key_blocks) - 1)]
+        sizes = key_blocks[min(config.terms, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]
         # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
         self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
@@ -80,7 +80,7 @@ def build_kernel(make: Any, config: Config, target: Target) -> tuple[str, dict[s
         kernel.run()
         facts = {
             "block_q": shape.block_q,
-            "cuts": int(config.pieces > 1),
+            "cuts": int(config.terms > 1),
             "scratch_bytes": kernel.scratch.bytes,
         }
         return emitter.finish(), facts | kernel.facts()
@@ -148,7 +148,7 @@ class Scratch:
         return Rows(self.base[offset].as_kind(kind), width)
 
 
-def pieces(start: int, stop: int, lanes: int) -> Iterator[tuple[int, int]]:
+def column_chunks(start: int, stop: int, lanes: int) -> Iterator[tuple[int, int]]:
     """Cut [start, stop) into (column, width) with widths that are powers of two up to `lanes`."""
     while start < stop:
         width = lanes
@@ -167,9 +167,9 @@ def load_rows(
     """
     for r in loop(0, count):
         row = source(minimum(r, n - 1))
-        for c, width in pieces(0, dim, shape.lanes):
+        for c, width in column_chunks(0, dim, shape.lanes):
             dst[r, c].store(as_kind(row[c].load(width), shape.kind))
-        for c, width in pieces(dim, dst.stride, shape.lanes):
+        for c, width in column_chunks(dim, dst.stride, shape.lanes):
             dst[r, c].store(number(0.0, shape.kind, width))
 
 
@@ -177,7 +177,7 @@ def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scala
     """target(r)[:dim] = src[r] for r < n, rounded to the stored type."""
     for r in loop(0, n):
         row = target(r)
-        for c, width in pieces(0, dim, shape.lanes):
+        for c, width in column_chunks(0, dim, shape.lanes):
             row[c].store(src[r, c].load(width))
 
 

@@ -80,7 +80,7 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
         return decode_launch.supports(problem)
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
-    return "takes ALiBi slopes for few queries to a cache only" if problem.has_alibi else None
+    return None
 
 
 # ---- which kernels serve: first calls, and calls that are launched again
@@ -152,7 +152,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
         tensors = (*given, None, None, None, None, None)
-        fresh = (out, lse, rest, None, None, counter, None, None)
+        fresh = (out, lse, rest, None, None, counter, None, None, None, None)
         return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
 
     return again_forward(problem, order, residual, given, steps, host.shared_counter)

@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
     num_pages: int  # or entries of a cache
     window_left: int | None
     window_right: int | None  # causal is a window whose right edge is 0
-    dropout_threshold: int  # a 32-bit word below it drops its weight; passed as a signed integer
+    dropout_threshold: int  # a byte below it drops its weight
     num_tiles: int
     num_bh: int  # (batch, head) pairs; heads if packed
     l2_swizzle: int  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
@@ -126,7 +126,7 @@ class Factors(NamedTuple):
 
     scale: float
     softcap: float
-    keep: float  # 1 / (1 - dropout_p)
+    keep: float  # 1 / (1 - rate of dropout)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
+from tilewise.core.dropout import rate, threshold
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Inputs
@@ -180,7 +181,6 @@ class Call:
     def sizes(self, num_tiles: int, num_bh: int, l2_swizzle: int) -> Any:
         problem = self.problem
         visibility = problem.visibility()
-        threshold = int(problem.dropout_p * 2**32)
         table = self.inputs.page_table
         return Sizes(
             batch=problem.batch,
@@ -191,14 +191,14 @@ class Call:
             num_pages=len(self.inputs.key),
             window_left=visibility.left,
             window_right=visibility.right,
-            dropout_threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
+            dropout_threshold=threshold(problem.dropout_p),
             num_tiles=num_tiles,
             num_bh=num_bh,
             l2_swizzle=l2_swizzle,
         )
 
     def factors(self) -> Any:
-        return Factors(self.problem.scale, self.problem.softcap, 1.0 / (1.0 - self.problem.dropout_p))
+        return Factors(self.problem.scale, self.problem.softcap, 1.0 / (1.0 - rate(self.problem.dropout_p)))
 
     def tile(self, kernel: str) -> KernelTile:
         """The tuning table's row for this call on this GPU."""

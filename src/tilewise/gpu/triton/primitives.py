@@ -18,11 +18,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.core.dropout import ROUNDS
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
 from tilewise.gpu.triton.functions.inlined import poisoned
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
+DROPOUT_ROUNDS = tl.constexpr(ROUNDS)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # ---- programmatic dependent launch
@@ -338,37 +340,39 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def keep_tile(i0, j0, seq, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """True [BLOCK_M, BLOCK_N] where a weight survives: Philox word j % 4 of counter (j // 4, i, bh, 0).
+    """True [BLOCK_M, BLOCK_N] where a weight survives, see `core.dropout`: a call serves 4 x 4 of them.
 
-    One call of the generator serves four neighbouring keys, so j0 must be divisible by 4.
+    i0 and j0 must be multiples of 16.
     """
-    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
-    group = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    w0, w1, w2, w3 = dropout_words(i, group, seq, extras, sizes)
-    words = tl.join(
-        tl.join(w0, w2), tl.join(w1, w3)
-    )  # [BLOCK_M, BLOCK_N // 4, 2, 2], word = 2 * third + fourth
-    return is_kept(tl.reshape(words, (BLOCK_M, BLOCK_N)), sizes)
+    call_i = (i0 // 4 + tl.arange(0, BLOCK_M // 4))[:, None]
+    call_j = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    w0, w1, w2, w3 = dropout_words(call_i, call_j, seq, extras, sizes)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M // 4, BLOCK_N // 4, 2, 2]: word 2 * c + d
+    words = tl.reshape(words, (BLOCK_M // 16, 4, BLOCK_N // 16, 4, 2, 2))
+    words = tl.reshape(tl.permute(words, (0, 1, 4, 2, 3, 5)), (BLOCK_M // 16, 1, 8, BLOCK_N // 16, 1, 8))
+    e, f = tl.arange(0, 2)[None, :, None, None, None, None], tl.arange(0, 2)[None, None, None, None, :, None]
+    return tl.reshape(is_kept(words, 2 * e + f, sizes), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def keep_entries(i, j, seq, extras, sizes):
-    """The same decision entry by entry, for any i and j: four times the work of `keep_tile`."""
-    w0, w1, w2, w3 = dropout_words(i, j // 4, seq, extras, sizes)
-    low = tl.where(j % 2 == 0, w0, w1)
-    high = tl.where(j % 2 == 0, w2, w3)
-    return is_kept(tl.where(j % 4 < 2, low, high), sizes)
+    """The same decision entry by entry, for any i and j: 16 times the work of `keep_tile`."""
+    w0, w1, w2, w3 = dropout_words(i // 16 * 4 + i % 8 // 2, j // 16 * 4 + j % 8 // 2, seq, extras, sizes)
+    even, odd = tl.where(j % 2 == 0, w0, w1), tl.where(j % 2 == 0, w2, w3)
+    return is_kept(tl.where(i % 2 == 0, even, odd), i // 8 % 2 * 2 + j // 8 % 2, sizes)
 
 
 @triton.jit
-def dropout_words(i, group, seq, extras, sizes):
+def dropout_words(call_i, call_j, seq, extras, sizes):
     seed = tl.load(extras.dropout_seed)
-    c0 = (group + i * 0).to(tl.uint32)
-    c1 = (i + group * 0).to(tl.uint32)
-    c2 = c0 * 0 + (seq.b * sizes.num_heads + seq.h).to(tl.uint32)
-    return tl.philox(seed, c0, c1, c2, c0 * 0, 10)
+    c0 = (call_j + call_i * 0).to(tl.uint32)
+    c1 = (call_i + call_j * 0).to(tl.uint32)
+    c2 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
+    c3 = c0 * 0 + ((seed >> 32).to(tl.uint32) ^ (seq.b * sizes.num_heads + seq.h).to(tl.uint32))
+    return tl.philox(0, c0, c1, c2, c3, DROPOUT_ROUNDS)
 
 
 @triton.jit
-def is_kept(words, sizes):
-    return words >= sizes.dropout_threshold.to(tl.uint32, bitcast=True)
+def is_kept(words, byte, sizes):
+    """Whether the byte of that number survives."""
+    return ((words >> (8 * byte).to(tl.uint32)) & 255) >= sizes.dropout_threshold.to(tl.uint32)

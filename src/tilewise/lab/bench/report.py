@@ -183,22 +183,23 @@ def _speed_table(
 
 
 def _efficiency_table(found: Results, records: list[Record], notes: list[str]) -> list[str]:
-    """Of several devices: time of one / (devices x time)."""
+    """Time of one device / time, and on GPUs / their number; on a CPU one process has the threads of all."""
+    devices = found["world"] if found["device"]["type"] == "cuda" else 1
     names = [name for name in _peers_of(found, records) if name != "one-device"]
     rows = []
     for record in records:
         alone = record["peers"].get("one-device")
         row = [record["name"]]
-        row.append(f"{results.median(alone) * 1e3:.3g} ms" if is_measured(alone) else "–")
+        row.append(f"{number(results.median(alone) * 1e3)} ms" if is_measured(alone) else "–")
         for name in names:
             entry = record["peers"].get(name)
             if is_measured(alone) and is_measured(entry):
-                efficiency = results.ratio(alone, entry) / found["world"]
-                row.append(f"{efficiency:.3f} ({results.median(entry) * 1e3:.3g} ms)")
+                efficiency = results.ratio(alone, entry) / devices
+                row.append(f"{efficiency:.3f} ({number(results.median(entry) * 1e3)} ms)")
             else:
                 row.append(_table_cell(record, name, 1.0, notes))
         rows.append(row)
-    return markdown([f"case (efficiency of {found['world']})", "one device", *names], rows)
+    return markdown([f"case (efficiency of {found['world']} ranks)", "one device", *names], rows)
 
 
 def _peers_of(found: Results, records: list[Record]) -> list[str]:

@@ -28,7 +28,8 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True)
 class Curve:
-    """One training run: the loss of each step before its update, the held-out loss before and after."""
+    """One training run: the loss of each step before its update, the held-out loss before and after, and the
+    time of all steps without compilation."""
 
     losses: list[float]
     valid_before: float
@@ -83,6 +84,7 @@ def train(
     )
     held_out = spread(text.valid, 4 * scale.batch, scale.context)
     before = _held_out_loss(model, attend, held_out, scale, device)
+    _compile(model, attend, held_out, scale, device)
     losses = []
     start = time.perf_counter()
     for _ in range(scale.steps):
@@ -96,6 +98,17 @@ def train(
         advance()
     seconds = time.perf_counter() - start
     return Curve(losses, before, _held_out_loss(model, attend, held_out, scale, device), seconds), model
+
+
+def _compile(
+    model: GPT, attend: Method, windows: tuple[Tensor, Tensor], scale: Scale, device: torch.device
+) -> None:
+    """One step without an update, so that the time of training has no compilation in it."""
+    first = (windows[0][: scale.batch], windows[1][: scale.batch])
+    _loss(model, attend, first, scale, device).backward()
+    model.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
         "rounds": settings.rounds,
         "seed": seed,
         "complete": False,
-        **results.environment(group.device),
+        **_environment(group),
         "method": f"the slowest of {group.world} ranks, which start together; on each: {clock.method}",
         "ceilings": {},
         "unavailable": {},
@@ -89,6 +89,11 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
     if group.rank == 0 and settings.json is not None:
         results.save(found, settings.json)
     return found
+
+
+def _environment(group: Group) -> dict[str, Any]:
+    found = results.environment(group.device)
+    return found | {"command": f"torchrun --nproc-per-node {group.world} -m {found['command']}"}
 
 
 def leave() -> None:

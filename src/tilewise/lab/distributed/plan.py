@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,11 @@ import typer
 
 from tilewise.distributed import Network, explain
 from tilewise.distributed.cost import Choice
+from tilewise.lab.bench.report import markdown
 
 WORLDS, SEQLENS = (8, 64, 1024), (1 << 17, 1 << 20, 10 << 20)
+NOMINAL = Network(600e12, 450e9, 10e-6, 8, 50e9, 20e-6)  # NVLink 4 in nodes of 8, InfiniBand NDR between
+Predictions = dict[int, dict[int, Choice]]  # by GPUs, then by tokens
 METHODS = ("ring", "ulysses", "2d", "all_gather")
 
 
@@ -45,36 +49,69 @@ def distributed(
 
     The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs.
     """
+    if plot is not None:
+        _check_plot(plot)
     network = Network(
         flops * 1e12, bandwidth * 1e9, latency * 1e-6, per_node, far_bandwidth * 1e9, far_latency * 1e-6
     )
-    found: dict[int, dict[int, Choice]] = {}
     typer.echo(
         f"assumed: {flops:g} TFLOP/s a GPU, {bandwidth:g} GB/s and {latency:g} us in a node of {per_node}, "
         f"{far_bandwidth:g} GB/s and {far_latency:g} us between nodes"
     )
-    for world in worlds or WORLDS:
-        found[world] = {}
-        for seqlen in seqlens or SEQLENS:
-            try:
-                choice = explain(
-                    seqlen, world=world, network=network, num_heads=heads, num_kv_heads=kv_heads,
-                    head_dim=head_dim, causal=not full,
-                )  # fmt: skip
-            except (ValueError, TypeError) as error:
-                raise typer.BadParameter(str(error)) from None
-            found[world][seqlen] = choice
+    try:
+        found = predict(
+            network, worlds or WORLDS, seqlens or SEQLENS,
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=not full,
+        )  # fmt: skip
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for world, choices in found.items():
+        for seqlen, choice in choices.items():
             typer.echo(f"\n{world} GPUs, {seqlen:,} tokens\n{choice}")
     if plot is not None:
-        _draw(found, plot)
+        draw(found, plot)
 
 
-def _draw(found: dict[int, dict[int, Choice]], path: Path) -> None:
-    """One panel for each number of GPUs: efficiency of each method by the number of tokens."""
+def predict(
+    network: Network = NOMINAL,
+    worlds: Iterable[int] = WORLDS,
+    seqlens: Iterable[int] = SEQLENS,
+    **options: Any,
+) -> Predictions:
+    """`tilewise.distributed.explain` for each number of GPUs and of tokens."""
+    options = {"num_heads": 16, "causal": True} | options
+    lengths = list(seqlens)
+    return {w: {n: explain(n, world=w, network=network, **options) for n in lengths} for w in worlds}
+
+
+def table(found: Predictions) -> str:
+    """Markdown: the efficiency of each method, the one that is taken, and what limits it."""
+    rows = []
+    for world, choices in found.items():
+        for seqlen, choice in choices.items():
+            by_method = {e.method: f"{e.efficiency:.2f}" for e in choice.estimates}
+            efficiencies = [by_method.get(method, "–") for method in METHODS]
+            rows.append([str(world), f"{seqlen:,}", *efficiencies, choice.method, choice.best.limit])
+    return "\n".join(markdown(["GPUs", "tokens", *METHODS, "taken", "limited by"], rows))
+
+
+def _check_plot(path: Path) -> None:
+    """Before the table is printed: whether matplotlib is there and can write such a file there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'tilewise[cli]'") from None
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise typer.BadParameter(f"--plot {path}: its suffix must be one of .{', .'.join(kinds)}")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"--plot {path}: there is no folder {path.parent}")
+
+
+def draw(found: Predictions, path: Path) -> None:
+    """One panel for each number of GPUs: efficiency of each method by the number of tokens."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4 * len(found), 3.5), layout="constrained")
     axes: Any = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for panel, (world, choices) in zip(axes, found.items(), strict=True):
@@ -89,4 +126,8 @@ def _draw(found: dict[int, dict[int, Choice]], path: Path) -> None:
         panel.set(title=f"{world} GPUs", xscale="log", xlabel="tokens", ylim=(0, 1.05))
         panel.legend()
     axes[0].set_ylabel("predicted efficiency, forward and backward")
-    figure.savefig(path)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    try:
+        figure.savefig(path, metadata=metadata)
+    except OSError as error:
+        raise typer.BadParameter(f"--plot {path}: {error.strerror or error}") from None

@@ -26,6 +26,8 @@ class BackwardConfig:
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
     HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
+    HAS_DROPOUT: bool = False
+    HAS_ALIBI: bool = False
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -125,9 +127,15 @@ class WideBackwardConfig:
     PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     HAS_LARGE_LSE: bool = True
     HAS_MASK: ClassVar[bool] = False
+    HAS_DROPOUT: ClassVar[bool] = False
+    HAS_ALIBI: ClassVar[bool] = False
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24
+
+    @property
+    def NEAREST_FIRST(self) -> bool:
+        return self.HAS_LEFT
 
     @property
     def IS_SLIM(self) -> bool:

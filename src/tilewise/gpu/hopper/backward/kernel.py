@@ -49,9 +49,17 @@ from tilewise.gpu.hopper.backward.ranges import (
     scratch_tile,
     staggered,
 )
-from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient, weights
+from tilewise.gpu.hopper.backward.scores import (
+    in_16_bits,
+    opaque_zero,
+    pinned,
+    probabilities,
+    score_gradient,
+    weights,
+)
 from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
-from tilewise.gpu.hopper.common.arguments import Packing, TransposedMap
+from tilewise.gpu.hopper.common.arguments import Extras, Packing, TransposedMap
+from tilewise.gpu.hopper.common.biases import load_slope
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
     as_blocks,
@@ -71,6 +79,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.dropout import load_seed, survivors
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.scheduler import fetch_add, fetched
@@ -136,13 +145,14 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 @gluon.jit
 def start_step(
     W: gl.constexpr, step, use, work_use, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
-    factors, cfg: gl.constexpr,
+    factors, kept, extras, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
     What the step before has staged is published, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
+    slope = load_slope(work.batch, at.head, extras, cfg)
     v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
     s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
@@ -150,13 +160,15 @@ def start_step(
     if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, weight = probabilities(s, stats, at, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg)
+        p, weight = probabilities(
+            s, stats, at, kept, slope, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+        )
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
+        p, _ = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
         weight = p
     return p, weight, dp
 
@@ -185,9 +197,10 @@ def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg: gl.constexpr
+    W: gl.constexpr, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg: gl.constexpr
 ):  # fmt: skip
     """Warpgroup W: dK and dV of 64 keys of every work tile, and half of its dQ."""
+    seed = load_seed(extras, cfg)
     work_use = 0  # of the work ring
     use = 0  # query tiles so far
     last = 0  # the slot that the next step gives back
@@ -205,6 +218,7 @@ def mma_role(
         if cfg.HAS_MASK:
             steps = walk.count
             entry = step_entry(0, walk, mask)
+        kept = surviving(head, tile, spread, entry, tiles, key, work, seed, extras, sizes, cfg)
         state = to_next_keys(state, cfg)
         state = await_slot(state, key_slot(state), ch)
         for step in range(steps):
@@ -222,17 +236,22 @@ def mma_role(
             visited = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
                 W, step, use, work_use, slot, last, keys, at, visited, key, own, work, dk_desc, ch, sizes,
-                factors, cfg,
+                factors, kept, extras, cfg,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = stage_ds(W, weight, dp, use, slot, ch, cfg)
-            p = as_operand(p.to(ch.ds.dtype), cfg)
+            p = as_operand(in_16_bits(p, ch.ds.dtype, cfg) if p.dtype == gl.float32 else p, cfg)
             dv = start_sum(p, query_buffer(ch, slot, 1), dv, step, cfg)
             fence_async_shared()  # the stores of dS are visible to wgmma
             sync_warpgroups()
             ch.v.release(work_use, step == steps - 1)  # early, so that the next is there in time
             dq = start_queries(W, use, keys, dk_desc, ch, cfg)
             dk = start_sum(ds, query_buffer(ch, slot, 0), dk, step, cfg)
+            if cfg.HAS_DROPOUT:  # of the next step, under the products of this one
+                next_head, next_tile = next_queries(head, tile, tiles, work, sizes, cfg)
+                kept = surviving(
+                    next_head, next_tile, spread, entry, tiles, key, work, seed, extras, sizes, cfg
+                )
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
             named_barrier_sync(
                 DQ_EMPTY + W, use
@@ -244,6 +263,8 @@ def mma_role(
             last = slot
         mbarrier.arrive(ch.slots.empty.index(last), count=1)
         last = key_slot(state)
+        if cfg.HAS_DROPOUT:
+            dv = dv * extras.inverse_keep
         if cfg.IS_SPLIT and start >= 0:
             store_split(W, start, dk * factors.scale, dv, sizes, splits, cfg)
         else:
@@ -257,6 +278,19 @@ def mma_role(
     named_barrier_arrive(DQ_FULL + W, use)
     named_barrier_sync(DQ_EMPTY + W, use)
     wait_for_own_stores()
+
+
+@gluon.jit
+def surviving(head, number, spread, entry, tiles, key, work, seed, extras, sizes, cfg: gl.constexpr):
+    """Which weights of 64 keys survive dropout, if there is one, in the query tile of a step."""
+    kept = 0
+    if cfg.HAS_DROPOUT:
+        tile = staggered(number, tiles, spread, cfg)
+        if cfg.HAS_MASK:
+            head, tile = head_and_tile(entry, work, sizes)
+        heads = (sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch) * sizes.group_size
+        kept = survivors(key, tile * cfg.BLOCK_M, work.batch * heads + head, seed, extras, cfg.BLOCK_M, True)
+    return kept
 
 
 @gluon.jit
@@ -356,17 +390,19 @@ def await_semaphore(semaphore, least):
         now = gl.atomic_add(semaphore, 0, sem="acquire")
 
 
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
 MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_head", "mask_stride_tile")
 
 
-@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES])
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
-    mask_stride_batch, mask_stride_head, mask_stride_tile, cfg: gl.constexpr,
+    mask_stride_batch, mask_stride_head, mask_stride_tile,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -376,14 +412,15 @@ def attn_bwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     splits = Splits(border, unit, key_sums)
+    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
     mask = TransposedMap(
         mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile
     )
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [
-            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg)),
-            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, cfg)),
+            (mma_role, (0, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
+            (mma_role, (1, dk_desc, dv_desc, shifts, ch, sizes, factors, splits, mask, extras, cfg)),
             (
                 load_role,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, splits, mask, cfg),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.dropout import rate
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import (
     DQ_TILE,
@@ -54,7 +55,8 @@ def backward(
     scratch.append(query.new_empty(semaphores, dtype=torch.int32))
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    optional = (dlse, cu_q, cu_k, *host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N))
+    ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
+    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
@@ -70,18 +72,18 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 5,
+    optional: Tensors = (None,) * 7,
     mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
-    `optional` are dlse, the sequences' offsets, and `order_sequences`.
+    `optional` are dlse, the sequences' offsets, `order_sequences` and `extras_of`.
     """
     query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
     key_sums = splits[0] if splits else dq if division.splits else None
-    dlse, cu_q, cu_k, *ordered = optional
-    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2])
+    dlse, cu_q, cu_k, *ordered = optional[:5]
+    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2], *optional[5:])
     return [
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
         Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division, mask[2:]), fresh),
@@ -106,13 +108,15 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         IS_DETERMINISTIC=problem.deterministic,
         LATEST_FIRST=latest_first(problem, block_d),
         HAS_MASK=problem.mask_shape is not None,
+        HAS_DROPOUT=problem.dropout_p > 0,
+        HAS_ALIBI=problem.has_alibi,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
 def has_large_lse(problem: AttentionProblem) -> bool:
     """Whether lse may be too large for one float."""
-    return not 0 < problem.softcap <= MOST_SOFTCAP
+    return problem.has_alibi or not 0 < problem.softcap <= MOST_SOFTCAP
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
@@ -246,8 +250,9 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
     pointers = (out, dout, lse, residual, dlse, stats, shifts, semaphores, cu_seqlens_q)
-    scale = problem.softcap or problem.scale
-    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, scale)
+    keep = 1 - rate(problem.dropout_p) if problem.dropout_p > 0 else None
+    floats = (problem.softcap or problem.scale, keep)
+    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, *floats)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M, cfg.HAS_LARGE_LSE, True)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
@@ -262,7 +267,7 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    *tensors_of_call, key_sums, mask_lists, mask_bits = tensors
+    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes = tensors
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
@@ -280,6 +285,7 @@ def main_launch(
         *score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
         *(mask_lists, mask_bits, *mask_strides),
+        *host.extras(problem, seed, slopes),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles
@@ -332,7 +338,7 @@ def finish_launch(
     heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
     splits = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
     arguments = (
-        *(sums, semaphores, first_tile, dq, cu_seqlens_q, *row_strides(dq), problem.scale),
+        *(sums, semaphores, first_tile, dq, cu_seqlens_q, *row_strides(dq), gradient_scale(problem)),
         *(tiles_q, *heads, key_tiles, num_tiles, *splits, late_tiles(problem, cfg, division)),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
         *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
@@ -348,10 +354,15 @@ def row_strides(t: Tensor) -> tuple[int, ...]:
     return (0, *t.stride()[:2]) if t.ndim == 3 else t.stride()[:3]
 
 
+def gradient_scale(problem: AttentionProblem) -> float:
+    """What turns sums of ds into dq and dk; with dropout ds counts 1 / inverse_keep."""
+    return problem.scale / (1 - rate(problem.dropout_p))
+
+
 def score_factors(problem: AttentionProblem) -> ScoreFactors:
     scale, softcap = problem.scale, problem.softcap
     two_over_softcap = 2 * host.LOG2_E * scale / softcap if softcap > 0 else 0.0
-    return ScoreFactors(scale, scale * host.LOG2_E, two_over_softcap, softcap * host.LOG2_E)
+    return ScoreFactors(gradient_scale(problem), scale * host.LOG2_E, two_over_softcap, softcap * host.LOG2_E)
 
 
 def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
@@ -373,4 +384,5 @@ def sinks_gradient(
     shifts = rest[0] if shifts is None else shifts.view(lse_log2.shape)
     shifts = shifts * (problem.softcap or problem.scale)
     p_sink = torch.exp2((sinks.float()[:, None, None] - shifts) * host.LOG2_E - lse_log2)
-    return (p_sink * delta).sum((0, 2, 3)).neg().to(sinks.dtype)
+    dsinks = (p_sink * delta).sum((0, 2, 3)).neg() / (1 - rate(problem.dropout_p))
+    return dsinks.to(sinks.dtype)

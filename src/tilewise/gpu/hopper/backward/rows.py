@@ -41,7 +41,7 @@ def locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.
 def attn_bwd_prepare_kernel(
     out, do, lse_ptr, residual_ptr, dlse_ptr, stats_ptr, shifts_ptr, semaphores_ptr, cu_seqlens_q,
     o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
-    tiles_q, num_heads, seqlen_q, total_q, batch, scale,
+    tiles_q, num_heads, seqlen_q, total_q, batch, scale, keep,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LARGE_LSE: tl.constexpr,
     STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,8 @@ def attn_bwd_prepare_kernel(
 
     A float takes no more than 24 bits of lse. Where that of some row is large, in place of lse stands what a
     shift leaves of it in all rows, more than 128: see `scores.weights`. The shifts are a tensor of their own
-    or, if that is None, the third of four rows of stats. `scale`: of logits; a softcap.
+    or, if that is None, the third of four rows of stats. `scale`: of logits; a softcap. With dropout delta
+    counts `keep`.
 
     The semaphore of its dQ starts at 0: who claims it first stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
@@ -74,6 +75,8 @@ def attn_bwd_prepare_kernel(
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stat, mask=exists, other=0.0)
+    if keep is not None:
+        delta *= keep
     residual = tl.zeros((BLOCK_M,), tl.float32)
     if residual_ptr is not None:
         residual += tl.load(residual_ptr + stat, mask=exists, other=0.0)

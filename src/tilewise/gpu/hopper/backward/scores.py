@@ -1,7 +1,9 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
-from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed
+from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
+from tilewise.gpu.hopper.common.biases import penalty
 from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.dropout import marked
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
 from tilewise.gpu.hopper.mask.visits import hide_by_bits
 
@@ -44,34 +46,58 @@ def has_shift(stats):
 
 
 @gluon.jit
-def weights(s, stats, at, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+def weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
     """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
 
+    Weights that are dropped are negative: so `as_operand` makes 0 of them, and their size is there for dS^T.
     Where lse is large, scores lose a shift first: their difference is exact. That is rare, so in a branch.
     `at`: see `load_shift`.
     """
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    x, unit, slope = capped(s, factors, cfg)
+    x, unit, derivative = capped(s, factors, cfg)
     if cfg.HAS_LARGE_LSE and has_shift(stats):
         x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
     x = x * unit - lse[None, :]
+    if cfg.HAS_ALIBI:
+        query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q
+        x = x - penalty(x, key - query, slope)
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
         if at.has_hidden != 0:
             x = hide_by_bits(x, at.words)
-    return exp2(x), slope
+    p = exp2(x)
+    if cfg.HAS_DROPOUT:
+        p = marked(p, kept, True)
+    return p, derivative
 
 
 @gluon.jit
-def probabilities(s, stats, at, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
+def in_16_bits(p, dtype: gl.constexpr, cfg: gl.constexpr):
+    """Weights in 16 bits; those that are dropped, which are negative, are 0."""
+    rounded = p.to(dtype)
+    if cfg.HAS_DROPOUT:
+        ASM: gl.constexpr = _clamped(dtype)
+        rounded = gl.inline_asm_elementwise(ASM, "=r,r,r", [p], dtype=rounded.dtype, is_pure=True, pack=2)
+    return rounded
+
+
+@gluon.constexpr_function
+def _clamped(dtype):
+    return f"cvt.rn.relu.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def probabilities(
+    s, stats, at, kept, slope, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
+):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, slope = weights(s, stats, at, tile, key, own, work, sizes, factors, cfg)
-    p_16bit = pinned(p.to(dtype))
+    p, derivative = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
+    p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:
-        weight = (p * slope).to(dtype)
+        weight = (p * derivative).to(dtype)
     return p_16bit, weight
 
 
@@ -81,4 +107,8 @@ def score_gradient(weight, dp, stats, dtype: gl.constexpr, cfg: gl.constexpr):
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
     if weight.dtype != gl.float32:
         weight = pinned(weight).to(gl.float32)
-    return (weight * (dp - delta[None, :])).to(dtype)
+    if cfg.HAS_DROPOUT:  # times inverse_keep: the statistics have delta / inverse_keep
+        ds = gl.maximum(weight, 0.0) * dp - gl.abs(weight) * delta[None, :]
+    else:
+        ds = weight * (dp - delta[None, :])
+    return ds.to(dtype)

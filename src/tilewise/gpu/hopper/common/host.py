@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
-from tilewise.core.problem import AttentionProblem
+from tilewise.core.dropout import rate, threshold
+from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.torch_private import raw_stream
+from tilewise.gpu.hopper.common.arguments import Extras
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
@@ -66,6 +68,28 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
     if problem.softcap > 0:
         return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0
     return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
+
+
+def extras_of(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    """The tensors of `Extras`, on the device."""
+    seed, slopes = inputs.dropout_seed, inputs.alibi_slopes
+    if seed is not None:
+        seed = seed.to(inputs.query.device)
+    return seed, None if slopes is None else slopes.contiguous()
+
+
+def extras(problem: AttentionProblem, seed: Tensor | None, slopes: Tensor | None) -> Extras:
+    """What the scores and weights of a problem have besides."""
+    found = Extras()
+    if problem.dropout_p > 0:
+        least = threshold(problem.dropout_p)
+        addend = (128 - least % 128) * 0x01010101
+        addend -= (addend >> 31) << 32  # as a signed integer
+        found = Extras(seed, addend, -1 if least < 128 else 0, 1 / (1 - rate(problem.dropout_p)))
+    if slopes is not None:
+        stride = slopes.stride(0) if slopes.ndim == 2 else 0
+        found = found._replace(slopes=slopes, slopes_stride=stride)
+    return found
 
 
 def edge(bound: int | None) -> int:

@@ -45,6 +45,31 @@ def partial_layout():
 
 
 @gluon.constexpr_function
+def call_layout(num_columns):
+    """Of calls of the generator of dropout, one for four rows and columns of [64, num_columns] scores.
+
+    Neighbouring calls of a row are in lanes, four of a square of 16 columns and then those of the next one.
+    """
+    columns = [[0, 8 << i] for i in range((num_columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=columns,
+        lane_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]],
+        warp_bases=[[4, 0], [8, 0]],
+        block_bases=[],
+        shape=[16, num_columns // 4],
+    )
+
+
+@gluon.constexpr_function
+def along(dim, layout, num_dims):
+    """The layout of one dimension of a tensor."""
+    for other in range(num_dims - 1, -1, -1):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.constexpr_function
 def row_groups_layout():
     """Of a 16-bit tile [64, 128] in shared memory: 8 rows after 8 rows, each time the left 64 columns first.
 

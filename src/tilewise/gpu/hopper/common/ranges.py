@@ -35,7 +35,7 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     full_begin = (full_first + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     full_end = gl.maximum(full_last + 1, 0) // cfg.BLOCK_N
     # a key that all rows see: full_last, or the first of all; once its tile has been visited, all are steady
-    num_steady = full_last // cfg.BLOCK_N - begin if cfg.HAS_LEFT else end - 1
+    num_steady = full_last // cfg.BLOCK_N - begin if cfg.NEAREST_FIRST else end - 1
     num_steady = gl.where(full_first <= full_last, num_steady, 0)
     return KeyTiles(begin, end, full_begin, full_end, num_steady)
 
@@ -45,9 +45,10 @@ def visited(tiles, left, cfg: gl.constexpr):
     """The key tile of a visit after which `left` others are to come.
 
     Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
-    nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key.
+    nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key. And with
+    ALiBi, as the largest scores are there.
     """
-    if cfg.HAS_LEFT:
+    if cfg.NEAREST_FIRST:
         j = tiles.begin + left
     else:
         j = tiles.end - 1 - left
@@ -58,7 +59,7 @@ def visited(tiles, left, cfg: gl.constexpr):
 def unvisited(tiles, all_tiles, cfg: gl.constexpr):
     """How many of the CTA's key tiles come (before, after) those of one warpgroup."""
     low, high = tiles.begin - all_tiles.begin, all_tiles.end - tiles.end
-    if cfg.HAS_LEFT:
+    if cfg.NEAREST_FIRST:
         low, high = high, low
     return low, high
 

@@ -29,10 +29,13 @@ def failures(l, acc, follows, dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr
-):
+    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, extras,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
     factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
+    if cfg.HAS_DROPOUT:
+        factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
     smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
     store_staged(o_desc, smem_o, row, work, cfg)

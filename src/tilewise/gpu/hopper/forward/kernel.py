@@ -16,7 +16,8 @@ exponentials the others have the tensor cores. Where two CTAs share an SM, that 
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, MaskMap, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, Sizes
+from tilewise.gpu.hopper.common.biases import load_slope, penalty
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -28,6 +29,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.gpu.hopper.common.dropout import dropped, load_seed, survivors
 from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, make_key_ring, read_pages
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, partial_layout, row_layout
@@ -171,7 +173,7 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    W: gl.constexpr, s, m, l, left, entry, words, has_seen, row, tiles, follows, work, sizes, factors,
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
     dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
@@ -197,14 +199,42 @@ def softmax_step(
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
+    start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
     if is_steady:
-        p = exp2(s * factors.scale_log2e - m[:, None])  # [64, BLOCK_N]
+        x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
+        if cfg.HAS_ALIBI:
+            x = x - penalty(s, start, slope)
+        p = exp2(x)
         l = l + partial_sums(p)
     else:
-        p, m, alpha = online_softmax(s, m, factors.scale_log2e)
+        unit = factors.scale_log2e
+        if cfg.HAS_ALIBI:
+            s = s * unit - penalty(s, start, slope)
+            unit = 1.0
+        p, m, alpha = online_softmax(s, m, unit)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady, has_seen
+
+
+@gluon.jit
+def surviving(tile, row, work, seed, extras, sizes, cfg: gl.constexpr):
+    """Which weights of rows from `row` on survive dropout, if there is one; see `with_dropout`."""
+    kept = 0
+    if cfg.HAS_DROPOUT:
+        heads = sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch
+        sequence_head = work.batch * heads + work.head
+        kept = survivors(row, tile * cfg.BLOCK_N, sequence_head, seed, extras, cfg.BLOCK_N, False)
+    return kept
+
+
+@gluon.jit
+def with_dropout(p, kept, cfg: gl.constexpr):
+    """A tile's P as operand, but 0 where dropout takes it."""
+    if cfg.HAS_DROPOUT:
+        p = gl.convert_layout(p, accumulator_layout(cfg.BLOCK_N), assert_trivial=True)
+        p = gl.convert_layout(dropped(p, kept, False), operand_layout(cfg.BLOCK_DV))
+    return p
 
 
 @gluon.jit
@@ -261,6 +291,7 @@ def mma_role(
     factors,
     cache,
     mask,
+    extras,
     cfg: gl.constexpr,
 ):
     """Warpgroup W: its 64 rows of every work tile."""
@@ -268,6 +299,7 @@ def mma_role(
     ROWS: gl.constexpr = 64 // cfg.PACK
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
     dtype: gl.constexpr = o_desc.dtype
+    seed = load_seed(extras, cfg)
     use = 0  # of the K and V rings
     work_use = 0  # of the work ring
     work, is_exact = peek(rings.work, work_use)
@@ -277,12 +309,14 @@ def mma_role(
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
         before, after, visits = own_visits(tiles, all_tiles, work, mask, cfg)
         use = skip(rings.k, rings.v, use, before)
+        slope = load_slope(work.batch, work.head, extras, cfg)
         q_use = work_use * WARPGROUPS + W
         rings.q.wait(q_use)
 
         left = visits.count - 1  # tiles yet to visit
         entry = entry_at(left, visits, all_tiles, mask, cfg)
         words = load_bits(W, entry, visits, mask, cfg)
+        kept = surviving(tile_of(entry, left, tiles, cfg), row, work, seed, extras, sizes, cfg)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
@@ -296,8 +330,10 @@ def mma_role(
         follows = is_exact
         if left >= MANY_TILES:
             follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
+        if cfg.FOLLOWS:
+            follows = 0 * left + 1
         p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, 0 * left, row, tiles, 1, work, sizes, factors, dtype, cfg
+            W, s, m, l, left, entry, words, 0 * left, slope, row, tiles, 1, work, sizes, factors, dtype, cfg
         )
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
@@ -305,17 +341,25 @@ def mma_role(
             current = entry
             words = load_bits(W, current, visits, mask, cfg)  # under the products
             entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
+            j = tile_of(current, left, tiles, cfg)
+            p = with_dropout(p, kept, cfg)
+            if cfg.DRAWS_EARLY:
+                kept = surviving(j, row, work, seed, extras, sizes, cfg)
             if cfg.IS_OVERLAPPED:
                 s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
+                if not cfg.DRAWS_EARLY:
+                    kept = surviving(j, row, work, seed, extras, sizes, cfg)
                 s = warpgroup_mma_wait(1, deps=(s,))  # P V may still run
             else:
                 acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
                 rings.v.release(use)
-                s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use + 1, cfg),))
+                s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+                kept = surviving(j, row, work, seed, extras, sizes, cfg)
+                s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, has_seen, row, tiles, follows, work, sizes, factors,
+                W, s, m, l, left, current, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
                 dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
@@ -325,6 +369,7 @@ def mma_role(
                 acc = rescaled(acc, alpha)
             p = p_next
             use += 1
+        p = with_dropout(p, kept, cfg)
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
@@ -333,7 +378,9 @@ def mma_role(
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_TILES)
-        store_rows(acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
+        store_rows(
+            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, extras, cfg
+        )
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -343,14 +390,19 @@ def mma_role(
     wait_for_stores(0)
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, "mask_stride_batch", "mask_stride_head", "mask_stride_tile"])
+MASK_STRIDES = ("mask_stride_batch", "mask_stride_head", "mask_stride_tile")
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
+
+
+@gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile, cfg: gl.constexpr,
+    scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
@@ -360,6 +412,7 @@ def attn_fwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
+    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
@@ -374,11 +427,37 @@ def attn_fwd_kernel(
             [
                 (
                     mma_role,
-                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        0,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (
                     mma_role,
-                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        1,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
@@ -390,19 +469,71 @@ def attn_fwd_kernel(
             [
                 (
                     mma_role,
-                    (0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        0,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (
                     mma_role,
-                    (1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        1,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (
                     mma_role,
-                    (2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        2,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (
                     mma_role,
-                    (3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, cfg),
+                    (
+                        3,
+                        o_desc,
+                        lse_ptr,
+                        residual_ptr,
+                        sinks,
+                        rings,
+                        sizes,
+                        factors,
+                        cache,
+                        mask,
+                        extras,
+                        cfg,
+                    ),
                 ),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],

@@ -58,7 +58,8 @@ def forward(
         mask = tile_map(inputs.mask, *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
     rest = (torch.empty_like(lse),) if residual else ()
-    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2])
+    extras = host.extras_of(inputs)
+    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2], *extras)
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     return out, lse, *rest
 
@@ -69,7 +70,7 @@ def forward_launch(
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
     query, key, value, sinks, cu_q, cu_k, *rest = tensors
-    lengths, table, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits = rest
+    lengths, table, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits, *extras = rest
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, table)
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
@@ -84,6 +85,7 @@ def forward_launch(
         *sizes,
         *host.factors(problem),
         *(mask_tiles, mask_bits, *mask_strides),
+        *host.extras(problem, *extras),
         cfg,
     )
     tiles = (
@@ -159,6 +161,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
         HAS_MASK=problem.mask_shape is not None,
+        HAS_DROPOUT=problem.dropout_p > 0,
+        HAS_ALIBI=problem.has_alibi,
     )
 
 
@@ -173,7 +177,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
         is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
-        is_short = is_short or problem.mask_shape is not None
+        is_short = is_short or problem.mask_shape is not None or problem.dropout_p > 0
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
@@ -187,6 +191,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
 def _pack(problem: AttentionProblem) -> int:
     """Query heads that share a tile: all of a key head's where queries may be too few to fill one."""
     group = problem.group_size
-    fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0 and problem.mask_shape is None
+    fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
+    is_plain = problem.mask_shape is None and problem.dropout_p == 0 and not problem.has_alibi
     may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
-    return group if fits and may_be_few else 1
+    return group if fits and may_be_few and is_plain else 1

@@ -45,7 +45,7 @@ def entry_at(left, visits, tiles, mask, cfg: gl.constexpr):
     """The map's entry for the visit after which `left` others are to come; without a mask nothing."""
     entry = 0 * left
     if cfg.HAS_MASK:
-        if cfg.HAS_LEFT:
+        if cfg.NEAREST_FIRST:
             n = left
         else:
             n = visits.count - 1 - left

@@ -1,0 +1,70 @@
+"""vmap of the differentiable functions: a larger batch where that is the same, otherwise a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.autograd.operators import NUM_INPUTS, NUM_OPTIONS
+from tilewise.core.problem import Inputs, Options
+
+_BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
+
+
+def fold_or_loop(
+    function: Callable[..., tuple[Tensor, ...]],
+    leading: int,
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    arguments: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the new dimension into the batch where the problem is dense; otherwise run one by one.
+
+    `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs`; each has a batch dimension.
+    """
+    inputs, dims = arguments[leading : leading + NUM_INPUTS], in_dims[leading : leading + NUM_INPUTS]
+    folds = all(
+        t is None or (name in _BATCHED_BY_FOLDING and t.ndim == 4 + (dim is not None))
+        for name, t, dim in zip(Inputs._fields, inputs, dims)
+    )
+    query = Inputs(*inputs).query
+    batch = query.movedim(dims[0], 0).shape[1] if dims[0] is not None else query.shape[0]
+    tensors, tensor_dims = arguments[: leading + NUM_INPUTS], in_dims[: leading + NUM_INPUTS]
+    stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, tensor_dims)]
+    folds = folds and all(t is None or t.shape[1] == batch for t in stacked)
+    options = arguments[leading + NUM_INPUTS : leading + NUM_INPUTS + NUM_OPTIONS]
+    folds = folds and Options(*options).functions is None  # which may ask for the batch entry
+    if folds:
+        folded = [None if t is None else t.flatten(0, 1) for t in stacked]
+        results = function(*folded, *arguments[leading + NUM_INPUTS :])
+        outputs = [
+            r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1)
+            for r in results
+        ]
+    else:
+        rows = [
+            function(*(None if t is None else t[n] for t in stacked), *arguments[leading + NUM_INPUTS :])
+            for n in range(info.batch_size)
+        ]
+        outputs = [torch.stack(column) for column in zip(*rows)]
+    return tuple(outputs), (0,) * len(outputs)
+
+
+def _stack(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The mapped dimension first; a tensor without one is repeated as a view."""
+    if t is None:
+        return None
+    return t.movedim(dim, 0) if dim is not None else t.expand(size, *t.shape)
+
+
+def loop(function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: Any, arguments: Any) -> Any:
+    """Run one by one and stack."""
+    rows = [
+        function(*(t if dim is None else t.select(dim, n) for t, dim in zip(arguments, in_dims)))
+        for n in range(info.batch_size)
+    ]
+    outputs = tuple(torch.stack(column) for column in zip(*rows))
+    return outputs, (0,) * len(outputs)

@@ -1,0 +1,131 @@
+"""`ring_flash_attn`'s functions, argument for argument, served by `tilewise.distributed`.
+
+Shards are cut as there: `ring_flash_attn_func` has contiguous ones, `zigzag_...` a chunk of the head and its
+counterpart of the tail, of the sequence or of each document. Lengths that do not divide want
+`context_parallel_attention`, which has more options and methods. Windows are served, dropout is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.core.checks import check_tensors
+from tilewise.distributed import context_parallel_attention
+from tilewise.distributed.layout import document_starts
+from tilewise.distributed.ranks import ranks_of
+
+Answer = Tensor | tuple[Tensor, Tensor, None]
+
+
+def ring_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Answer:
+    """Attention over a sequence of which each rank has a contiguous shard.
+
+    Args:
+        q, k, v: (batch, tokens of the rank, heads, head_dim); key heads divide query heads.
+        dropout_p: must be 0.
+        softmax_scale: None is 1 / sqrt(head_dim).
+        window_size: keys to the left and to the right; -1 is unbounded.
+        group: the ranks; None is the default group.
+
+    Returns:
+        out; with return_attn_probs (out, lse (batch, heads, tokens of the rank), None).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `context_parallel_attention`.
+    """
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _attend(q, k, v, "contiguous", None, *options, return_attn_probs, group)
+
+
+def zigzag_ring_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Answer:
+    """`ring_flash_attn_func` on zigzag shards: chunks r and 2 * world - 1 - r of 2 * world equal ones."""
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _attend(q, k, v, "zigzag", None, *options, return_attn_probs, group)
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Answer:
+    """Packed documents, each zigzag over the ranks.
+
+    Args:
+        q, k, v: (tokens of the rank, heads, head_dim).
+        cu_seqlens: offsets of this rank's parts, which are equal on all ranks: those of the documents divided
+            by the number of ranks. A list or CPU tensor; reading a GPU tensor waits.
+        max_seqlen: not needed.
+
+    Returns:
+        out; with return_attn_probs (out, lse (heads, tokens of the rank), None).
+
+    Raises:
+        ValueError: a document's length does not divide by 2 * world.
+    """
+    world = ranks_of(group).world
+    starts = [start * world for start in document_starts(cu_seqlens)]
+    if any(start % (2 * world) for start in starts):
+        raise ValueError(f"cu_seqlens={starts} of all ranks must divide by {2 * world}, twice their number")
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _attend(q, k, v, "documents", starts, *options, return_attn_probs, group)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    balance: str,
+    starts: list[int] | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    group: Any,
+) -> Answer:
+    check_tensors(q=q, k=k, v=v)
+    left, right = (None if side == -1 else side for side in window_size)
+    out, lse = context_parallel_attention(
+        q, k, v, group=group, method="ring", balance=balance, cu_seqlens=starts, causal=causal,
+        window=(left, right), alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=softmax_scale,
+        deterministic=deterministic, return_lse=True,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
