@@ -277,23 +277,19 @@ def _options(quick: bool, device: str) -> Iterator[Case]:
 
 def _functions(quick: bool, device: str) -> Iterator[Case]:
     """Mask and score functions; those of causal, window, ALiBi and softcap say what options say too."""
-    if device == "cpu":
-        shapes = [("float32", 64, 4, 1024 if quick else 4096), ("bfloat16", 64, 4, 1024 if quick else 4096)]
-    else:
+    shapes = [(dtype, 64, 4, 1024 if quick else 4096) for dtype in ("float32", "bfloat16")]
+    if device != "cpu":
         lengths = (4096,) if quick else (4096, 16384)
         shapes = [("bfloat16", d, h, n) for d, h in ((64, 32), (128, 16)) for n in lengths]
     for dtype, head_dim, heads, n in shapes:
         for direction in ("forward", "backward"):
-            batch = 1 if device == "cpu" else TOKENS // n
-            plain = dense(direction, dtype, head_dim, heads, batch, n)
+            plain = dense(direction, dtype, head_dim, heads, 1 if device == "cpu" else TOKENS // n, n)
             case = dataclasses.replace(plain, has_functions=True)
             causal = dataclasses.replace(case, causal=True)
             yield causal
             yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
-            for mask in FUNCTION_MASKS:
-                yield dataclasses.replace(case, mask=mask)
-            for option in FUNCTION_OPTIONS:
-                yield dataclasses.replace(causal, option=option)
+            yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
+            yield from (dataclasses.replace(causal, option=option) for option in FUNCTION_OPTIONS)
 
 
 def _decode(quick: bool, device: str) -> Iterator[Case]:
