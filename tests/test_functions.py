@@ -107,12 +107,12 @@ def test_new_values_and_closures_are_seen():
         ),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i + 9] > 0}, IndexError, "index 9.*test_functions.py"),
         (
-            {"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0},
+            {"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0, "backend": "tiled"},
             IndexError,
             r"index 3 in dimension 0 of a captured .* \(3,\) is out of range \(line .*test_functions.py",
         ),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 4)[i, j - i]},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 4)[i, j - i], "backend": "tiled"},
             IndexError,
             r"index [45] in dimension 1 of a captured .* \(6, 4\) is out of range \(line .*j - i",
         ),

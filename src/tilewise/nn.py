@@ -1,4 +1,4 @@
-"""Modules."""
+"""Modules: self-attention with projections, rotary embedding and a cache."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.evaluate import Buffers, outside
+from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import Functions, decode
 from tilewise.core.functions.kernel_map import KernelMap, kernel_map
 from tilewise.core.functions.tile_map import EMPTY
+from tilewise.core.functions.trace import outside
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import CAPTURED, WORD, WRONG_INDEX, Block
 from tilewise.cpu.host.pool import CPU
@@ -86,4 +87,6 @@ def raise_wrong_index(problem: AttentionProblem, block: Block, inputs: Inputs) -
     if place:
         assert problem.functions is not None
         layout = Buffers(None, None, inputs.captured_layout)
-        raise IndexError(outside(layout.places(decode(problem.functions).tensors)[place - 1][1]))
+        functions = decode(problem.functions)
+        shape = layout.places(functions.tensors)[place - 1][1]
+        raise IndexError(outside(functions, place - 1, shape))
