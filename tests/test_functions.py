@@ -107,12 +107,12 @@ def test_new_values_and_closures_are_seen():
         ),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3)[i + 9] > 0}, IndexError, "index 9.*test_functions.py"),
         (
-            {"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0, "backend": "tiled"},
+            {"mask_mod": lambda b, h, i, j: torch.ones(3)[i] > 0},
             IndexError,
             r"index 3 in dimension 0 of a captured .* \(3,\) is out of range \(line .*test_functions.py",
         ),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 4)[i, j - i], "backend": "tiled"},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 4)[i, j - i]},
             IndexError,
             r"index [45] in dimension 1 of a captured .* \(6, 4\) is out of range \(line .*j - i",
         ),
@@ -127,7 +127,13 @@ def test_new_values_and_closures_are_seen():
 def test_errors_name_the_line(options, error, message):
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(error, match=message):
-        tilewise.attention(x, x, x, **options)
+        tilewise.attention(x, x, x, **options, backend="tiled")
+
+
+def test_a_kernel_names_the_line_too():
+    x, table = torch.randn(1, 6, 1, 4), torch.ones(3)
+    with pytest.raises(IndexError, match=r"shape \(3,\) is out of range \(line .*test_functions.py"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: table[i] > 0, backend="llvm")
 
 
 def test_other_backends_refuse():

@@ -93,15 +93,12 @@ def line_of_load(functions: Functions, node: int) -> str:
     return lines.get(traced.graph.reachable(traced.roots)[node], "unknown")
 
 
-def outside(functions: Functions, tensor: int, shape: tuple[int, ...]) -> str:
-    """What is said of a read out of range by a backend that knows only the captured tensor."""
+def out_of_range(functions: Functions, place: int, shape: tuple[int, ...]) -> str:
+    """What is said where a kernel met a wrong index of the captured tensor in this place."""
     nodes = functions.graph.nodes
-    loads = [n for n in functions.graph.reachable(functions.roots) if nodes[n].op == "load"]
-    lines = dict.fromkeys(line_of_load(functions, n) for n in loads if nodes[n].value == tensor)
-    return (
-        f"a mask or score function reads a captured tensor of shape {shape} out of range "
-        f"(line {' or '.join(lines)})"
-    )
+    loads = (n for n, node in enumerate(nodes) if node.op == "load" and node.value == place)
+    lines = sorted({line_of_load(functions, n) for n in loads})
+    return f"an index of a captured tensor of shape {shape} is out of range (line {' or '.join(lines)})"
 
 
 def _traced(

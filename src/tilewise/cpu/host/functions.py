@@ -12,7 +12,7 @@ from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import Functions, decode
 from tilewise.core.functions.kernel_map import KernelMap, kernel_map
 from tilewise.core.functions.tile_map import EMPTY
-from tilewise.core.functions.trace import outside
+from tilewise.core.functions.trace import out_of_range
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import CAPTURED, WORD, WRONG_INDEX, Block
 from tilewise.cpu.host.pool import CPU
@@ -88,5 +88,4 @@ def raise_wrong_index(problem: AttentionProblem, block: Block, inputs: Inputs) -
         assert problem.functions is not None
         layout = Buffers(None, None, inputs.captured_layout)
         functions = decode(problem.functions)
-        shape = layout.places(functions.tensors)[place - 1][1]
-        raise IndexError(outside(functions, place - 1, shape))
+        raise IndexError(out_of_range(functions, place - 1, layout.places(functions.tensors)[place - 1][1]))
