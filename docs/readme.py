@@ -1,4 +1,4 @@
-"""What README.md, docs/claims.md and docs/distributed.md hold that is made, not written: `make readme`.
+"""What README.md and pages of docs hold that is made, not written: `make readme`.
 
 The plot and the tables come from `benchmarks` and from `tilewise.dispatch.capability`; each table stands
 between two comments that name it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tilewise.core.mask import TileKind, Visibility
@@ -18,6 +19,7 @@ from tilewise.lab.claims import report as claims_report, run as claims_run
 from tilewise.lab.distributed import plan
 
 ROOT = Path(__file__).parents[1]
+API = ROOT / "docs" / "api.md"
 CLAIMS = ROOT / "docs" / "claims.md"
 DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
@@ -58,10 +60,25 @@ def claims_tables() -> str:
     return claims_report.tables(sorted(files, key=lambda found: found["device"]["type"], reverse=True))
 
 
+def names_table() -> str:
+    """The public names, functions and classes before modules, with the first line of each docstring."""
+    import tilewise
+
+    def about(name: str) -> str:
+        return (getattr(tilewise, name).__doc__ or "").strip().splitlines()[0]
+
+    is_module = {name: isinstance(getattr(tilewise, name), ModuleType) for name in tilewise.__all__}
+    names = sorted(tilewise.__all__, key=lambda name: (is_module[name], name[0].isupper(), name))
+    return "\n".join(
+        ["| in `tilewise` | what it is |", "|---|---|", *(f"| `{n}` | {about(n)} |" for n in names)]
+    )
+
+
 def sections() -> dict[Path, dict[str, str]]:
     """The made parts of each page, by the names in its comments."""
     return {
         README: {"results": results_table(), "features": capability.table()},
+        API: {"names": names_table()},
         CLAIMS: {"claims": claims_tables()},
         DISTRIBUTED: {"predictions": plan.table(plan.predict())},
     }

@@ -4,6 +4,9 @@
 <!-- readme: Limits -->                                       a section of README.md
 <!-- results -->                                              every file of benchmarks/results/, as tables
 <!-- public names -->                                         the reference of everything in tilewise.__all__
+<!-- site: text -->                                           text that only the site shows
+
+Links to the repository's files outside of `docs` are text on the site.
 
 Source code also stands in the repository's pages, below its reference: `python docs/site_hooks.py`, or
 `make readme`, renews it, and a test compares.
@@ -19,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+SITE = re.compile(r"<!-- site:\s(.*?)\s*-->", re.DOTALL)
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 SOURCE = re.compile(r'<!-- source: (\S+) -->(?:\n\n```python title="[^"]*"\n.*?\n```)?', re.DOTALL)
 
 
@@ -49,13 +55,24 @@ def draw(folder: Path) -> list[Path]:
     return [compared, roof]
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = with_sources(markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = SITE.sub(lambda found: found[1], with_sources(markdown))
+    markdown = without_outer_links(markdown, (DOCS / page.file.src_path).parent)
     markdown = re.sub(r"<!-- readme: (.+?) -->", lambda found: readme_section(found[1]), markdown)
     for mark, make in (("<!-- results -->", tables), ("<!-- public names -->", public_names)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     return markdown
+
+
+def without_outer_links(markdown: str, folder: Path) -> str:
+    """Text in place of the links of a page in `folder` that lead out of `docs`."""
+
+    def shown(found: re.Match[str]) -> str:
+        target = (folder / found[2].split("#")[0]).resolve()
+        return found[0] if target.is_relative_to(DOCS) else found[1]
+
+    return LINK.sub(shown, markdown)
 
 
 def with_sources(markdown: str) -> str:

@@ -45,7 +45,7 @@ ATTENTION = {
     "integers": (dict(query=Q.int()), TypeError, "query.dtype=torch.int32 must be float64, float32"),
     "mixed dtypes": (dict(key=KV.double()), TypeError, "key.dtype=torch.float64 must equal query.dtype=torch.float32"),
     "mixed devices": (dict(key=KV.to("meta")), ValueError, "key.device=meta must equal query.device=cpu"),
-    "window": (dict(window=(-1, 0)), ValueError, "window=(-1, 0) must be (left, right), each None or an integer"),
+    "window": (dict(window=(-1, 0)), ValueError, "window=(-1, 0) must be (left, right), each None or an integer of at least 0: None is unbounded, as -1 is in flash-attn"),
     "window length": (dict(window=(1,)), ValueError, "window=(1,) must be (left, right)"),
     "window type": (dict(window=(1.5, 0)), ValueError, "window=(1.5, 0) must be (left, right)"),
     "sparse": (dict(query=Q.to_sparse()), TypeError, "query.layout=torch.sparse_coo must be torch.strided: pass to_dense"),
@@ -87,7 +87,7 @@ ATTENTION = {
     "mask rank": (dict(mask=x(1, 2, 6, 4, 5).bool()), ValueError, "mask.shape=(1, 2, 6, 4, 5) must be broadcastable"),
     "mask type": (dict(mask=[True]), TypeError, "mask=list must be a torch.Tensor"),
     "bias dtype": (dict(bias=x(4, 5).long()), TypeError, "bias.dtype=torch.int64 must be a floating-point dtype"),
-    "bias shape": (dict(bias=x(3, 4, 5)), ValueError, "bias.shape=(1, 3, 4, 5) must be broadcastable to"),
+    "bias shape": (dict(bias=x(3, 4, 5)), ValueError, "bias.shape=(3, 4, 5) must be broadcastable to"),
     "bias device": (dict(bias=x(4, 5).to("meta")), ValueError, "bias.device=meta must equal query.device=cpu"),
     "sinks": (dict(sinks=x(3)), ValueError, "sinks.shape=(3,) must be (heads,)=(6,)"),
     "slopes": (dict(alibi_slopes=x(2, 3)), ValueError, "alibi_slopes.shape=(2, 3) must be (heads,)=(6,) or"),
@@ -199,7 +199,11 @@ def new_cache(filled=6):
 
 CACHE = {
     "overflow": (dict(key=x(2, 3, 3, 4), value=x(2, 3, 3, 4)), ValueError, "key.shape[1]=3 new tokens do not fit: a sequence holds 6 of max_seqlen=8"),
-    "batch": (dict(key=x(1, 1, 3, 4), value=x(1, 1, 3, 4)), ValueError, "key.shape=(1, 1, 3, 4) must be (2, 'new_tokens', 3, 4)"),
+    "batch": (dict(key=x(1, 1, 3, 4), value=x(1, 1, 3, 4)), ValueError, "key.shape=(1, 1, 3, 4) must be (2, new_tokens, 3, 4) for this cache"),
+    "by head": (
+        dict(key=x(2, 3, 1, 4), value=x(2, 3, 1, 4)), ValueError,
+        "for this cache; (batch, heads, new_tokens, dim) wants layout='bhsd', or transpose(1, 2)",
+    ),
     "tokens": (dict(key=x(2, 1, 3, 4), value=x(2, 2, 3, 4)), ValueError, "value.shape[1]=2 (new tokens) must equal key.shape[1]=1"),
     "dtype": (dict(key=x(2, 1, 3, 4).double(), value=x(2, 1, 3, 4)), TypeError, "key.dtype=torch.float64 must equal the cache's dtype"),
     "only a key": (dict(key=x(2, 1, 3, 4)), TypeError, "value=NoneType must be a torch.Tensor"),
@@ -278,6 +282,10 @@ ELSEWHERE = {
     "layer base": (lambda: tilewise.nn.FlashAttention(16, 2, rope="x"), TypeError, "rope='x' must be a number"),
     "layer base True": (lambda: tilewise.nn.FlashAttention(16, 2, rope=True), TypeError, "rope=True must be a number"),
     "flash-attn causal for scale": (lambda: flash_attn.flash_attn_func(KV, KV, KV, 0.1, True), TypeError, "softmax_scale=True must be a number"),
+    "paged by head": (
+        lambda: CACHE_OF_ONE.append(x(2, 1, 3, 4), x(2, 1, 3, 4)), ValueError, "wants layout='bhsd'",
+    ),
+    "reference": (lambda: tilewise.reference.attention(KV, KV, KV, casual=True), TypeError, "casual=True is no argument of attention: did you mean causal?"),
     "layer input": (lambda: tilewise.nn.FlashAttention(16, 2)(None), TypeError, "x=NoneType must be a torch.Tensor"),
     "warmup": (lambda: tilewise.warmup(Q, None, KV), TypeError, "key=NoneType must be a torch.Tensor"),
     "warmup dtype": (lambda: tilewise.warmup(Q.int(), KV, KV), TypeError, "query.dtype=torch.int32 must be float64"),

@@ -194,3 +194,14 @@ def test_copies_are_caches_of_their_own(duplicate, value_in_key):
     other.append(token[:1], None if value_in_key else token[:1, ..., :3], [0])
     assert (other.length(0), pages.length(0)) == (6, 5)
     assert torch.equal(other.gather(0)[1][5:], token[0, ..., :3])
+
+
+def test_reprs():
+    cache = tilewise.KVCache(2, 16, 4, 8, dtype=torch.float32)
+    cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+    sizes = "num_kv_heads=4, head_dim=8, dtype=torch.float32, device='cpu'"
+    assert repr(cache) == f"KVCache(batch=2, max_seqlen=16, {sizes}): lengths=[3, 3]"
+    paged = tilewise.PagedKVCache(5, 16, 4, 8, head_dim_v=6, dtype=torch.float32)
+    paged.reserve([paged.allocate()], [20])
+    sizes = sizes.replace("head_dim=8", "head_dim=8, head_dim_v=6")
+    assert repr(paged) == f"PagedKVCache(num_pages=5, page_size=16, {sizes}): sequences=[0], free_pages=3"

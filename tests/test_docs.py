@@ -113,6 +113,24 @@ def test_a_reference_to_nothing_fails(name):
         hooks.readme_section(name)
 
 
+def test_pages_read_well_in_the_repository():
+    """Nothing shows that only the site understands, and what is linked exists."""
+    for page in PAGES:
+        text = re.sub(
+            r"<!--.*?-->|^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+        )
+        assert "\n:::" not in text, page
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (page.parent / target).exists(), (page, target)
+
+
+def test_what_only_the_site_shows():
+    found = hooks.SITE.sub(lambda found: found[1], "a\n<!-- site:\n::: x\n    y\n-->\n<!-- site: ![b](c) -->")
+    assert found == "a\n::: x\n    y\n![b](c)"
+    links = "[a](../README.md#limits) [b](index.md) [c](https://d) [e](#f)"
+    assert hooks.without_outer_links(links, DOCS) == "a [b](index.md) [c](https://d) [e](#f)"
+
+
 def test_tables_hold_every_result():
     text = hooks.tables()
     for path in hooks.RESULTS.rglob("*.json"):

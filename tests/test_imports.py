@@ -131,6 +131,13 @@ def test_public_names_are_documented():
         assert (getattr(tilewise, name).__doc__ or "").strip(), name
 
 
+def test_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"tilewise {tilewise.__version__}\n"
+
+
 def test_module_is_the_command():
     """Without its extra, it says what to install."""
     done = subprocess.run([sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True)

@@ -190,3 +190,12 @@ def test_padding_is_not_seen():
         torch.testing.assert_close(layer(x, cache, mask=is_token[:, None, None, :]), out)
     with pytest.raises(ValueError, match=r"mask\.shape"):
         layer(x, mask=is_token)
+
+
+def test_a_cache_under_autocast_is_told_its_dtype():
+    layer = tilewise.nn.FlashAttention(16, 2).eval()
+    cache, x = layer.new_cache(1, 8), torch.randn(1, 3, 16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(TypeError, match=r"new_cache\(..., dtype=torch.bfloat16\)"):
+            layer(x, cache)
+        layer(x, layer.new_cache(1, 8, dtype=torch.bfloat16))

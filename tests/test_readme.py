@@ -34,7 +34,7 @@ def test_what_is_made_is_in_step():
     """`make readme` would change nothing; the plot is drawn."""
     script, text = load_script(), (ROOT / "README.md").read_text()
     made = script.sections()
-    assert len(made) == 3 and len(made[script.README]) == 2
+    assert len(made) == 4 and len(made[script.README]) == 2
     for page, parts in made.items():
         assert page.read_text() == script.with_sections(page.read_text(), parts)
     assert "docs/speed.svg" in text and script.PLOT.stat().st_size > 1000

@@ -18,7 +18,15 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import Rotary, cached_step
-from tilewise.core.checks import check_flag, check_known, check_number, check_tensors, shown, window_bound
+from tilewise.core.checks import (
+    check_broadcastable,
+    check_flag,
+    check_known,
+    check_number,
+    check_tensors,
+    shown,
+    window_bound,
+)
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
@@ -114,6 +122,9 @@ def attention(
         query, key, value, mask, bias, alibi_slopes, sinks,
         dropout_p=dropout_p, layout=layout, generator=generator,
     )  # fmt: skip
+    if (mask is not None or bias is not None) and inputs.query.ndim == inputs.key.ndim == 4:
+        batch, seqlen_q, heads, _ = inputs.query.shape
+        check_broadcastable((batch, heads, seqlen_q, inputs.key.shape[1]), mask=mask, bias=bias)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     if mask_mod is not None or score_mod is not None:
         inputs, options = with_functions(inputs, options, mask_mod, score_mod)
@@ -378,7 +389,8 @@ def window_bounds(window: Window | None) -> Window:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
     if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
+        hint = ": None is unbounded, as -1 is in flash-attn" if fits and -1 in window else ""
         raise ValueError(
-            f"window={shown(window)} must be (left, right), each None or an integer of at least 0"
+            f"window={shown(window)} must be (left, right), each None or an integer of at least 0{hint}"
         )
     return window_bound(window[0]), window_bound(window[1])

@@ -28,8 +28,19 @@ def _app():  # type: ignore[no-untyped-def]
         rich_markup_mode=None,
     )
 
+    def show_version(is_wanted: bool) -> None:
+        if is_wanted:
+            from tilewise import __version__
+
+            typer.echo(f"tilewise {__version__}")
+            raise typer.Exit
+
+    version = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Print the version and exit."
+    )
+
     @app.callback()
-    def root() -> None:
+    def root(version: bool = version) -> None:
         """Exact attention, tile by tile."""
 
     from tilewise.lab.bench.cli import app as bench_app

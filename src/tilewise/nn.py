@@ -1,4 +1,4 @@
-"""Modules."""
+"""Modules: self-attention with projections, rotary embedding and a cache."""
 
 from __future__ import annotations
 
@@ -121,6 +121,11 @@ class FlashAttention(torch.nn.Module):
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None:
+            if cache.key.dtype != key.dtype:
+                raise TypeError(
+                    f"cache.dtype={cache.key.dtype} must be the projections', {key.dtype} here: "
+                    f"new_cache(..., dtype={key.dtype})"
+                )
             out = attention_with_cache(
                 query, cache, key, value, causal=self.causal, window=self.window, mask=mask,
                 return_aux=return_aux,

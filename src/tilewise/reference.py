@@ -6,12 +6,14 @@ the tile arithmetic cannot hide. Use it to test; it needs O(seqlen_q * seqlen_k)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.core.checks import check_known
 from tilewise.core.dropout import keep_mask, rate
 from tilewise.core.statistics import Aux, Statistics, TopK
 
@@ -71,6 +73,7 @@ def attention(
         >>> out[0, 0, 0].tolist()
         [1.0, 0.0]
     """
+    _check(attention, options)
     if options.get("cu_seqlens_q") is not None:
         parts = [attention(*p.tensors, dtype=dtype, **p.options) for p in _unpack(query, key, value, options)]
         empty_out = query.new_zeros((0, query.shape[1], value.shape[2]), dtype=dtype)
@@ -103,6 +106,7 @@ def attention_backward(
     Returns:
         Gradients in `dtype`, shaped like the inputs they belong to.
     """
+    _check(attention_backward, options)
     if options.get("cu_seqlens_q") is not None:
         return _packed_backward(dout, query, key, value, dlse, dtype, options)
     f = _forward(query, key, value, dtype, **options)
@@ -147,6 +151,7 @@ def attention_statistics(
         >>> attention_statistics(q, q, Aux(row_max=True), scale=1.0).row_max.flatten().tolist()
         [1.0, 1.0]
     """
+    _check(attention_statistics, options)
     if options.get("cu_seqlens_q") is not None:
         parts = _unpack(query, key, key, options)
         found = [attention_statistics(*p.tensors[:2], aux, dtype=dtype, **p.options) for p in parts]
@@ -179,6 +184,15 @@ def attention_statistics(
         if aux.expected_distance
         else None,
     )
+
+
+def _check(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raises TypeError for an option that the formula does not have."""
+    names = tuple(
+        n for n in inspect.signature(_forward).parameters if n not in ("query", "key", "value", "dtype")
+    )
+    lengths = ("max_seqlen_q", "max_seqlen_k") if options.get("cu_seqlens_q") is not None else ()
+    check_known(function, options, (*names, *lengths))
 
 
 def _max_logit(row_max: Tensor) -> Tensor:

@@ -203,6 +203,10 @@ class KVCache:
         if self._held is not None:
             self._know([0] * len(self._held))
 
+    def __repr__(self) -> str:
+        lengths = shown(self._held) if self.is_mirrored else "on the device"
+        return described(self, f"batch={len(self.key)}, max_seqlen={self.key.shape[1]}", f"lengths={lengths}")
+
     def memory_bytes(self) -> int:
         """Bytes of key and value storage, used or not."""
         return self.key.nbytes + (0 if self.value_in_key else self.value.nbytes)
@@ -213,9 +217,10 @@ class KVCache:
         for name, t, storage in (("key", k, self.key), ("value", v, self.value)):
             if t is None:
                 continue
-            right = (storage.shape[0], "new_tokens", *storage.shape[2:])
-            if t.ndim != 4 or (t.shape[0], *t.shape[2:]) != (storage.shape[0], *storage.shape[2:]):
-                raise ValueError(f"{name}.shape={tuple(t.shape)} must be {right} for this cache")
+            batch, _, heads, dim = storage.shape
+            if t.ndim != 4 or (t.shape[0], *t.shape[2:]) != (batch, heads, dim):
+                right = f"({batch}, new_tokens, {heads}, {dim}) for this cache{layout_hint(t, heads, dim)}"
+                raise ValueError(f"{name}.shape={tuple(t.shape)} must be {right}")
         if v is not None and k.shape[1] != v.shape[1]:
             raise ValueError(f"value.shape[1]={v.shape[1]} (new tokens) must equal key.shape[1]={k.shape[1]}")
         held = self.held() or [0]
@@ -227,6 +232,20 @@ class KVCache:
                 f"key.shape[1]={k.shape[1]} new tokens do not fit: a sequence holds {longest} of "
                 f"max_seqlen={self.key.shape[1]}"
             )
+
+
+def described(cache: Any, first: str, last: str) -> str:
+    """The repr of a cache: what it was made of, and what it holds."""
+    head_dim, head_dim_v = cache.key.shape[-1], cache.value.shape[-1]
+    dims = f"head_dim={head_dim}" + (f", head_dim_v={head_dim_v}" if head_dim_v != head_dim else "")
+    where = f"dtype={cache.key.dtype}, device={str(cache.key.device)!r}"
+    return f"{type(cache).__name__}({first}, num_kv_heads={cache.key.shape[2]}, {dims}, {where}): {last}"
+
+
+def layout_hint(t: Tensor, heads: int, dim: int) -> str:
+    """For new tokens whose heads stand before their tokens."""
+    is_by_head = t.ndim == 4 and t.shape[1] == heads != t.shape[2] and t.shape[3] == dim
+    return "; (batch, heads, new_tokens, dim) wants layout='bhsd', or transpose(1, 2)" if is_by_head else ""
 
 
 def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import check_new_tokens, check_sizes, check_value_in_key, mark_static
+from tilewise.cache.contiguous import (
+    check_new_tokens,
+    check_sizes,
+    check_value_in_key,
+    described,
+    layout_hint,
+    mark_static,
+)
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.core.checks import DTYPES, shown
 from tilewise.core.device_errors import raise_errors
@@ -119,6 +126,11 @@ class PagedKVCache:
         if self.value_in_key:
             self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
         mark_static(self.key, self.value, self.key_scale, self.value_scale)
+
+    def __repr__(self) -> str:
+        first = f"num_pages={len(self.key)}, page_size={self.key.shape[1]}"
+        held = f"sequences={shown(self.sequences)}, free_pages={len(self._table.free_pages)}"
+        return described(self, first, held)
 
     # ---- sequences
 
@@ -300,9 +312,10 @@ class PagedKVCache:
             if t is None:
                 continue
             if t.ndim not in (3, 4) or t.shape[-2:] != storage.shape[2:]:
-                right = ("total_new", *storage.shape[2:])
+                heads, dim = storage.shape[2:]
                 raise ValueError(
-                    f"{name}.shape={tuple(t.shape)} must be {right}, or (batch, new_tokens, ...)"
+                    f"{name}.shape={tuple(t.shape)} must be (total_new, {heads}, {dim}), or "
+                    f"(batch, new_tokens, {heads}, {dim}){layout_hint(t, heads, dim)}"
                 )
             if batch is not None:
                 if t.ndim == 4 and batch.new_tokens:

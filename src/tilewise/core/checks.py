@@ -141,11 +141,16 @@ def check_tensors(**tensors: Any) -> None:
             raise TypeError(f"{name}.layout={t.layout} must be torch.strided: pass to_dense()")
 
 
-def check_known(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Raises TypeError for the first that `function` does not take, with what it may have meant."""
+def check_known(
+    function: Callable[..., Any], arguments: dict[str, Any], others: tuple[str, ...] = ()
+) -> None:
+    """Raises TypeError for the first that `function` does not take, with what it may have meant.
+
+    others: what it takes besides its named parameters.
+    """
     if not arguments:
         return
-    known = _parameters(function)
+    known = (*_parameters(function), *others)
     for name, value in arguments.items():
         if name not in known:
             given = name if torch.compiler.is_compiling() else f"{name}={shown(value)}"
@@ -283,25 +288,30 @@ def refuse_gradient(precision: str) -> None:
         )
 
 
+def check_broadcastable(full: tuple[int | None, ...], **tensors: Any) -> None:
+    """Raises ValueError unless each tensor's shape is broadcastable to full.
+
+    None in full is any size: lengths of packed sequences are known only to `values.check_values`.
+    """
+    for name, t in tensors.items():
+        shape = tuple(getattr(t, "shape", ()))  # what is no tensor is named by others
+        padded = (1,) * (len(full) - len(shape)) + shape
+        if len(shape) > len(full) or any(b is not None and a not in (1, b) for a, b in zip(padded, full)):
+            is_padding = padded[-2:] == (full[0], full[3]) and padded[:-2] == (1, 1)
+            hint = f"; of padding (batch, seqlen_k) pass {name}[:, None, None, :]" if is_padding else ""
+            sizes = ", ".join("any" if n is None else str(n) for n in full)
+            raise ValueError(
+                f"{name}.shape={shape} must be broadcastable to "
+                f"(batch, heads, seqlen_q, seqlen_k)=({sizes}){hint}"
+            )
+
+
 def check_score_tensors(
     s: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
 ) -> None:
     """mask, bias, alibi_slopes and sinks: everything that changes scores."""
-    full = (batch, heads, seqlen_q, seqlen_k)
-    for name in ("mask", "bias"):
-        t = getattr(s, name)
-        if t is None:
-            continue
-        fits = t.ndim == 4 and all(a in (1, b) for a, b in zip(t.shape[:2], full[:2]))
-        if fits and not is_packed:  # packed: lengths are known only to check_values
-            fits = all(a in (1, b) for a, b in zip(t.shape[2:], full[2:]))
-        if not fits:
-            is_padding = not is_packed and tuple(t.shape) == (1, 1, batch, seqlen_k)
-            hint = f"; of padding (batch, seqlen_k) pass {name}[:, None, None, :]" if is_padding else ""
-            raise ValueError(
-                f"{name}.shape={tuple(t.shape)} must be broadcastable to "
-                f"(batch, heads, seqlen_q, seqlen_k)={full}{hint}"
-            )
+    full = (batch, heads, None, None) if is_packed else (batch, heads, seqlen_q, seqlen_k)
+    check_broadcastable(full, mask=s.mask, bias=s.bias)
     if s.alibi_slopes is not None:
         if tuple(s.alibi_slopes.shape) not in ((heads,), (batch, heads)):
             raise ValueError(
