@@ -14,6 +14,7 @@ import functools
 import hashlib
 import linecache
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ class Helpers(NamedTuple):
 def helpers(kernel: KernelFunctions) -> Helpers:
     """The compiled module's functions; it is made once for an expression."""
     source, has_slope = _source(kernel)
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    # By its name Triton knows a helper that is an argument, in its cache on disk too.
+    digest = hashlib.sha256(source.encode() + _called()).hexdigest()[:16]
     name = f"tilewise.gpu.triton.generated_{digest}"
     source = source.replace("DIGEST", digest)
     module = sys.modules.get(name)
@@ -87,6 +89,13 @@ def helpers(kernel: KernelFunctions) -> Helpers:
         exec(compile(source, file, "exec"), module.__dict__)
     mask, score = (getattr(module, f"{part}_mod_{digest}", None) for part in ("mask", "score"))
     return Helpers(mask, score, has_slope, bool(kernel.guarded))
+
+
+@functools.cache
+def _called() -> bytes:
+    """The sources of what helpers call."""
+    folder = Path(__file__).parent
+    return b"".join(path.read_bytes() for path in (folder / "operations.py", folder.parent / "primitives.py"))
 
 
 _HEAD = """import triton
