@@ -127,7 +127,13 @@ def test_new_values_and_closures_are_seen():
 def test_errors_name_the_line(options, error, message):
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(error, match=message):
-        tilewise.attention(x, x, x, **options)
+        tilewise.attention(x, x, x, **options, backend="tiled")
+
+
+def test_a_kernel_names_the_line_too():
+    x, table = torch.randn(1, 6, 1, 4), torch.ones(3)
+    with pytest.raises(IndexError, match=r"shape \(3,\) is out of range \(line .*test_functions.py"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: table[i] > 0, backend="llvm")
 
 
 def test_other_backends_refuse():

@@ -136,11 +136,6 @@ class Evaluator:
         return self.positions[n]
 
 
-def outside(shape: tuple[int, ...]) -> str:
-    """What is said where an index is out of range that only values tell."""
-    return f"a mask or score function reads a captured tensor of shape {shape} out of range"
-
-
 def minimum_of(a: Any, b: Any) -> Tensor:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.minimum(a, b)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.evaluate import Buffers, outside
+from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import Functions, decode
 from tilewise.core.functions.kernel_map import KernelMap, kernel_map
 from tilewise.core.functions.tile_map import EMPTY
+from tilewise.core.functions.trace import out_of_range
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import CAPTURED, WORD, WRONG_INDEX, Block
 from tilewise.cpu.host.pool import CPU
@@ -86,4 +87,5 @@ def raise_wrong_index(problem: AttentionProblem, block: Block, inputs: Inputs) -
     if place:
         assert problem.functions is not None
         layout = Buffers(None, None, inputs.captured_layout)
-        raise IndexError(outside(layout.places(decode(problem.functions).tensors)[place - 1][1]))
+        functions = decode(problem.functions)
+        raise IndexError(out_of_range(functions, place - 1, layout.places(functions.tensors)[place - 1][1]))
