@@ -24,14 +24,15 @@ CLAIMS = ROOT / "docs" / "claims.md"
 DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 RESULTS = ROOT / "benchmarks" / "results"
-HEADLINE, DECODE, CPU = (
+HEADLINE, MASKS, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
+    "h100-masks-quick-2026-11-25.json",
     "h200-decode-graph-2026-11-22.json",
     "cpu-2026-11-23.json",
 )
 TABLE = (  # what, file, whose cases
-    ("H200, forward, bf16", HEADLINE, "fwd-"),
-    ("H200, backward, bf16", HEADLINE, "bwd-"),
+    ("H200, forward and backward, bf16", HEADLINE, ""),
+    ("H100, the same with boolean masks", MASKS, ""),
     ("H200, decoding, bf16, 1 query", DECODE, r"decode-.*-q1-k\d+$"),
     ("2 cores of a Xeon, float32, bf16 and f16", CPU, ""),
 )
