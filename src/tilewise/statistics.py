@@ -108,7 +108,7 @@ def attention_statistics(
 
 
 def _no_values(key: Tensor, backend: str | None) -> Tensor:
-    """The smallest values that a forward takes: one number a key; PyTorch's kernel wants as many as keys have."""
+    """The smallest values that a forward takes: one number a key; for `aten`, as many as keys have."""
     if backend == "aten":
         return key.detach()
     return key.new_zeros((*key.shape[:-1], 1))
