@@ -37,7 +37,7 @@ test-isa: $(STAMP)
 	@for isa in avx2 avx512 amx neon; do \
 	  export TILEWISE_CPU_ISA=$$isa; \
 	  if $(BIN)/python -c "from tilewise.cpu.host.compile import unavailable; exit(bool(unavailable()))"; then \
-	    echo "$$isa"; $(BIN)/python -m pytest -n 2 tests/test_attention.py tests/test_large_scores.py tests/cpu/llvm/test_few_keys.py || exit 1; \
+	    echo "$$isa"; $(BIN)/python -m pytest -n 2 tests/test_attention.py tests/test_large_scores.py tests/cpu/llvm/test_few_keys.py tests/cpu/llvm/test_functions.py || exit 1; \
 	  else echo "$$isa: not on this machine"; fi; \
 	done
 

@@ -34,7 +34,6 @@ SHAPES = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 UNDIFFERENTIABLE = ("mask", "alibi_slopes")
 REFUSED = {"aten": ("alibi_slopes", "sinks")}  # and gradients of a bias
-REFUSED["hopper"] = ("bias",)
 ON_GPU = ("hopper", "triton")
 
 

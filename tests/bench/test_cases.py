@@ -93,7 +93,7 @@ def test_visible_pairs_are_those_of_the_dense_mask(name):
     case = replace(dense("forward", "float32", 64, 4, 3, 1024), mask=name)
     mask = MASKS[name](case, "cpu").dense(case, "cpu")
     assert case.visible_pairs() == 4 * int(mask.expand(3, 1, 1024, 1024).sum())
-    assert 0.4 < case.visible_pairs() / (4 * 3 * 1024**2) < 0.8
+    assert 0.05 < case.visible_pairs() / (4 * 3 * 1024**2) < 0.8
 
 
 def test_flops_and_bytes():

@@ -15,7 +15,7 @@ from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.masks import MASKS
-from tilewise.lab.bench.options import OPTIONS
+from tilewise.lab.bench.options import FUNCTION_OPTIONS, OPTIONS
 from tilewise.lab.bench.peer import Data
 from tilewise.lab.bench.peers import FlashAttention2, FlashAttention3, FlashAttention4, all_peers, find_peers
 
@@ -45,6 +45,22 @@ CASES = [
 
 def random_data(case: Case) -> Data:
     return Data(case, "cpu", int(torch.randint(2**31, ()).item()))
+
+
+@pytest.mark.parametrize("name", ["tilewise", "tilewise-option"])
+@pytest.mark.parametrize("extra", ["window", "alibi", "softcap", "relative", "dilated"])
+def test_functions_say_what_options_say(name, extra):
+    case = replace(dense("forward", "float32", 32, 2, 2, 256, causal=True), has_functions=True)
+    if extra in FUNCTION_OPTIONS:
+        case = replace(case, option=extra)
+    case = replace(case, window=(40, 0)) if extra == "window" else case
+    case = replace(case, mask="dilated", causal=False) if extra == "dilated" else case
+    data, (peer,) = random_data(case), find_peers([name])
+    if name == "tilewise-option" and extra in ("relative", "dilated"):
+        with pytest.raises(Refusal, match="an option says too"):
+            peer.prepare(case, data, "bhsd")
+        return
+    assert gate.check(case, data, peer.prepare(case, data, "bhsd").results()).fault is None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

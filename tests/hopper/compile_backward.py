@@ -66,6 +66,15 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
         False,
         {"causal": True, "softcap": 20.0, "dropout_p": 0.1},
     ),
+    "bias_d64": (64, 64, torch.bfloat16, False, {}),
+    "bias_d128_causal": (128, 128, torch.bfloat16, False, {"causal": True}),
+    "bias_mask_dropout_softcap_d128": (
+        128,
+        128,
+        torch.float16,
+        False,
+        {"causal": True, "softcap": 20.0, "dropout_p": 0.1},
+    ),
     "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
@@ -82,7 +91,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
 def compile_case(name: str) -> list[dict[str, Any]]:
     dim, dim_v, dtype, is_packed, options = CASES[name]
     offsets = ("int64",) if dtype == torch.float16 else ()  # both compile
-    extras = ("packed", *offsets) if is_packed else tuple(n for n in ("mask", "alibi") if n in name)
+    extras = ("packed", *offsets) if is_packed else tuple(n for n in ("mask", "alibi", "bias") if n in name)
     seqlen_q = 1 << 15 if "in_dq" in name else 512
     inputs = case_inputs(Case(dim, dim_v, dtype, options, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))

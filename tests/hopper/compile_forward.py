@@ -76,6 +76,12 @@ CASES = {
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("alibi", "mask")
     ),
     "alibi_d256": Case(256, 256, options={"causal": True}, extras=("alibi", "sinks")),
+    "bias_d64": Case(64, 64, extras=("bias",)),
+    "bias_d128_causal": Case(128, 128, torch.float16, {"causal": True}, ("bias",)),
+    "bias_d128_dropout_softcap": Case(
+        128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("bias", "mask")
+    ),
+    "bias_d256": Case(256, 256, options={"causal": True}, extras=("bias", "alibi")),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_int64": Case(64, 64, extras=("packed", "int64")),
     "cache_d64": Case(64, 64, options={"causal": True}, extras=("lengths",)),

@@ -132,6 +132,12 @@ CASES = {
     "alibi_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 64, 64, {"alibi": 2, "dropout_p": 0.4}),
     "alibi_splits": (700, 500, 2, 2, 64, 64, {"alibi": 1}),
     "mask_alibi": (300, 300, 4, 2, 64, 64, {"alibi": 1, "mask": "blocks", "causal": True}),
+    "bias": (300, 290, 4, 2, 128, 128, {"bias": "full"}),
+    "bias_odd_causal": (301, 260, 2, 1, 64, 64, {"bias": "heads", "causal": True}),
+    "bias_of_keys": (200, 200, 2, 1, 64, 40, {"bias": "keys", "softcap": 3.0, "alibi": 1}),
+    "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
+    "bias_splits": (700, 500, 2, 2, 64, 64, {"bias": "transposed"}),
+    "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
@@ -166,6 +172,8 @@ def check(name: str) -> float:
             )
     if "mask" in options:
         packing["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "bias" in options:
+        packing["bias"] = emulator.draw_bias(options.pop("bias"), lengths_q, lengths_k, heads).bfloat16()
     if "alibi" in options:
         rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
         packing["alibi_slopes"] = torch.rand(*rows, heads)

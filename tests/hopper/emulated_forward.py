@@ -45,7 +45,10 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
     # sums that are small enough, but not for values that large
-    "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 1.0, "largest_value": 2.0**110}),
+    "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 3.0, "largest_value": 2.0**110}),
+    # and values so small that what is far below the reference would be lost
+    "small_values": (256, 256, 2, 2, 64, 64, {"largest_value": 2.0**-70}),
+    "smaller_values": (200, 300, 2, 1, 128, 128, {"largest_value": 2.0**-110, "causal": True}),
     "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
@@ -97,6 +100,12 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
         64,
         {"mask": "blocks", "alibi": 1, "window_left": 200, "window_right": 30},
     ),
+    "bias": (300, 290, 4, 2, 128, 128, {"bias": "full"}),
+    "bias_odd_causal_d64": (400, 301, 3, 1, 64, 64, {"bias": "heads", "causal": True}),
+    "bias_of_keys": (300, 200, 2, 1, 64, 64, {"bias": "keys", "softcap": 3.0, "sinks": True}),
+    "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
+    "bias_d256": (300, 200, 2, 2, 256, 256, {"bias": "transposed", "alibi": 1}),
+    "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
     "mask_dropout_window": (
         300,
         500,
@@ -139,6 +148,9 @@ def check(name: str) -> float:
         extras["sinks"] = torch.randn(heads)
     if "mask" in options:
         extras["mask"] = emulator.draw_mask(options.pop("mask"), lengths_q, lengths_k, heads)
+    if "bias" in options:
+        kind = options.pop("bias")
+        extras["bias"] = emulator.draw_bias(kind, lengths_q, lengths_k, heads).to(dtype)
     if "alibi" in options:  # one row of slopes, or one for each sequence
         rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
         extras["alibi_slopes"] = torch.rand(*rows, heads)

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[int | list[int], int, int, int, int, int | None, dict[str
     "window": (150, 2, 1, 128, 128, 16, {"window_left": 70, "window_right": 1}),
     "left_window": (90, 2, 1, 64, 64, 128, {"window_left": 100}),
     "softcap_sinks": (90, 4, 2, 64, 64, 16, {"softcap": 3.0, "causal": True, "sinks": True}),
+    "alibi": (140, 4, 2, 64, 64, None, {"alibi": True, "causal": True}),
+    "alibi_pages": ([40, 3, 1, 129, 0], 8, 2, 128, 128, 16, {"alibi": True}),
     "by_head": (140, 2, 2, 64, 64, 64, {"causal": True, "by_head": True}),
 }
 
@@ -79,8 +81,9 @@ def check(name: str) -> float:
     if isinstance(queries, list):
         extras["cu_seqlens_q"] = torch.tensor(ends, dtype=torch.int64)
     sinks = {"sinks": torch.randn(heads)} if options.pop("sinks", False) else {}
+    slopes = torch.rand(batch, heads) if options.pop("alibi", False) else None
     shaped = q if isinstance(queries, list) else q.view(batch, queries, heads, dim)
-    inputs = Inputs(shaped, *stored, **extras, **sinks)
+    inputs = Inputs(shaped, *stored, **extras, **sinks, alibi_slopes=slopes)
     problem = describe(inputs, Options(**options))
     out, lse = plan.forward(problem, inputs)
     check_reported(bool(wrong))
@@ -97,6 +100,7 @@ def check(name: str) -> float:
         exact_out, exact_lse = reference.attention(
             q[None, start:end], k[b : b + 1, : held[b]], v[b : b + 1, : held[b]], scale=problem.scale,
             softcap=problem.softcap, window=(visibility.left, visibility.right), **sinks,
+            alibi_slopes=None if slopes is None else slopes[b : b + 1],
         )  # fmt: skip
         own_lse = lse[None, :, start:end]
         assert torch.equal(own_lse.isneginf(), exact_lse.isneginf()), name

@@ -62,6 +62,20 @@ def draw_mask(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tens
     return mask.transpose(2, 3).contiguous().transpose(2, 3)  # queries side by side in memory
 
 
+def draw_bias(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:
+    """A bias of one of the shapes and strides that people have."""
+    match kind:
+        case "full":
+            return torch.randn(1, heads, seqlen_q, seqlen_k)
+        case "keys":
+            return torch.randn(1, heads, 1, seqlen_k).expand(1, heads, seqlen_q, seqlen_k)
+        case "hides":
+            return torch.where(torch.rand(1, 1, seqlen_q, seqlen_k) < 0.02, 0.0, -math.inf)
+        case "transposed":
+            return torch.randn(1, heads, seqlen_k, seqlen_q).mT
+    return torch.randn(1, heads, seqlen_q, seqlen_k + 1)[..., 1:]
+
+
 class Tile(torch.Tensor):
     """A tensor in registers; its layout is of no consequence here."""
 
@@ -551,6 +565,12 @@ def _as_block(smem: Shared, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(-1).view(desc.dtype)[:size].view(*desc.block_shape))
 
 
+def _halves(words: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Of int32 numbers: each as two of 16 bits."""
+    pairs = words.to(torch.int32).contiguous().view(dtype).float()
+    return tuple(tile(pairs[..., i::2]) for i in range(2))
+
+
 class constexpr:
     def __new__(cls, value: Any) -> Any:
         return value
@@ -595,7 +615,7 @@ def install() -> None:
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
-        start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
+        halves=_halves, start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),

@@ -63,9 +63,11 @@ def _functions(heads: int) -> str:
     return found.functions.text
 
 
+MASK_ALONE = trace(lambda b, h, i, j: j <= i, None).functions.text
 CASES = {
     "functions_d64": Case(64, 64, options={"functions": _functions(4)}, extras=("captured",)),
     "functions_d128": Case(128, 128, options={"functions": _functions(4)}, extras=("captured",), kv_heads=2),
+    "functions_mask": Case(64, 64, options={"functions": MASK_ALONE}),
     "functions_packed": Case(
         128, 128, options={"functions": _functions(4)}, extras=("captured", "packed", "bias", "sinks")
     ),

@@ -14,13 +14,14 @@ Compiler = Callable[..., list[Row]]
 SCRIPT = "compile_kernels.py"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
-QUICK = ("d64_causal", "d128_causal", "everything")
+QUICK = ("d64_causal", "d128_causal", "everything", "functions_mask")
 QUICK_DECODING = ("decode_d128", "decode_rows_paged", "decode_absorbed")
 REST = (
     *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256"),
     *("tf32_d64", "tf32_d128", "tf32_d256", "tf32_everything", "everything", "packed", "cache", "paged"),
     *("decode_d64", "decode_long", "decode_rows", "decode_d256", "decode_float32"),
     *("decode_absorbed_paged", "decode_everything"),
+    *("functions_mask", "functions_d64", "functions_d128", "functions_packed"),
 )
 # Bytes of registers that may spill: with headline shapes; with every option or very wide heads.
 FEW, SOME = 64, 1024

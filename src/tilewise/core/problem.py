@@ -106,6 +106,7 @@ class AttentionProblem:
     precision: str = "ieee"
     mask_shape: tuple[int, ...] | None = None
     bias_shape: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype | None = None
     has_alibi: bool = False
     has_sinks: bool = False
     is_packed: bool = False
@@ -260,6 +261,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         precision=options.precision,
         mask_shape=None if signatures.mask is None else tuple(signatures.mask.shape),
         bias_shape=None if signatures.bias is None else tuple(signatures.bias.shape),
+        bias_dtype=None if signatures.bias is None else signatures.bias.dtype,
         has_alibi=signatures.alibi_slopes is not None,
         has_sinks=signatures.sinks is not None,
         is_packed=is_packed,

@@ -37,8 +37,16 @@ def _has_mask(p: AttentionProblem) -> bool:
     return p.mask_shape is not None
 
 
+def _has_bias(p: AttentionProblem) -> bool:
+    return p.bias_shape is not None
+
+
+def _has_bias_of_rows(p: AttentionProblem) -> bool:
+    return bool(p.bias_shape) and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
+
+
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
-    return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
+    return p.bias_needs_grad and _has_bias_of_rows(p)
 
 
 def _is_shared_with_padding(p: AttentionProblem) -> bool:
@@ -54,7 +62,7 @@ def _is_empty(p: AttentionProblem) -> bool:
     return 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads)
 
 
-NO_CACHE, NO_BIAS = "has no caches or pages", "does not take a bias"
+NO_CACHE = "has no caches or pages"
 
 ROWS = (
     Row("float64", lambda p: p.dtype == torch.float64, {
@@ -96,7 +104,22 @@ ROWS = (
     Row("mask with 8-bit products", lambda p: _has_mask(p) and p.precision == "fp8", dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
-    Row("bias", lambda p: p.bias_shape is not None, {"hopper": NO_BIAS}),
+    Row("bias", _has_bias, {}),
+    Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
+        "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",
+    }, is_rare=True),
+    Row("bias that is broadcast over keys", _has_bias_of_rows, {
+        "hopper": "does not take a bias that is broadcast over keys",
+    }, is_rare=True),
+    Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {
+        "aten": "has neither caches nor packed sequences", "hopper": "takes a bias in dense calls only",
+    }, is_rare=True),
+    Row("bias with 8-bit products", lambda p: _has_bias(p) and p.precision == "fp8", dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take a bias with 8-bit products"}, is_rare=True),
+    Row("gradient with a bias, head_dim over 128", lambda p: _has_bias(p) and p.head_dim > 128, {
+        "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
+    }, is_rare=True),
     Row("mask and score functions", lambda p: p.functions is not None, dict.fromkeys(
         ("hopper", "aten"), "does not take mask or score functions"
     )),
@@ -137,10 +160,10 @@ ROWS = (
         "aten": "aligns causal masks top-left",
     }),
     Row("mask and bias", lambda p: p.mask_shape is not None and p.bias_shape is not None, {
-        "aten": "takes a mask or a bias, not both", "hopper": NO_BIAS,
+        "aten": "takes a mask or a bias, not both",
     }),
     Row("gradient of a bias", lambda p: p.bias_needs_grad, {
-        "aten": "has no bias gradient", "hopper": NO_BIAS,
+        "aten": "has no bias gradient", "hopper backward": "has no gradient of a bias",
     }),
     Row("gradient of a bias that is broadcast over keys", _is_broadcast_over_keys, {
         "llvm": "has no gradient of a bias that is broadcast over keys",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
-from tilewise.core.functions.trace import line_of_load
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.tiled.config import tiled_plan
 
@@ -128,10 +128,7 @@ class FunctionTile:
             index = torch.as_tensor(self._forward(argument)).expand(wrong.shape)[wrong]
             found += [(dimension, int(x)) for x in index[(index < -size) | (index >= size)][:1]]
         dimension, first = found[0]
-        return (
-            f"index {first} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
-            f"(line {line_of_load(self.functions, n)})"
-        )
+        return out_of_range(self.functions, n, dimension, first, shape)
 
     def backward(self, ds: Tensor, total: Tensor | None) -> Tensor:
         """The gradient of the scores before the functions, from that after them, ds.

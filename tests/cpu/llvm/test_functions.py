@@ -145,6 +145,10 @@ def test_indices_out_of_range():
     for wrong in (lambda: run(41), lambda: run(60, torch.empty(0))):
         with pytest.raises(IndexError, match=r"captured tensor of shape \(\d+,\)"):
             wrong()
+    two = torch.randn(60, 4)
+    with pytest.raises(IndexError, match=r"index -\d+ in dimension 1 .* \(60, 4\) is out of .*i - j"):
+        options = {"score_mod": lambda s, b, h, i, j: s + two[i, torch.where(i - j < -60, i - j - 2, 0)]}
+        tilewise.attention(x, torch.cat([x, x], 1), torch.cat([x, x], 1), backend="llvm", **options)
     with pytest.raises(IndexError, match=r"out of range \(line .*test_functions.py.*table\[i\] < 99"):
         tilewise.attention(x, x, x, backend="llvm", mask_mod=lambda b, h, i, j: table[i] < 99)
 

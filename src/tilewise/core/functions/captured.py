@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import FLOAT, Functions
-from tilewise.core.functions.trace import Trace
+from tilewise.core.functions.trace import Trace, line_of_load
 
 
 def pack(trace: Trace, query: Tensor) -> Buffers:
@@ -79,3 +79,11 @@ def check_indices(trace: Trace, extent: tuple[int, int, int, int]) -> None:
     shapes = tuple(tuple(t.shape) for t in trace.tensors)
     for n, sentence in _indices_out_of_range(trace.functions, shapes, extent).items():
         raise IndexError(f"{sentence} (line {trace.lines.get(n, 'unknown')})")
+
+
+def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape: tuple[int, ...]) -> str:
+    """What is said of a wrong index of load n, which only values tell."""
+    return (
+        f"index {index} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
+        f"(line {line_of_load(functions, n)})"
+    )

@@ -93,14 +93,6 @@ def line_of_load(functions: Functions, node: int) -> str:
     return lines.get(traced.graph.reachable(traced.roots)[node], "unknown")
 
 
-def out_of_range(functions: Functions, place: int, shape: tuple[int, ...]) -> str:
-    """What is said where a kernel met a wrong index of the captured tensor in this place."""
-    nodes = functions.graph.nodes
-    loads = (n for n, node in enumerate(nodes) if node.op == "load" and node.value == place)
-    lines = sorted({line_of_load(functions, n) for n in loads})
-    return f"an index of a captured tensor of shape {shape} is out of range (line {' or '.join(lines)})"
-
-
 def _traced(
     mask_mod: Callable[..., Any] | None,
     score_mod: Callable[..., Any] | None,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.expression import decode
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
@@ -77,7 +78,7 @@ class BackwardPlan(CallPlan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
-        self.has_unreached |= problem.functions is not None
+        self.may_hide_rows = problem.functions is not None and bool(decode(problem.functions).hiding)
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
@@ -138,6 +139,8 @@ class BackwardPlan(CallPlan):
         if self.has_unreached:  # stays 0 where no item reaches
             for gradient in gradients:
                 gradient.zero_()
+        elif self.may_hide_rows:  # no item has a tile of queries that sees nothing
+            gradients[0].zero_()
         dlse = None if dlse is None else dlse.to(dtype).contiguous()
         dbias = delta = None
         if self.dbias_dtype is not None:

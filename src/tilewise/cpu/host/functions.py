@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import Functions, decode
 from tilewise.core.functions.kernel_map import KernelMap, kernel_map
 from tilewise.core.functions.tile_map import EMPTY
-from tilewise.core.functions.trace import out_of_range
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.cpu.host.arguments import CAPTURED, WORD, WRONG_INDEX, Block
+from tilewise.cpu.host.arguments import CAPTURED, DIMENSION_BITS, INDEX_BITS, WORD, WRONG_INDEX, Block
 from tilewise.cpu.host.pool import CPU
 
 MAP_KEYS = 32  # of a tile of the map, which blocks and groups of keys are multiples and parts of
@@ -83,9 +83,13 @@ def _with_room(functions: Functions, given: Buffers) -> Buffers:
 
 def raise_wrong_index(problem: AttentionProblem, block: Block, inputs: Inputs) -> None:
     """Raises IndexError if the kernel has read a captured tensor out of range for a visible score."""
-    place = int(block.words[WRONG_INDEX])
-    if place:
+    word = int(block.words[WRONG_INDEX])
+    if word:
         assert problem.functions is not None
-        layout = Buffers(None, None, inputs.captured_layout)
-        functions = decode(problem.functions)
-        raise IndexError(out_of_range(functions, place - 1, layout.places(functions.tensors)[place - 1][1]))
+        functions, layout = decode(problem.functions), Buffers(None, None, inputs.captured_layout)
+        low = word & ((1 << INDEX_BITS) - 1)
+        index = low - ((low >> (INDEX_BITS - 1)) << INDEX_BITS)
+        dimension = (word >> INDEX_BITS) & ((1 << DIMENSION_BITS) - 1)
+        load = (word >> (INDEX_BITS + DIMENSION_BITS)) - 1
+        shape = layout.places(functions.tensors)[functions.graph.nodes[load].value][1]
+        raise IndexError(out_of_range(functions, load, dimension, index, shape))

@@ -29,6 +29,7 @@ from tilewise.cpu.dsl.operations import OPERATIONS, converted, floor_quotient, i
 from tilewise.cpu.dsl.vector import (
     I1,
     I32,
+    I64,
     STORED,
     Operand,
     Scalar,
@@ -36,6 +37,7 @@ from tilewise.cpu.dsl.vector import (
     Var,
     as_int,
     builder,
+    emitter,
     int32,
     iota,
     like,
@@ -44,6 +46,7 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
+from tilewise.cpu.host.arguments import DIMENSION_BITS, INDEX_BITS
 from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape
 
 Known = dict[tuple[Any, ...], Operand]
@@ -52,10 +55,23 @@ Known = dict[tuple[Any, ...], Operand]
 class Wrong(NamedTuple):
     """Where the index of a load is out of range: for one key r and one vector v of queries; None: for all."""
 
-    tensor: int
+    load: int
+    dimension: int
     r: int | None
     v: int | None
+    given: Operand
     found: Operand
+
+    def word(self, where: Value) -> Value:
+        """What the host is told; `where`: which lanes it is about."""
+        index = self.given
+        if self.v is not None:
+            bits = builder().bitcast(where.raw, ir.IntType(where.type.count))
+            no = ir.Constant(I1, 0)
+            lane = emitter().intrinsic("llvm.cttz.i64", I64, builder().zext(bits, I64), no)
+            index = Value(builder().extract_element(index.raw, builder().trunc(lane, I32)))
+        place = ((self.load + 1) << DIMENSION_BITS | self.dimension) << INDEX_BITS
+        return (index & ((1 << INDEX_BITS) - 1)) | place
 
 
 class KernelFunctions:
@@ -201,8 +217,9 @@ class TileFunctions:
                 hidden = score.equals(-INF)
                 found = load.found if load.v is not None else splat(load.found, self.shape.lanes)
                 exists = self.queries[v] <= splat(self.last_query, self.shape.lanes)
-                with when(any_lane(found & exists & (hidden ^ like(1, hidden)))):
-                    self.head.args.wrong_index.store(as_int(load.tensor + 1))
+                where = found & exists & (hidden ^ like(1, hidden))
+                with when(any_lane(where)):
+                    self.head.args.wrong_index.store(load.word(where))
 
 
 def _any(wrong: list[Wrong]) -> Value | None:
@@ -337,10 +354,10 @@ class Scope:
         place: Operand = begin
         for axis, (argument, size) in enumerate(zip(node.args, sizes)):
             has_i = "i" in self.levels[argument]
-            index: Operand = self._operand(argument, r, v, INT, has_i, 64)
-            index = select(index < 0, index + size, index)
+            given: Operand = self._operand(argument, r, v, INT, has_i, 64)
+            index = select(given < 0, given + size, given)
             wrong = (index < 0) | (index >= size)
-            self.wrong.append(Wrong(node.value, *self._place(argument, r, v)[1:], wrong))
+            self.wrong.append(Wrong(n, axis, *self._place(argument, r, v)[1:], given, wrong))
             index = select(wrong, 0, index)
             for later in sizes[axis + 1 :]:
                 index = index * later

@@ -152,7 +152,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
         tensors = (*given, None, None, None, None, None)
-        fresh = (out, lse, rest, None, None, counter, None, None, None, None)
+        fresh = (out, lse, rest, None, None, counter, None, None, None, None, None)
         return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
 
     return again_forward(problem, order, residual, given, steps, host.shared_counter)

@@ -155,6 +155,7 @@ class KernelConfig:
     MASK: Any = None  # helpers that `gpu.triton.functions` makes of mask and score functions
     SCORE: Any = None
     HAS_SLOPE: bool = False  # the derivative of the score function by the score is not 1
+    IS_GUARDED: bool = False  # indices of functions may be out of range
 
 
 class BiasSizes(NamedTuple):
@@ -214,6 +215,7 @@ class DecodeConfig:
     MASK: Any = None  # there are no functions here
     SCORE: Any = None
     HAS_SLOPE: bool = False
+    IS_GUARDED: bool = False
 
 
 class Sequence(NamedTuple):

@@ -27,7 +27,7 @@ from tilewise.gpu.triton.arguments import (
     Slopes,
     Visits,
 )
-from tilewise.gpu.triton.functions.source import KernelFunctions, helpers, kernel_functions
+from tilewise.gpu.triton.functions.source import Helpers, KernelFunctions, helpers, kernel_functions
 from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
 
 # L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.
@@ -224,7 +224,7 @@ class Call:
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
         is_exact = p.dtype.itemsize == 2 or not p.has_alibi
         is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
-        mask, score, has_slope = (None, None, False) if self.functions is None else helpers(self.functions)
+        made = Helpers(None, None, False, False) if self.functions is None else helpers(self.functions)
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -233,12 +233,13 @@ class Call:
             GROUP_SIZE=p.group_size,
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
-            IS_FOLDED=is_folded and score is None,
+            IS_FOLDED=is_folded and made.score is None,
             PRECISION=p.precision,
             HAS_PDL=has_pdl(self.inputs.query.device),
-            MASK=mask,
-            SCORE=score,
-            HAS_SLOPE=has_slope,
+            MASK=made.mask,
+            SCORE=made.score,
+            HAS_SLOPE=made.has_slope,
+            IS_GUARDED=made.is_guarded,
         )
 
 

@@ -210,7 +210,7 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
         slope = tl.load(extras.alibi.ptr + seq.b * extras.alibi.stride_batch + seq.h).to(tl.float32)
         s -= tl.abs(i + seq.offset - j).to(tl.float32) * (slope * unit)
     slope_of_score = s
-    wrong = None
+    wrong = s != s
     if cfg.SCORE is not None:
         s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
     if IS_EDGE:
@@ -218,11 +218,11 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
         if cfg.MASK is not None:
             visible, wrong_in_mask = cfg.MASK(i, j, seq, extras.captured)
             s = tl.where(visible, s, float("-inf"))
-            if wrong_in_mask is not None:
+            if cfg.IS_GUARDED:
                 s = poisoned(s, wrong_in_mask, i, seq, extras.captured)
     if extras.mask is not None:
         s = tl.where(mask != 0, s, float("-inf"))
-    if wrong is not None:
+    if cfg.IS_GUARDED and cfg.SCORE is not None:
         s = poisoned(s, wrong, i, seq, extras.captured)
     return s, t, slope_of_score
 

@@ -14,8 +14,8 @@ import torch
 from tilewise.core.mask import Visibility
 from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.masks import MASKS
-from tilewise.lab.bench.options import OPTIONS
+from tilewise.lab.bench.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
+from tilewise.lab.bench.options import FUNCTION_OPTIONS, OPTIONS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SHORT_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwdbwd"}
@@ -49,6 +49,7 @@ class Case:
     data: str = "randn"  # of `bench.data`, for dense calls
     mask: str = ""  # of `bench.masks`, for dense calls
     option: str = ""  # of `bench.options`, for dense calls
+    has_functions: bool = False  # tilewise is given mask, window and option as functions
 
     @property
     def name(self) -> str:
@@ -188,21 +189,6 @@ def decode(
     )  # fmt: skip
 
 
-def document_lengths(total: int, seed: int, longest: int = 16384) -> tuple[int, ...]:
-    """A long-tailed mix of document lengths (log-normal, median 512 tokens) that adds up to `total`.
-
-    Example:
-        >>> sum(document_lengths(65536, seed=0))
-        65536
-    """
-    source, lengths = random.Random(seed), []
-    while total > 0:
-        length = min(total, longest, max(16, round(source.lognormvariate(6.24, 1.3))))
-        lengths.append(length)
-        total -= length
-    return tuple(lengths)
-
-
 def _headline(quick: bool, device: str) -> Iterator[Case]:
     lengths = (1024, 4096, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     shapes = [(64, 64, 32, n) for n in lengths] + [(128, 128, 16, n) for n in lengths]
@@ -275,7 +261,7 @@ def _masks(quick: bool, device: str) -> Iterator[Case]:
         for head_dim, heads in ((64, 32), (128, 16)):
             for direction in ("forward", "backward"):
                 case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n)
-                for mask in MASKS:
+                for mask in BOOLEAN_MASKS:
                     yield dataclasses.replace(case, mask=mask)
 
 
@@ -287,6 +273,23 @@ def _options(quick: bool, device: str) -> Iterator[Case]:
                 case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=True)
                 for option in OPTIONS:
                     yield dataclasses.replace(case, option=option)
+
+
+def _functions(quick: bool, device: str) -> Iterator[Case]:
+    """Mask and score functions; those of causal, window, ALiBi and softcap say what options say too."""
+    shapes = [(dtype, 64, 4, 1024 if quick else 4096) for dtype in ("float32", "bfloat16")]
+    if device != "cpu":
+        lengths = (4096,) if quick else (4096, 16384)
+        shapes = [("bfloat16", d, h, n) for d, h in ((64, 32), (128, 16)) for n in lengths]
+    for dtype, head_dim, heads, n in shapes:
+        for direction in ("forward", "backward"):
+            plain = dense(direction, dtype, head_dim, heads, 1 if device == "cpu" else TOKENS // n, n)
+            case = dataclasses.replace(plain, has_functions=True)
+            causal = dataclasses.replace(case, causal=True)
+            yield causal
+            yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
+            yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
+            yield from (dataclasses.replace(causal, option=option) for option in FUNCTION_OPTIONS)
 
 
 def _decode(quick: bool, device: str) -> Iterator[Case]:
@@ -377,6 +380,7 @@ SUITES = {
     "options": Suite(
         _options, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-2")
     ),
+    "functions": Suite(_functions, None, ("tilewise", "tilewise-option", "flex", "standard")),
     "decode": Suite(_decode, "cuda"),
     "distributed": Suite(_distributed, None),
     "memory": Suite(

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from tilewise.lab.bench.cases import Case
 
 OPTIONS = ("alibi", "bias", "softcap", "dropout")
+FUNCTION_OPTIONS = ("alibi", "softcap", "relative")
+REACH = 128  # tokens, beyond which a relative bias is the same
 SOFTCAP = 30.0
 DROPOUT_P = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class CaseOption:
-    """The option of a dense case of as many queries as keys; `case.option` is one of `OPTIONS`, or ""."""
+    """The option of a dense case of as many queries as keys; `case.option` is one of these, or ""."""
 
     case: Case
     device: str
@@ -35,6 +37,13 @@ class CaseOption:
         return torch.pow(2.0, -8.0 * torch.arange(1, n + 1, device=self.device) / n)
 
     @functools.cached_property
+    def table(self) -> Tensor:
+        """The relative bias (heads, 2 REACH + 1) float32, by distance."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        shape = self.case.num_heads, 2 * REACH + 1
+        return torch.randn(shape, device=self.device, generator=generator)
+
+    @functools.cached_property
     def bias(self) -> Tensor:
         """What is added to the scores (1, heads, seqlen_q, seqlen_k), in the case's dtype."""
         case, dtype = self.case, self.case.torch_dtype
@@ -42,6 +51,10 @@ class CaseOption:
             i, j = (torch.arange(n, device=self.device) for n in (case.seqlen_q, case.seqlen_k))
             distance = (i[:, None] - j).abs().to(dtype)
             return -self.slopes.to(dtype)[:, None, None] * distance[None, None]
+        if case.option == "relative":
+            i, j = (torch.arange(n, device=self.device) for n in (case.seqlen_q, case.seqlen_k))
+            distance = (i[:, None] - j).clamp(-REACH, REACH) + REACH
+            return self.table[:, distance][None]
         shape = 1, case.num_heads, case.seqlen_q, case.seqlen_k
         generator = torch.Generator(self.device).manual_seed(self.seed)
         return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
@@ -51,7 +64,7 @@ class CaseOption:
         match self.case.option:
             case "alibi":
                 return {"alibi_slopes": self.slopes}
-            case "bias":
+            case "bias" | "relative":
                 return {"bias": self.bias}
             case "softcap":
                 return {"softcap": SOFTCAP}
@@ -65,7 +78,7 @@ class CaseOption:
         Raises:
             Refusal: it has no such option.
         """
-        if self.case.option == "bias":
+        if self.case.option in ("bias", "relative"):
             raise Refusal("flash-attn takes no bias")
         return self.tilewise()
 
@@ -99,6 +112,9 @@ class CaseOption:
             case "bias":
                 bias = self.bias[0]
                 return lambda s, b, h, i, j: s + bias[h, i, j]
+            case "relative":
+                table = self.table
+                return lambda s, b, h, i, j: s + table[h, (i - j).clamp(-REACH, REACH) + REACH]
             case "softcap":
                 return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
         return None

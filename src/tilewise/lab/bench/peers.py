@@ -15,7 +15,7 @@ from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
-from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard
+from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard, mask_mod_of
 
 
 def all_peers() -> dict[str, Peer]:
@@ -43,6 +43,8 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
         BenchError: a name is unknown.
     """
     known, found = all_peers(), {}
+    if "tilewise-option" in names:
+        known["tilewise-option"] = TilewiseOption()
     for name in names:
         backend = name.removeprefix("tilewise:")
         if name == "all":
@@ -76,6 +78,9 @@ class Tilewise(Peer):
         options |= data.option.tilewise()
         if case.mask:
             options["mask"] = data.mask
+        if case.has_functions:
+            options = {"mask_mod": mask_mod_of(case, data), "score_mod": data.option.score_mod()}
+            options["backend"] = self.backend
         tensors, dout = dense_tensors(data, layout)
         if case.kind == "varlen":
             lengths = (data.offsets, data.offsets, max(case.lengths), max(case.lengths))
@@ -129,6 +134,19 @@ class Tilewise(Peer):
             return _out(flash_attn_with_kvcache(q, k, v, causal=True, **options))
 
         return prepare_call(case, (data.query, pages.key, pages.value), None, attend, as_is)
+
+
+class TilewiseOption(Tilewise):
+    """This library with the option, where it has one, that says what a case's functions say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "tilewise-option"
+
+    def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
+        if case.mask or case.option == "relative" or not case.has_functions:
+            raise Refusal("is for functions that an option says too")
+        return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
 
 
 def _out(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:

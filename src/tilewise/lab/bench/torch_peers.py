@@ -169,7 +169,7 @@ class Flex(Peer):
         if case.kind == "varlen":
             tensors = [t.transpose(0, 1)[None] for t in tensors]
             dout = None if dout is None else dout.transpose(0, 1)[None]
-        mask_mod, batch = self._mask_mod(case, data), case.batch if case.mask else None
+        mask_mod, batch = mask_mod_of(case, data), case.batch if case.mask else None
         total = tensors[0].shape[2]
         block_mask = None
         if mask_mod is not None:
@@ -188,25 +188,27 @@ class Flex(Peer):
         canonical = (lambda t: t[0].transpose(0, 1)) if case.kind == "varlen" else from_bhsd
         return prepare_call(case, tensors, dout, attend, canonical)
 
-    def _mask_mod(self, case: Case, data: Data) -> Callable[..., Tensor] | None:
-        offset = case.seqlen_k - case.seqlen_q
-        if case.mask:
-            return MASKS[case.mask](case, data.device).mask_mod
-        if case.kind == "varlen":
-            lengths = torch.tensor(case.lengths, device=data.device)
-            document = torch.repeat_interleave(torch.arange(len(lengths), device=data.device), lengths)
 
-            def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                same = document[i] == document[j]
-                return same & (i >= j) if case.causal else same
+def mask_mod_of(case: Case, data: Data) -> Callable[..., Tensor] | None:
+    """What of a case's mask, window, causality and documents a mask function says; None if all is visible."""
+    offset = case.seqlen_k - case.seqlen_q
+    if case.mask:
+        return MASKS[case.mask](case, data.device).mask_mod
+    if case.kind == "varlen":
+        lengths = torch.tensor(case.lengths, device=data.device)
+        document = torch.repeat_interleave(torch.arange(len(lengths), device=data.device), lengths)
 
-            return same_document
-        if case.window is not None:
-            left, right = case.window
-            return lambda b, h, i, j: (j >= i + offset - left) & (j <= i + offset + right)
-        if case.causal and case.seqlen_q > 1:
-            return lambda b, h, i, j: j <= i + offset
-        return None
+        def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            same = document[i] == document[j]
+            return same & (i >= j) if case.causal else same
+
+        return same_document
+    if case.window is not None:
+        left, right = case.window
+        return lambda b, h, i, j: (j >= i + offset - left) & (j <= i + offset + right)
+    if case.causal and case.seqlen_q > 1:
+        return lambda b, h, i, j: j <= i + offset
+    return None
 
 
 def _by_document(

@@ -28,6 +28,7 @@ class BackwardConfig:
     HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
     HAS_DROPOUT: bool = False
     HAS_ALIBI: bool = False
+    HAS_BIAS: bool = False
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -129,6 +130,7 @@ class WideBackwardConfig:
     HAS_MASK: ClassVar[bool] = False
     HAS_DROPOUT: ClassVar[bool] = False
     HAS_ALIBI: ClassVar[bool] = False
+    HAS_BIAS: ClassVar[bool] = False
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

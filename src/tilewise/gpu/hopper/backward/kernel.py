@@ -59,7 +59,7 @@ from tilewise.gpu.hopper.backward.scores import (
 )
 from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
 from tilewise.gpu.hopper.common.arguments import Extras, Packing, TransposedMap
-from tilewise.gpu.hopper.common.biases import load_slope
+from tilewise.gpu.hopper.common.biases import load_bias, load_slope
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
     as_blocks,
@@ -153,22 +153,26 @@ def start_step(
     """
     stats = stats_of(slot, ch, cfg)
     slope = load_slope(work.batch, at.head, extras, cfg)
+    query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
+    bias = load_bias(key, query, work.batch, at.head, work.seqlen_k, work.seqlen_q, extras, cfg.BLOCK_M, cfg)
     v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
     s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(work_use)
-    if cfg.HAS_SOFTCAP:  # whose arithmetic needs the registers of dP
+    if cfg.HAS_SOFTCAP or cfg.HAS_BIAS:  # whose arithmetic needs the registers of dP
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(
-            s, stats, at, kept, slope, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
         )
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
+        p, _ = weights(
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+        )
         weight = p
     return p, weight, dp
 
@@ -390,7 +394,7 @@ def await_semaphore(semaphore, least):
         now = gl.atomic_add(semaphore, 0, sem="acquire")
 
 
-EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
 MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_head", "mask_stride_tile")
 
 
@@ -402,7 +406,8 @@ def attn_bwd_kernel(
     window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
     mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+    bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -412,7 +417,10 @@ def attn_bwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     splits = Splits(border, unit, key_sums)
-    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
+    extras = Extras(
+        dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+        bias, bias_batch, bias_head, bias_row,
+    )  # fmt: skip
     mask = TransposedMap(
         mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile
     )

@@ -56,7 +56,7 @@ def backward(
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
-    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs))
+    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs, True))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
@@ -72,7 +72,7 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 7,
+    optional: Tensors = (None,) * 8,
     mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
@@ -110,13 +110,15 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_MASK=problem.mask_shape is not None,
         HAS_DROPOUT=problem.dropout_p > 0,
         HAS_ALIBI=problem.has_alibi,
+        HAS_BIAS=problem.bias_shape is not None,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
 def has_large_lse(problem: AttentionProblem) -> bool:
     """Whether lse may be too large for one float."""
-    return problem.has_alibi or not 0 < problem.softcap <= MOST_SOFTCAP
+    has_more = problem.has_alibi or problem.bias_shape is not None
+    return has_more or not 0 < problem.softcap <= MOST_SOFTCAP
 
 
 def latest_first(problem: AttentionProblem, block_d: int) -> bool:
@@ -267,7 +269,7 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes = tensors
+    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes, bias = tensors
     query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
@@ -285,7 +287,7 @@ def main_launch(
         *score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
         *(mask_lists, mask_bits, *mask_strides),
-        *host.extras(problem, seed, slopes),
+        *host.extras(problem, seed, slopes, bias),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles

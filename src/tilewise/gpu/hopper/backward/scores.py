@@ -1,7 +1,7 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
-from tilewise.gpu.hopper.common.biases import penalty
+from tilewise.gpu.hopper.common.biases import penalty, with_bias
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.dropout import marked
 from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
@@ -46,7 +46,10 @@ def has_shift(stats):
 
 
 @gluon.jit
-def weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+def weights(
+    s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
 
     Weights that are dropped are negative: so `as_operand` makes 0 of them, and their size is there for dS^T.
@@ -62,6 +65,8 @@ def weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg
     if cfg.HAS_ALIBI:
         query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q
         x = x - penalty(x, key - query, slope)
+    if cfg.HAS_BIAS:
+        x = with_bias(x, bias, dtype)
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
@@ -90,14 +95,29 @@ def _clamped(dtype):
 
 @gluon.jit
 def probabilities(
-    s, stats, at, kept, slope, tile, key, own, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr
+    s,
+    stats,
+    at,
+    kept,
+    slope,
+    bias,
+    tile,
+    key,
+    own,
+    work,
+    sizes,
+    factors,
+    dtype: gl.constexpr,
+    cfg: gl.constexpr,
 ):
     """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, derivative = weights(s, stats, at, kept, slope, tile, key, own, work, sizes, factors, cfg)
+    p, derivative = weights(s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype, cfg)
     p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
     if cfg.HAS_SOFTCAP:
         weight = (p * derivative).to(dtype)
+    elif cfg.HAS_DROPOUT:
+        weight = p.to(dtype)
     return p_16bit, weight
 
 

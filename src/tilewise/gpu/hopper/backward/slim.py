@@ -147,7 +147,7 @@ def finish_step(
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
-    p, weight = probabilities(s, stats, None, 0, 0.0, tile, key, own, work, sizes, factors, dtype, cfg)
+    p, weight = probabilities(s, stats, None, 0, 0.0, 0, tile, key, own, work, sizes, factors, dtype, cfg)
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))

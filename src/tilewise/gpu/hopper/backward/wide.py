@@ -163,7 +163,7 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 def stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
-        s, stats_of(use, ch, cfg), None, 0, 0.0, tile, work.row, tiles, work, sizes, factors, dtype, cfg
+        s, stats_of(use, ch, cfg), None, 0, 0.0, 0, tile, work.row, tiles, work, sizes, factors, dtype, cfg
     )
     ch.weight.acquire(use)
     ch.weight.chunk(use, 0).store(weight)

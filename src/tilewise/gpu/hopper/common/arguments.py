@@ -23,7 +23,8 @@ class ForwardConfig:
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
-    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows: see `softmax_step`
+    HEADROOM: float  # of the reference above the first tile's maximum, in units of log2: see `softmax_step`
+    LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows
     LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
     PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached
@@ -36,6 +37,7 @@ class ForwardConfig:
     HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
     HAS_DROPOUT: bool = False
     HAS_ALIBI: bool = False
+    HAS_BIAS: bool = False
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -69,9 +71,9 @@ class ForwardConfig:
     def FOLLOWS(self) -> bool:
         """Whether rows follow their maximum from the start, as it grows with every tile.
 
-        ALiBi's is in the first tile if that has the nearest keys.
+        ALiBi's is in the first tile if that has the nearest keys. A bias may be -inf, as a mask.
         """
-        return self.HAS_ALIBI and not self.HAS_RIGHT
+        return self.HAS_BIAS or (self.HAS_ALIBI and not self.HAS_RIGHT)
 
     @property
     def DRAWS_EARLY(self) -> bool:
@@ -195,6 +197,10 @@ class Extras(NamedTuple):
     inverse_keep: Any = 1.0  # what a weight that survives counts
     slopes: Any = None  # (heads,) or (batch, heads)
     slopes_stride: Any = 0  # from one batch entry to the next
+    bias: Any = None  # pairs of 16-bit numbers as int32: see `common.biases.load_bias`
+    bias_batch: Any = 0  # pairs from one to the next; 0 where all share one
+    bias_head: Any = 0
+    bias_row: Any = 0
 
 
 class TransposedMap(NamedTuple):

@@ -1,7 +1,7 @@
 """What is added to scores, in the registers of a warpgroup and in units of log2."""
 
-from tilewise.gpu.hopper.common.compat import gl, gluon
-from tilewise.gpu.hopper.common.layouts import along
+from tilewise.gpu.hopper.common.compat import gl, gluon, halves
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, along
 from tilewise.gpu.hopper.common.softmax import LOG2_E
 
 
@@ -28,3 +28,39 @@ def penalty(s, start, slope):
     columns = eights + gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
     distance = gl.abs((rows - firsts).to(gl.float32) * slope - columns.to(gl.float32) * slope)
     return gl.convert_layout(distance.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, cfg: gl.constexpr):
+    """[64, N // 8, 4] pairs of neighbouring columns' biases, if there is one, from (row, column) on.
+
+    row, rows: the first, and how many there are. The bias of rows beyond them means nothing, that of columns
+    beyond is 0. A thread has two rows' pairs, as `with_bias` wants them.
+    """
+    pairs = 0
+    if cfg.HAS_BIAS:
+        tile = gl.full([64, N], 0.0, gl.float32, accumulator_layout(N)).reshape([64, N // 8, 4, 2])
+        layout: gl.constexpr = gl.SliceLayout(3, tile.type.layout)
+        i = gl.minimum(row + gl.arange(0, 64, along(0, layout, 3)), rows - 1)
+        eights = 4 * gl.arange(0, N // 8, along(1, layout, 3))
+        threads = gl.arange(0, 4, along(2, layout, 3))
+        j = column // 2 + eights[None, :, None] + threads[None, None, :]
+        first = gl.cast(batch, gl.int64) * extras.bias_batch + gl.cast(head, gl.int64) * extras.bias_head
+        places = (i.to(gl.int64) * extras.bias_row)[:, None, None] + j
+        if column + N <= columns:
+            found = gl.load(extras.bias + first + places)
+        else:
+            found = gl.load(extras.bias + first + places, mask=j < (columns + 1) // 2, other=0)
+        pairs = found
+    return pairs
+
+
+@gluon.jit
+def with_bias(x, pairs, dtype: gl.constexpr):
+    """x [64, N] in units of log2 plus the biases of a tile."""
+    y = x.reshape([64, x.shape[1] // 8, 4, 2])
+    low, high = halves(pairs, dtype)
+    biases = gl.join(low, high)
+    biases = gl.convert_layout(biases, y.type.layout, assert_trivial=True)
+    y = y + biases * LOG2_E
+    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)

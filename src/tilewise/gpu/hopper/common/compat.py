@@ -109,6 +109,18 @@ def unhoisted(x):
 
 
 @gluon.jit
+def halves(words, dtype: gl.constexpr):
+    """The lower and the upper 16 bits of words, numbers of a dtype, as float32."""
+    if dtype == gl.bfloat16:
+        low = (words << 16).to(gl.float32, bitcast=True)
+        high = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = words.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
 def wait_for_own_stores():
     """Wait until the TMA copies that this thread has started have been read from shared memory.
 
@@ -196,6 +208,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "halves",
     "load_tile",
     "mbarrier",
     "named_barrier_arrive",

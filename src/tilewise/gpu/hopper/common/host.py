@@ -70,15 +70,33 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
     return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
 
 
-def extras_of(inputs: Inputs) -> tuple[Tensor | None, ...]:
-    """The tensors of `Extras`, on the device."""
-    seed, slopes = inputs.dropout_seed, inputs.alibi_slopes
+def extras_of(inputs: Inputs, is_transposed: bool = False) -> tuple[Tensor | None, ...]:
+    """The tensors of `Extras`, on the device; is_transposed: of a kernel with keys as rows."""
+    seed, slopes, bias = inputs.dropout_seed, inputs.alibi_slopes, inputs.bias
     if seed is not None:
         seed = seed.to(inputs.query.device)
-    return seed, None if slopes is None else slopes.contiguous()
+    if bias is not None:
+        bias = _pairs(bias.mT if is_transposed else bias)
+    return seed, None if slopes is None else slopes.contiguous(), bias
 
 
-def extras(problem: AttentionProblem, seed: Tensor | None, slopes: Tensor | None) -> Extras:
+def _pairs(bias: Tensor) -> Tensor:
+    """A bias of 16-bit numbers, two neighbours of a row as an int32; a copy if they lie otherwise."""
+    for dim, stride in enumerate(bias.stride()[:3]):
+        if stride == 0:  # expanded: all of it is one
+            bias = bias.narrow(dim, 0, 1)
+    columns = bias.shape[3]
+    is_aligned = bias.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in bias.stride()[:3])
+    if columns % 2 or bias.stride(3) != 1 or not is_aligned:
+        padded = bias.new_zeros((*bias.shape[:3], -(-columns // 8) * 8))
+        padded[..., :columns] = bias
+        bias = padded
+    return bias.view(torch.int32)
+
+
+def extras(
+    problem: AttentionProblem, seed: Tensor | None, slopes: Tensor | None, bias: Tensor | None
+) -> Extras:
     """What the scores and weights of a problem have besides."""
     found = Extras()
     if problem.dropout_p > 0:
@@ -89,6 +107,10 @@ def extras(problem: AttentionProblem, seed: Tensor | None, slopes: Tensor | None
     if slopes is not None:
         stride = slopes.stride(0) if slopes.ndim == 2 else 0
         found = found._replace(slopes=slopes, slopes_stride=stride)
+    if bias is not None:
+        strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+        batch, head, row, _ = strides
+        found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)
     return found
 
 

@@ -102,14 +102,16 @@ def log2_parts(l):
 
 
 @gluon.jit
-def exact_lse(m, l, factors):
+def exact_lse(m, l, factors, headroom=0.0):
     """(lse, residual) of a reference in units of log2 and a sum of exponentials: -inf and 0 if it saw no key.
 
-    lse + residual is the log-sum-exp to 2^-45. m = scale_log2e * shift + what two floats hold; lse is
-    scale * shift plus that and the sum's logarithm.
+    lse + residual is the log-sum-exp to 2^-45. m = headroom + scale_log2e * shift + what two floats hold; lse
+    is scale * shift plus that, headroom, an integer, and the sum's logarithm.
     """
     whole, log2_rest = log2_parts(l)
-    m = finite_or_zero(m)
+    whole += headroom
+    m, lost = two_sum(finite_or_zero(m), -headroom)
+    log2_rest += lost
     shift = m * reciprocal(factors.scale_log2e)
     high, low = two_product(shift, factors.scale_log2e)
     rest = (((m - high) - low) + log2_rest) * LN_2
@@ -136,13 +138,13 @@ def rescaled_sums(l, alpha):
 
 
 @gluon.jit
-def online_softmax(s, m, scale_log2e):
+def online_softmax(s, m, scale_log2e, headroom=0.0):
     """(p, m, alpha) after one more tile of scores.
 
-    m is the running maximum in units of log2, p = exp2(s * scale - m), and alpha what earlier sums of p must
-    be multiplied by: exp2(m_before - m).
+    m is `headroom` above the running maximum in units of log2, p = exp2(s * scale - m), and alpha what
+    earlier sums of p must be multiplied by: exp2(m_before - m).
     """
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2e + headroom)
     m_finite = finite_or_zero(m_new)
     alpha = exp2(m - m_finite)
     p = exp2(s * scale_log2e - m_finite[:, None])  # [64, BLOCK_N]

@@ -16,24 +16,30 @@ from tilewise.gpu.hopper.common.softmax import (
     reciprocal,
 )
 
+SMALLEST_SUM = gl.constexpr(2.0**-100)  # of O's sizes, by thread: below 2^-126 float32 loses digits
+
 
 @gluon.jit
-def failures(l, acc, follows, dtype: gl.constexpr, cfg: gl.constexpr):
-    """[128] flags, one a thread: 1 if sums of its rows are too large, or O overflowed; see `softmax_step`."""
-    sums = l
-    if dtype == gl.bfloat16:  # values of float16 are too small for an O that overflows
-        sums = sums + partial_sums(acc) * 0.0  # NaN if one of acc is infinite
-    failed = gl.where((sums <= cfg.LARGEST_SUM) | (follows != 0), 0, 1)  # [64, 4]
+def failures(l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
+    """[128] flags, one a thread: 1 if sums of its rows are too large, or O is too large or small for float32.
+
+    See `softmax_step`.
+    """
+    failed = gl.where(l <= cfg.LARGEST_SUM, 0, 1)  # [64, 4]
+    if dtype == gl.bfloat16:  # values of float16 are neither so large nor so small
+        sizes = partial_sums(gl.abs(acc))
+        is_fine = (l == 0.0) | ((sizes >= SMALLEST_SUM) & (sizes < float("inf")))
+        failed = gl.where(is_fine, failed, 1)
     return gl.max(failed.reshape([4, 2, 8, 4]), 1).reshape([128])
 
 
 @gluon.jit
 def store_rows(
-    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, extras,
+    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, headroom, extras,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
-    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg)
+    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg, headroom)
     if cfg.HAS_DROPOUT:
         factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
@@ -42,7 +48,9 @@ def store_rows(
 
 
 @gluon.jit
-def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr):
+def store_lse(
+    m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr, headroom=0.0
+):  # fmt: skip
     """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
@@ -69,7 +77,7 @@ def store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg
         whole, log2_rest = log2_parts(l)
         lse = ((m + whole) + log2_rest) * LN_2
     else:
-        lse, residual = exact_lse(m, l, factors)
+        lse, residual = exact_lse(m, l, factors, headroom)
         gl.store(residual_ptr + stat, residual, mask=inside)
     gl.store(lse_ptr + stat, lse, mask=inside)
     return gl.where(l == 0.0, 0.0, factor * reciprocal(l))

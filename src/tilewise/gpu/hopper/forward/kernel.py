@@ -17,13 +17,14 @@ does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, Sizes
-from tilewise.gpu.hopper.common.biases import load_slope, penalty
+from tilewise.gpu.hopper.common.biases import load_bias, load_slope, penalty, with_bias
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
     as_blocks,
     gl,
     gluon,
+    unhoisted,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -172,18 +173,28 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
+def headroom(is_exact, cfg: gl.constexpr):
+    """How far the reference lies above the maximum, in units of log2.
+
+    Computed where it is used: over the loop it would take a register.
+    """
+    return gl.where(unhoisted(is_exact) != 0, 0.0, cfg.HEADROOM)
+
+
+@gluon.jit
 def softmax_step(
-    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
-    dtype: gl.constexpr, cfg: gl.constexpr,
+    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, bias, row, tiles, follows, is_exact, work,
+    sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
 
     Steady: alpha is 1. Of a mask: the tile's entry and bits, and 1 if each row has seen a key before.
 
     `left` tiles are to come. out and lse are the same for any reference m, as p, l and O are in units of 2^m.
-    Once each row has seen a key, m stays: no maximum to find or wait for, nothing to rescale. This is exact
-    while nothing overflows, hence while l <= LARGEST_SUM and O is finite. Else the work tile has failed, and
-    is done again with `follows`, where m is the running maximum; a steep tile follows it from the start.
+    Once each row has seen a key, m stays `headroom` above the maximum so far: no maximum to find or wait for,
+    nothing to rescale. This is exact while nothing overflows or loses digits: see `failures`. Else the work
+    tile has failed, and is done again with `is_exact`, where m is the running maximum; a steep tile follows
+    it from the start.
     """
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
@@ -204,6 +215,8 @@ def softmax_step(
         x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
         if cfg.HAS_ALIBI:
             x = x - penalty(s, start, slope)
+        if cfg.HAS_BIAS:
+            x = with_bias(x, bias, dtype)
         p = exp2(x)
         l = l + partial_sums(p)
     else:
@@ -211,7 +224,10 @@ def softmax_step(
         if cfg.HAS_ALIBI:
             s = s * unit - penalty(s, start, slope)
             unit = 1.0
-        p, m, alpha = online_softmax(s, m, unit)
+        if cfg.HAS_BIAS:
+            s = with_bias(s * unit, bias, dtype)
+            unit = 1.0
+        p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, alpha, is_steady, has_seen
@@ -226,6 +242,13 @@ def surviving(tile, row, work, seed, extras, sizes, cfg: gl.constexpr):
         sequence_head = work.batch * heads + work.head
         kept = survivors(row, tile * cfg.BLOCK_N, sequence_head, seed, extras, cfg.BLOCK_N, False)
     return kept
+
+
+@gluon.jit
+def bias_of(tile, row, work, extras, cfg: gl.constexpr):
+    """A tile's biases, if there are any: see `load_bias`."""
+    N: gl.constexpr = cfg.BLOCK_N
+    return load_bias(row, tile * N, work.batch, work.head, work.seqlen_q, work.seqlen_k, extras, N, cfg)
 
 
 @gluon.jit
@@ -316,7 +339,9 @@ def mma_role(
         left = visits.count - 1  # tiles yet to visit
         entry = entry_at(left, visits, all_tiles, mask, cfg)
         words = load_bits(W, entry, visits, mask, cfg)
-        kept = surviving(tile_of(entry, left, tiles, cfg), row, work, seed, extras, sizes, cfg)
+        j = tile_of(entry, left, tiles, cfg)
+        kept = surviving(j, row, work, seed, extras, sizes, cfg)
+        bias = bias_of(j, row, work, extras, cfg)
         s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
@@ -333,8 +358,9 @@ def mma_role(
         if cfg.FOLLOWS:
             follows = 0 * left + 1
         p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, 0 * left, slope, row, tiles, 1, work, sizes, factors, dtype, cfg
-        )
+            W, s, m, l, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work, sizes,
+            factors, dtype, cfg,
+        )  # fmt: skip
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
@@ -342,6 +368,7 @@ def mma_role(
             words = load_bits(W, current, visits, mask, cfg)  # under the products
             entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
             j = tile_of(current, left, tiles, cfg)
+            bias = bias_of(j, row, work, extras, cfg)
             p = with_dropout(p, kept, cfg)
             if cfg.DRAWS_EARLY:
                 kept = surviving(j, row, work, seed, extras, sizes, cfg)
@@ -359,8 +386,8 @@ def mma_role(
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
             p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, has_seen, slope, row, tiles, follows, work, sizes, factors,
-                dtype, cfg,
+                W, s, m, l, left, current, words, has_seen, slope, bias, row, tiles, follows, is_exact, work,
+                sizes, factors, dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -373,14 +400,15 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip(rings.k, rings.v, use + 1, after)
-        flags = failures(l, acc, follows, dtype, cfg)
+        flags = failures(l, acc, dtype, cfg)
         rings.failures.index(work_use % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_TILES)
         store_rows(
-            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, extras, cfg
-        )
+            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors,
+            headroom(is_exact, cfg), extras, cfg,
+        )  # fmt: skip
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)
             rings.q.release(q_use)
@@ -391,7 +419,7 @@ def mma_role(
 
 
 MASK_STRIDES = ("mask_stride_batch", "mask_stride_head", "mask_stride_tile")
-EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride")
+EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
 
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
@@ -402,7 +430,8 @@ def attn_fwd_kernel(
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride, cfg: gl.constexpr,
+    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+    bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
     sizes = Sizes(
@@ -412,7 +441,10 @@ def attn_fwd_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     cache = Cache(seqlens_k, page_table, errors)
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
-    extras = Extras(dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride)
+    extras = Extras(
+        dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
+        bias, bias_batch, bias_head, bias_row,
+    )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)

@@ -21,8 +21,11 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
 # Of a row's weights, by thread: no P of 16 bits overflows, and four of them have a normal reciprocal.
 LARGEST_SUM = {torch.float16: 2.0**15, torch.bfloat16: 2.0**123}
-# Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys.
-LARGEST_SPREAD = {torch.float16: 20.0, torch.bfloat16: 150.0}
+# As much as costs no digit: of float16 below 2^-14, of weights 2^-62 times the largest, of O: see `failures`.
+HEADROOM = {torch.float16: 6.0, torch.bfloat16: 64.0}
+# Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys; in
+# float16 a spike in the first tile tells of others.
+LARGEST_SPREAD = {torch.float16: 16.0, torch.bfloat16: 225.0}
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 
 
@@ -150,6 +153,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         D_CHUNKS=-(-problem.head_dim // width),
         D_CHUNK=width,
         BLOCK_DV=block_dv,
+        HEADROOM=HEADROOM[problem.dtype],
         LARGEST_SUM=LARGEST_SUM[problem.dtype],
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
         PACK=_pack(problem),
@@ -163,6 +167,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_MASK=problem.mask_shape is not None,
         HAS_DROPOUT=problem.dropout_p > 0,
         HAS_ALIBI=problem.has_alibi,
+        HAS_BIAS=problem.bias_shape is not None,
     )
 
 
@@ -177,7 +182,8 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
         is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
-        is_short = is_short or problem.mask_shape is not None or problem.dropout_p > 0
+        has_more = problem.mask_shape is not None or problem.bias_shape is not None
+        is_short = is_short or has_more or problem.dropout_p > 0
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
@@ -193,5 +199,6 @@ def _pack(problem: AttentionProblem) -> int:
     group = problem.group_size
     fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
     is_plain = problem.mask_shape is None and problem.dropout_p == 0 and not problem.has_alibi
+    is_plain = is_plain and problem.bias_shape is None
     may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
     return group if fits and may_be_few and is_plain else 1

@@ -1,7 +1,7 @@
 """Mask and score functions in Triton: an expression as the source of two helpers, which the kernels inline.
 
-    mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is out of range)
-    score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is out of range)
+    mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is wrong)
+    score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is wrong)
 
 `i` and `j` are a tile's positions, [rows, 1] and [1, columns] or the other way round. Integers are of 32 bits
 where these hold every value. Indices that a call's shapes don't keep in range are guarded: see
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import linecache
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,18 +60,24 @@ def kernel_functions(text: str, shapes: Shapes, extent: tuple[int, int, int, int
 
 
 class Helpers(NamedTuple):
-    """Functions for kernels to call, None where there is none. `has_slope`: the score's slope is not 1."""
+    """Functions for kernels to call, None where there is none.
+
+    has_slope: the score's slope is not 1.
+    is_guarded: an index may be wrong.
+    """
 
     mask: Any
     score: Any
     has_slope: bool
+    is_guarded: bool
 
 
 @functools.lru_cache(maxsize=512)
 def helpers(kernel: KernelFunctions) -> Helpers:
     """The compiled module's functions; it is made once for an expression."""
     source, has_slope = _source(kernel)
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    # By its name Triton knows a helper that is an argument, in its cache on disk too.
+    digest = hashlib.sha256(source.encode() + _called()).hexdigest()[:16]
     name = f"tilewise.gpu.triton.generated_{digest}"
     source = source.replace("DIGEST", digest)
     module = sys.modules.get(name)
@@ -81,7 +88,14 @@ def helpers(kernel: KernelFunctions) -> Helpers:
         sys.modules[name] = module
         exec(compile(source, file, "exec"), module.__dict__)
     mask, score = (getattr(module, f"{part}_mod_{digest}", None) for part in ("mask", "score"))
-    return Helpers(mask, score, has_slope)
+    return Helpers(mask, score, has_slope, bool(kernel.guarded))
+
+
+@functools.cache
+def _called() -> bytes:
+    """The sources of what helpers call."""
+    folder = Path(__file__).parent
+    return b"".join(path.read_bytes() for path in (folder / "operations.py", folder.parent / "primitives.py"))
 
 
 _HEAD = """import triton
@@ -120,7 +134,7 @@ class _Printer:
         self.done: set[int] = set()
 
     def function(self, signature: str, *results: str) -> str:
-        wrong = " | ".join(self.wrong) or "None"
+        wrong = " | ".join(self.wrong) or "i < 0"  # Triton 3.6 returns no None
         body = [*self.lines, f"return {', '.join(results)}, {wrong}"]
         return f"@triton.jit\ndef {signature}:\n" + "".join(f"    {line}\n" for line in body) + "\n"
 

@@ -41,7 +41,7 @@ def visits(
     return _lists_of_nothing_captured(*call)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def _lists_of_nothing_captured(*call: Any) -> Lists:
     return _lists(*call)
 

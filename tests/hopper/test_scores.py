@@ -1,0 +1,89 @@
+"""Dropout, ALiBi and biases of the Hopper kernels against the float64 reference, on a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import reference
+from tilewise.testing import check_attention, compare
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
+OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (100, 10), "deterministic": True}]
+LENGTHS = [(300, 290), (1, 400), (257, 65), (700, 900)]
+
+
+def draw(seqlen: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(2, seqlen, heads, dim, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_dropout_and_alibi(dim: int, lengths: tuple[int, int]):
+    q, k, v = draw(lengths[0], 4, dim), draw(lengths[1], 2, dim), draw(lengths[1], 2, dim)
+    slopes = torch.rand(2, 4, device="cuda")
+    for n, options in enumerate(OPTIONS):
+        check_attention(q, k, v, backend="hopper", holds_mean=False, dropout_p=0.1 + 0.3 * n, **options)
+        check_attention(q, k, v, backend="hopper", holds_mean=False, alibi_slopes=slopes[n % 2], **options)
+    both = {"dropout_p": 0.2, "alibi_slopes": slopes, "softcap": 5.0}
+    check_attention(q, k, v, backend="hopper", holds_mean=False, **both)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bias(dim: int, lengths: tuple[int, int]):
+    """Forward, and the gradients of query, key and value."""
+    tensors = [draw(n, 2, dim, torch.float16).requires_grad_() for n in (lengths[0], lengths[1], lengths[1])]
+    full, dout = torch.randn(2, 2, *lengths, device="cuda").half(), draw(lengths[0], 2, dim, torch.float16)
+    for bias in (full, full[:1], full[:, 1:], full.mT.contiguous().mT):
+        for options in OPTIONS:
+            out = tilewise.attention(*tensors, backend="hopper", bias=bias, **options)
+            found = (out.detach(), *torch.autograd.grad(out, tensors, dout))
+            given = {name: x for name, x in options.items() if name != "deterministic"} | {"bias": bias}
+            exact, base = (
+                (
+                    reference.attention(*tensors, dtype=dtype, **given)[0].detach(),
+                    *reference.attention_backward(dout, *tensors, dtype=dtype, **given)[:3],
+                )
+                for dtype in (torch.float64, torch.float16)
+            )
+            for name, *results in zip(("out", "dq", "dk", "dv"), found, exact, base, strict=True):
+                report = compare(name, *results)
+                assert report.max_error <= report.max_budget, report
+
+
+def test_the_gradient_of_a_bias_is_refused_by_name():
+    q, bias = draw(100, 2, 64), torch.randn(1, 2, 100, 100, device="cuda").bfloat16().requires_grad_()
+    out = tilewise.attention(q, q, q, bias=bias, backend="hopper")
+    with pytest.raises(NotImplementedError, match="has no gradient of a bias"):
+        out.sum().backward()
+
+
+def test_dropout_has_the_mask_of_the_generator():
+    """Unit matrices as values show which weights reach the output."""
+    q, k = draw(300, 4, 128) * 0.1, draw(128, 2, 128) * 0.1
+    v = torch.eye(128, device="cuda").bfloat16()[None, :, None].expand(2, -1, 2, -1)
+    outs = []
+    for backend in ("hopper", "triton"):
+        generator = torch.Generator("cuda").manual_seed(7)
+        outs.append(tilewise.attention(q, k, v, dropout_p=0.3, generator=generator, backend=backend))
+    assert torch.equal(outs[0] != 0, outs[1] != 0)
+
+
+def test_a_graph_replays_with_the_seed_of_its_time():
+    q, k, v = (draw(500, 4, 64) for _ in range(3))
+    given: dict[str, Any] = {"dropout_p": 0.5, "backend": "hopper"}
+    tilewise.attention(q, k, v, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention(q, k, v, **given)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(out.clone())
+    assert not torch.equal(*seen)
