@@ -98,7 +98,7 @@ def with_sections(text: str, made: dict[str, str]) -> str:
 
 
 def draw(path: Path) -> None:
-    """Ours and the peers, on an H200 and on a CPU: head size 128, causal."""
+    """Ours and the peers, on an H200 and on a CPU: head_dim 128, causal."""
     shown: Sequence[Any] = [results.load(RESULTS / name) for name in (HEADLINE, CPU)]
     plot.overview(shown, path)
 

@@ -170,7 +170,7 @@ def eight_bit(*shape):
 
 @pytest.mark.parametrize("given", ["none", "k", "all"])
 def test_eight_bits(given):
-    """Scores and values times each sequence's and key head's factors."""
+    """Scores and values times each sequence's and KV head's factors."""
     (q, q64), (k, k64), (v, v64) = eight_bit(2, 3, 4, 8), eight_bit(2, 5, 2, 8), eight_bit(2, 5, 2, 6)
     ones = torch.ones(2, 2)
     q_scale, k_scale, v_scale = (
@@ -199,7 +199,7 @@ def test_eight_bits_that_do_not_fit():
     refused(ValueError, "k_descale.shape=(1, 3)", flash_attn_func, f, f, f, k_descale=torch.ones(1, 3))
     refused(TypeError, "v_descale must be a float32", flash_attn_func, f, f, f, v_descale=scale.double())
     refused(TypeError, "k is torch.float32", flash_attn_func, f, q, q)
-    heads = "query heads 3 must be divisible by key heads 2"
+    heads = "query heads 3 must be divisible by KV heads 2"
     refused(ValueError, heads, flash_attn_func, eight_bit(1, 3, 3, 8)[0], f, f, q_descale=scale)
     refused(ValueError, "query.shape=(3, 2, 8)", flash_attn_func, f[0], f, f, q_descale=scale)
     refused(TypeError, "k is NoneType", flash_attn_func, f, None, f, q_descale=scale)

@@ -126,7 +126,7 @@ def test_half_precision_and_state_dict():
         ((32, 4, 3), {}, "num_kv_heads=3"),
         ((32, 4), {"dropout": 1.0}, "dropout=1.0"),
         ((32, 4), {"rope": 0.0}, "rope=0.0"),
-        ((12, 4), {"rope": 10.0}, "head size d_model / num_heads=3"),
+        ((12, 4), {"rope": 10.0}, "head_dim d_model / num_heads=3"),
         ((32, 4), {"window": (-1, 2)}, "window=(-1, 2)"),
     ],
 )

@@ -470,6 +470,10 @@ def test_a_backend_without_a_statistic_says_so_first():
         NotImplementedError, match=r"backend='aten' does not give entropy; .*'tiled' would serve"
     ):
         tilewise.attention_statistics(q, q, Aux(entropy=True), backend="aten")
+    found, expected = (
+        tilewise.attention_statistics(q, q, Aux(lse=True), backend=b).lse for b in ("aten", "tiled")
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

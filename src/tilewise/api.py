@@ -66,8 +66,8 @@ def attention(
     """Exact attention, `softmax(scale * Q K^T + ...) V`, in O(N) memory.
 
     Args:
-        query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16. Head sizes 1
-            to 576. PyTorch's SDPA has (batch, num_heads, seqlen_q, head_dim): such tensors want
+        query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16. head_dim is
+            1 to 576. PyTorch's SDPA has (batch, num_heads, seqlen_q, head_dim): such tensors want
             layout="bhsd", as without it heads are taken for positions.
         key: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads (GQA, MQA).
         value: (batch, seqlen_k, num_kv_heads, head_dim_v).
@@ -266,7 +266,7 @@ def attention_with_cache(
         ValueError, TypeError, NotImplementedError: as `attention`, and when the cache would overflow or a
             new key or value requires grad. The cache is then unchanged.
 
-    Absorbed multi-head latent attention (DeepSeek-V2, 2024) is one key head of size 576 whose first 512
+    Absorbed multi-head latent attention (DeepSeek-V2, 2024) is one KV head of head_dim 576 whose first 512
     coordinates are the values: `PagedKVCache(..., 1, 576, head_dim_v=512, value_in_key=True)`.
 
     Example:

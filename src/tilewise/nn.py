@@ -20,7 +20,7 @@ class FlashAttention(torch.nn.Module):
     Args:
         d_model: width of the input and the output, num_heads * head_dim.
         num_heads: query heads.
-        num_kv_heads: key heads, a divisor of num_heads (GQA, MQA); None is num_heads.
+        num_kv_heads: heads of keys and values, a divisor of num_heads (GQA, MQA); None is num_heads.
         causal: hide the future.
         window: (left, right) keys seen before and after each query; None is unbounded.
         dropout: probability of dropping an attention weight, in training only.
@@ -74,7 +74,7 @@ class FlashAttention(torch.nn.Module):
         head_dim = d_model // num_heads
         if rope is not None and (not 0 < rope < float("inf") or head_dim % 2):
             raise ValueError(
-                f"rope={rope} must be None or a positive finite base, and then the head size "
+                f"rope={rope} must be None or a positive finite base, and then the head_dim "
                 f"d_model / num_heads={head_dim} even"
             )
         window_bounds(window)

@@ -99,7 +99,7 @@ def attention_statistics(
         if batch is not None:
             raise ValueError("batch must be None without a PagedKVCache: it names sequences of one")
         check_tensors(key=key)
-        inputs = canonical_inputs(query, key, _no_values(key), *scores, layout=layout)
+        inputs = canonical_inputs(query, key, _no_values(key, backend), *scores, layout=layout)
         inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         if mask_mod is not None or score_mod is not None:
             inputs, options = with_functions(inputs, options, mask_mod, score_mod)
@@ -107,6 +107,8 @@ def attention_statistics(
     return found
 
 
-def _no_values(key: Tensor) -> Tensor:
-    """The smallest values that a forward takes: one number a key."""
+def _no_values(key: Tensor, backend: str | None) -> Tensor:
+    """The smallest values that a forward takes: one number a key; for `aten`, as many as keys have."""
+    if backend == "aten":
+        return key.detach()
     return key.new_zeros((*key.shape[:-1], 1))

@@ -5,7 +5,7 @@ that of the same formula computed by PyTorch in the input's own precision.
 
 Both errors are chances. In float32 gradients the largest belongs to one row in which one key outweighs the
 others: two computations whose errors are distributed alike differed there by more than 2 in 1 of 12 draws.
-Means differ too, as the errors of a row go together: by 1% where all rows err alike, by 20% on steep scores,
+Means differ too, as the errors of a row go together: by 1% where all rows are alike, by 20% on steep scores,
 where a few rows make the mean. So the mean's budget has three standard errors, over rows, above the rule.
 And where a result is over a budget, `check_attention` has PyTorch compute the formula a few times more, with
 the coordinates of heads in another order. That rounds every sum anew, and the largest of all these errors
@@ -25,7 +25,7 @@ from tilewise.api import attention, attention_varlen
 
 MAX_FACTOR, MEAN_FACTOR = 2.0, 1.1
 STANDARD_ERRORS = 3  # of the mean, above its budget
-FEW = 1 << 16  # elements: what a baseline errs on fewer is chance
+FEW = 1 << 16  # elements: a baseline's error on fewer is chance
 ORDERS = 4  # of coordinates in which a baseline is computed once more, if an error is over its budget
 
 

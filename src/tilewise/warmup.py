@@ -14,7 +14,7 @@ from tilewise.core.checks import check_tensors
 def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, **options: Any) -> None:
     """Compile what calls like this one need, and leave everything else as it was.
 
-    Compiled kernels depend on dtypes, head sizes, heads per key head, and which options are in use; not on
+    Compiled kernels depend on dtypes, head_dim, query heads per KV head, and which options are in use; not on
     batch size or lengths. So short tensors will do, with the memory layout of the later ones. But up to 16
     queries take kernels of their own, and other ones for at least 256 keys, compiled for every power of two
     of batch sizes above 16.

@@ -26,7 +26,7 @@ def verdict(results_of, old, new):
         ([1.0, 1.001, 1.002], [1.01, 1.011, 1.012], "same"),  # beyond the spread, but under 2%
         ([1.1, 1.11, 1.12], [1.0, 1.01, 1.02], "faster"),
         ([1.0, 1.0, 1.0], "out of memory", "broken"),
-        ("out of memory", [1.0, 1.0, 1.0], "mended"),
+        ("out of memory", [1.0, 1.0, 1.0], "fixed"),
         ("out of memory", "out of memory", "same"),
         ([1.0, 1.0, 1.0], None, "gone"),
     ],

@@ -66,10 +66,10 @@ def test_io_says_how_often_each_order_of_loops_reads():
 def test_numbers_and_nouns_agree():
     assert "1 sequence, 4096 x 4096 keys, 1 query head of 128, 2 bytes a number" in run("io")
     options = ("--heads", "4", "--kv-heads", "1", "--dtype", "fp8", "--batch", "2")
-    assert "2 sequences, 4096 x 4096 keys, 4 query heads and 1 key head of 128, 1 byte a" in run(
+    assert "2 sequences, 4096 x 4096 keys, 4 query heads and 1 KV head of 128, 1 byte a" in run(
         "io", *options
     )
-    assert "1 query, 1 key, head size 2" in run("trace", "--seqlen", "1")
+    assert "1 query, 1 key, head_dim 2" in run("trace", "--seqlen", "1")
 
 
 def test_lengths_beyond_a_models_context_are_marked():

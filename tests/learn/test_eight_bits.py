@@ -136,7 +136,7 @@ def test_what_is_printed():
     rounded = walk.plain.q8.values[3, :3].tolist()
     assert ", ".join(eight_bits.bits(x) for x in rounded) in output
     assert run() == run("--outlier", "8", "--query", "0")
-    assert "8 queries and keys, head size 40" in run("--rows", "8", "--head-dim", "40")
+    assert "8 queries and keys, head_dim 40" in run("--rows", "8", "--head-dim", "40")
     assert "columns 0 to 0 of 1\n" in run("--rows", "1", "--head-dim", "1")
     assert "of (q H)(k H)^T / 128 " in run("--head-dim", "96")
 

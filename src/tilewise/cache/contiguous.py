@@ -12,7 +12,7 @@ from tilewise.core.device_errors import raise_errors
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ValueError unless all are integers of at least 0, head sizes from 1 to MAX_HEAD_DIM."""
+    """Raise ValueError unless all are integers of at least 0, head_dim* from 1 to MAX_HEAD_DIM."""
     for name, size in sizes.items():
         is_integer = isinstance(size, int) and not isinstance(size, bool)
         if name.startswith("head_dim"):
@@ -38,9 +38,9 @@ class KVCache:
     Args:
         batch: sequences held.
         max_seqlen: capacity of each, in tokens.
-        num_kv_heads: key heads.
-        head_dim: head size of the keys, 1 to 576.
-        head_dim_v: head size of the values; None is head_dim.
+        num_kv_heads: heads of the keys and values.
+        head_dim: of the keys, 1 to 576.
+        head_dim_v: of the values; None is head_dim.
         dtype: float64, float32, bfloat16 or float16.
         device: where it lives; None is torch's default device.
         value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,

@@ -39,9 +39,9 @@ class PagedKVCache:
     Args:
         num_pages: pages held; a sequence of n tokens uses ceil(n / page_size) of them.
         page_size: tokens in a page: 16, 64, 128 or 256.
-        num_kv_heads: key heads.
-        head_dim: head size of the keys, 1 to 576.
-        head_dim_v: head size of the values; None is head_dim.
+        num_kv_heads: heads of the keys and values.
+        head_dim: of the keys, 1 to 576.
+        head_dim_v: of the values; None is head_dim.
         max_seqlen: refuse longer sequences; page tables then have one width. None: as long as pages last.
         dtype: float64, float32, bfloat16, float16, or float8_e4m3fn: 8 bits with a scale (a power of two) for
             each page and head, quantized when appended. A number x is then off by at most

@@ -67,7 +67,7 @@ def attention(
             (batch, num_heads, seqlen_q, seqlen_k).
         dropout_p, scale, return_lse: as `tilewise.attention`.
         is_causal: query `i` sees keys `0..i`.
-        enable_gqa: allow fewer key heads than query heads.
+        enable_gqa: allow fewer KV heads than query heads.
         window_size: (left, right): keys seen before and after each query; -1 is unbounded. Then is_causal and
             window are aligned at the end, as flash-attn's are.
 
@@ -76,7 +76,7 @@ def attention(
         that sees no key gives 0.
 
     Raises:
-        ValueError, TypeError: as `tilewise.attention`; and fewer key heads without enable_gqa.
+        ValueError, TypeError: as `tilewise.attention`; and fewer KV heads without enable_gqa.
         NotImplementedError: _parallel_config: the model runs under context parallelism.
     """
     if _parallel_config is not None:

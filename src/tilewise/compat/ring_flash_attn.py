@@ -35,7 +35,7 @@ def ring_flash_attn_func(
     """Attention over a sequence of which each rank has a contiguous shard.
 
     Args:
-        q, k, v: (batch, tokens of the rank, heads, head_dim); key heads divide query heads.
+        q, k, v: (batch, tokens of the rank, heads, head_dim); KV heads divide query heads.
         dropout_p: must be 0.
         softmax_scale: None is 1 / sqrt(head_dim).
         window_size: keys to the left and to the right; -1 is unbounded.

@@ -55,7 +55,7 @@ def check_dtypes_and_devices(s: Any) -> None:
 
 
 def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
-    """Check ranks, head sizes and heads; return the batch size."""
+    """Check ranks, head_dim and heads; return the batch size."""
     ranks = {3: "(total, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
     rank_k = 3 if s.cu_seqlens_k is not None else 4
     for name, rank in (("query", 3 if is_packed else 4), ("key", rank_k), ("value", rank_k)):
@@ -67,16 +67,16 @@ def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
     q, k, v = tuple(s.query.shape), tuple(s.key.shape), tuple(s.value.shape)
     for name, size in (("query", q[-1]), ("value", v[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}.shape[-1]={size} (head size) must be between 1 and {MAX_HEAD_DIM}")
+            raise ValueError(f"{name}.shape[-1]={size} (head_dim) must be between 1 and {MAX_HEAD_DIM}")
     if k[-1] != q[-1]:
-        raise ValueError(f"key.shape[-1]={k[-1]} (head size) must equal query.shape[-1]={q[-1]}")
+        raise ValueError(f"key.shape[-1]={k[-1]} (head_dim) must equal query.shape[-1]={q[-1]}")
     if v[:-1] != k[:-1]:
         raise ValueError(f"value.shape={v} must equal key.shape={k} in all but the last dimension")
     heads, kv_heads = q[-2], k[-2]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         is_by_head = not is_packed and k[1] > 0 and q[1] % k[1] == 0  # as of (batch, heads, seqlen, head_dim)
         hint = "; tensors (batch, heads, seqlen, head_dim) want layout='bhsd'" if is_by_head else ""
-        raise ValueError(f"query heads {heads} must be divisible by key heads {kv_heads}{hint}")
+        raise ValueError(f"query heads {heads} must be divisible by KV heads {kv_heads}{hint}")
     if is_packed and (s.cu_seqlens_k is not None or s.seqlens_k is None):
         return _check_packed_shapes(s)
     batch = s.cu_seqlens_q.shape[0] - 1 if is_packed else q[0]
@@ -93,7 +93,7 @@ def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
         t = getattr(s, name)
         if t is not None and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
             raise ValueError(
-                f"{name}.shape={tuple(t.shape)} must be (pages, kv heads)=({k[0]}, {kv_heads}), with pages"
+                f"{name}.shape={tuple(t.shape)} must be (pages, KV heads)=({k[0]}, {kv_heads}), with pages"
             )
     if (s.key_scale is None) != (s.value_scale is None):
         raise ValueError("key_scale and value_scale must be given together, or neither")

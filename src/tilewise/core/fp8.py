@@ -5,7 +5,7 @@
     S  = scale / d * q8 k8^T       (in exact arithmetic q' k'^T = d q k^T: the rotation changes nothing)
     O  = e4m3(P) v8 / l,           P = exp(S - m), l = sum P and all else in float32
 
-float8_e4m3fn numbers have 4 significant bits: rounding errs by up to 1/16 of a number. Where columns with
+float8_e4m3fn numbers have 4 significant bits: rounding has a relative error of up to 1/16. Where columns with
 numbers much larger than the others meet in q and in k, a score's error is that of few products; the rotation
 spreads them over all columns. FlashAttention-3 (Shah et al., 2024), section 3.3; QuIP (Chee et al., 2023).
 
@@ -47,7 +47,7 @@ class Quantized(NamedTuple):
 
 
 def padded_dim(dim: int) -> int:
-    """The head size that is rotated, and that kernels compute with: a power of two of at least 64."""
+    """The head_dim that is rotated, and that kernels compute with: a power of two of at least 64."""
     return max(64, 1 << (dim - 1).bit_length())
 
 

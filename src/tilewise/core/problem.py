@@ -130,7 +130,7 @@ class AttentionProblem:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key head."""
+        """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
     @property

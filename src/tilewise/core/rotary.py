@@ -88,7 +88,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
     if cos.ndim < 2 or cos.shape != sin.shape or not 2 <= rotary_dim <= x.shape[-1]:
         raise ValueError(
             f"cos.shape={tuple(cos.shape)} and sin.shape={tuple(sin.shape)} must both be (..., seqlen, "
-            f"rotary_dim / 2) with rotary_dim from 2 to the head size of x, {x.shape[-1]}"
+            f"rotary_dim / 2) with rotary_dim from 2 to the head_dim of x, {x.shape[-1]}"
         )
     rows, tables = x.shape[:-2], cos.shape[:-1]
     fits = len(tables) <= len(rows) and all(

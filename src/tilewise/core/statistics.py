@@ -22,7 +22,7 @@ from tilewise.core.checks import check_flag, shown
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 
 MAX_TOP_K = 64
-GROUP = "group"  # column sums of the query heads that share a key head, added up
+GROUP = "group"  # column sums of the query heads that share a KV head, added up
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Aux:
         max_logit: the largest visible score of each head, over batch, queries and keys: (heads,).
         entropy: of each query's weights, in nats, (batch, heads, seqlen_q). Differentiable.
         column_sum: each key's weights, summed over queries: (batch, heads, seqlen_k). "group" also adds up
-            the query heads that share a key head: (batch, kv_heads, seqlen_k). Differentiable.
+            the query heads that share a KV head: (batch, kv_heads, seqlen_k). Differentiable.
         last_rows: column_sum takes only this many last queries of each sequence; None takes all.
         top_k: the k <= 64 largest weights of each query and their keys, (batch, heads, seqlen_q, k) each,
             largest first; of equal scores, the lower key first.

@@ -96,7 +96,7 @@ ROWS = (
         "hopper backward": "has no deterministic gradient with a mask",
     }, is_rare=True),
     Row("gradient with a mask, head_dim over 128", lambda p: _has_mask(p) and p.head_dim > 128, {
-        "hopper backward": "has gradients with a mask up to head size 128, not {p.head_dim}",
+        "hopper backward": "has gradients with a mask up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
@@ -141,7 +141,7 @@ ROWS = (
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take ALiBi slopes with 8-bit products"}, is_rare=True),
     Row("gradient with ALiBi, head_dim over 128", lambda p: p.has_alibi and p.head_dim > 128, {
-        "hopper backward": "has gradients with ALiBi up to head size 128, not {p.head_dim}",
+        "hopper backward": "has gradients with ALiBi up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),
     Row("dropout with a cache", lambda p: p.dropout_p > 0 and p.is_cached, {
@@ -151,7 +151,7 @@ ROWS = (
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take dropout with 8-bit products"}, is_rare=True),
     Row("gradient with dropout, head_dim over 128", lambda p: p.dropout_p > 0 and p.head_dim > 128, {
-        "hopper backward": "has gradients with dropout up to head size 128, not {p.head_dim}",
+        "hopper backward": "has gradients with dropout up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("head_dim_v other than head_dim", lambda p: p.head_dim != p.head_dim_v, {
         "aten": "needs head_dim == head_dim_v",

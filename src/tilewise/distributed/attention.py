@@ -268,7 +268,7 @@ def _ulysses_degree(method: str, inner: int | None, ranks: Ranks, inputs: Inputs
         )
     if kv_heads % inner and inner % kv_heads:
         raise ValueError(
-            f"key heads {kv_heads} must divide, or be divisible by, the {inner} ranks that exchange heads: "
+            f"KV heads {kv_heads} must divide, or be divisible by, the {inner} ranks that exchange heads: "
             "method='ring' serves"
         )
     for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):

@@ -1,6 +1,6 @@
 """Ulysses: an all-to-all after which a rank has all tokens of its group, and some of the heads.
 
-Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as key heads do
+Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as KV heads do
 that are fewer than ranks; their gradients are summed.
 """
 
@@ -46,7 +46,7 @@ class Swap:
         return max((r[-1][1] for r in self.rows if r), default=0)
 
     def heads_of(self, rank: int, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
-        """The query heads and the key heads of a rank."""
+        """The query heads and the KV heads of a rank."""
         heads, group = num_heads // self.ranks.world, num_heads // num_kv_heads
         q = slice(rank * heads, (rank + 1) * heads)
         return q, slice(q.start // group, (q.stop - 1) // group + 1)

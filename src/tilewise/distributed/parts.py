@@ -95,7 +95,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
-    query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, kv heads, dim).
+    query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, KV heads, dim).
     """
     inputs, options = _call(part, query, key, value, extras, options)
     out, lse, _ = plans.attend(inputs, options, backend, Request(), are_values_known=True)

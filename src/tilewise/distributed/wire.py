@@ -14,7 +14,7 @@ from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Range, Step
 from tilewise.distributed.totals import Totals
 
-Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, kv heads, dim), contiguous
+Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim), contiguous
 
 
 class Transfer:

@@ -16,7 +16,7 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
   (batch, heads, seqlen_q, seqlen_k), negative where dropped: O(seqlen_q * seqlen_k) memory, for testing.
 
 A query that sees no key has out 0, softmax_lse +inf (as flash-attn 2 has it) and zero gradients. Beyond
-flash-attn: any head size from 1 to 576, values of another head size, float32 and float64, any device.
+flash-attn: any head_dim from 1 to 576, values of another head_dim, float32 and float64, any device.
 
 All functions raise ValueError or TypeError naming an argument that does not fit.
 """
@@ -95,7 +95,7 @@ def flash_attn_kvpacked_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        kv: (batch, seqlen_k, 2, kv heads, head_dim).
+        kv: (batch, seqlen_k, 2, KV heads, head_dim).
 
     The other arguments, returns and errors are those of the module.
 
@@ -127,8 +127,8 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k: (batch, seqlen_k, kv heads, head_dim); the number of kv heads divides that of heads.
-        v: (batch, seqlen_k, kv heads, head_dim_v).
+        k: (batch, seqlen_k, KV heads, head_dim); the number of KV heads divides that of heads.
+        v: (batch, seqlen_k, KV heads, head_dim_v).
 
     The other arguments, returns and errors are those of the module.
 
@@ -199,7 +199,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Args:
         q: (total_q, heads, head_dim).
-        kv: (total_k, 2, kv heads, head_dim).
+        kv: (total_k, 2, KV heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence.
 
@@ -240,7 +240,7 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, head_dim).
-        k, v: (total_k, kv heads, head_dim); with block_table, pages (pages, page_size, kv heads, head_dim).
+        k, v: (total_k, KV heads, head_dim); with block_table, pages (pages, page_size, KV heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence.
         block_table: (batch, pages a sequence) int32 or int64: each sequence's pages in k and v. The rows in
@@ -293,9 +293,9 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k_cache, v_cache: (batch_cache, capacity, kv heads, head_dim); with block_table, pages
-            (pages, page_size, kv heads, head_dim). Updated in place if k and v are given.
-        k, v: (batch, seqlen_new, kv heads, head_dim): new tokens, written from position cache_seqlens on.
+        k_cache, v_cache: (batch_cache, capacity, KV heads, head_dim); with block_table, pages
+            (pages, page_size, KV heads, head_dim). Updated in place if k and v are given.
+        k, v: (batch, seqlen_new, KV heads, head_dim): new tokens, written from position cache_seqlens on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k and q before use. k takes positions
             cache_seqlens, cache_seqlens + 1, ...; so does q if causal or windowed, otherwise all of q takes
             cache_seqlens. Only with k and v.

@@ -7,14 +7,14 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
 - softmax_scale: None is 1 / sqrt(head_dim).
 - causal: aligned bottom-right: the last query with the last key.
 - qv: (batch, seqlen_q, heads, head_dim_v), packed like q: scores are q k + qv v, as in absorbed latent
-  attention, and softmax_scale None counts both head sizes. k and v are copied side by side each time, which
+  attention, and softmax_scale None counts head_dim of both. k and v are copied side by side each time, which
   `tilewise.PagedKVCache(..., value_in_key=True)` does not need.
 - attention_chunk: C > 0 cuts positions into chunks of C, as Llama 4 does: query i, at position p = i +
   seqlen_k - seqlen_q, sees of what causal and window leave it only the keys j with j // C == p // C, counted
   from the first key behind cache_leftpad. A query before the first key (p < 0) sees nothing. No mask is made,
   and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
   which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
-- q_descale, k_descale, v_descale: float32 (batch, kv heads), what float8_e4m3fn q, k and v are multiplied by;
+- q_descale, k_descale, v_descale: float32 (batch, KV heads), what float8_e4m3fn q, k and v are multiplied by;
   None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
   Tensors of one integer are read, which waits for their device.
@@ -76,7 +76,7 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q +
-            2 * kv heads, head_dim): all queries, then keys, then values.
+            2 * KV heads, head_dim): all queries, then keys, then values.
         num_heads_q: query heads, for the second form.
 
     The other arguments, returns and errors are those of the module.
@@ -124,8 +124,8 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k: (batch, seqlen_k, kv heads, head_dim); the number of kv heads divides that of heads.
-        v: (batch, seqlen_k, kv heads, head_dim_v).
+        k: (batch, seqlen_k, KV heads, head_dim); the number of KV heads divides that of heads.
+        v: (batch, seqlen_k, KV heads, head_dim_v).
 
     The other arguments, returns and errors are those of the module.
 
@@ -180,8 +180,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, head_dim).
-        k: (total_k, kv heads, head_dim).
-        v: (total_k, kv heads, head_dim_v).
+        k: (total_k, KV heads, head_dim).
+        v: (total_k, KV heads, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence.
         seqused_q, seqused_k: (batch,) how many of each sequence's rows count; the rows behind them are not
@@ -253,10 +253,10 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q.
-        k_cache: (batch_cache, capacity, kv heads, head_dim); with page_table, pages (pages, page_size,
-            kv heads, head_dim). Updated in place if k and v are given.
+        k_cache: (batch_cache, capacity, KV heads, head_dim); with page_table, pages (pages, page_size,
+            KV heads, head_dim). Updated in place if k and v are given.
         v_cache: likewise with head_dim_v.
-        k: (batch, seqlen_new, kv heads, head_dim), or packed with cu_seqlens_k_new: new tokens, written from
+        k: (batch, seqlen_new, KV heads, head_dim), or packed with cu_seqlens_k_new: new tokens, written from
             position cache_seqlens on.
         v: likewise with head_dim_v.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k and q before use. k takes positions

@@ -1,4 +1,4 @@
-"""FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and key head.
+"""FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and KV head.
 
 A score is q k q_descale k_descale, so both factors go to q, in bfloat16; v_descale goes to out. What is in k
 and v is a bfloat16 number as it stands.
@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Descale(NamedTuple):
-    """What the numbers in q, k and v are to be multiplied by: float32 (batch, kv heads), None for 1."""
+    """What the numbers in q, k and v are to be multiplied by: float32 (batch, KV heads), None for 1."""
 
     q: Tensor | None
     k: Tensor | None
@@ -42,11 +42,11 @@ class Descale(NamedTuple):
             if not isinstance(k, Tensor) or q.ndim != rank or k.ndim < 3 or not k.shape[-2]:
                 continue  # refused by the checks of all calls
             if q.shape[-2] % k.shape[-2]:
-                raise ValueError(f"query heads {q.shape[-2]} must be divisible by key heads {k.shape[-2]}")
+                raise ValueError(f"query heads {q.shape[-2]} must be divisible by KV heads {k.shape[-2]}")
             batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
             if tuple(t.shape) != (batch, k.shape[-2]) or t.device != q.device:
                 raise ValueError(
-                    f"{name}_descale.shape={tuple(t.shape)} must be (batch, kv heads)=({batch}, "
+                    f"{name}_descale.shape={tuple(t.shape)} must be (batch, KV heads)=({batch}, "
                     f"{k.shape[-2]}), on {q.device}"
                 )
         return is_fp8

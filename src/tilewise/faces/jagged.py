@@ -27,7 +27,7 @@ def jagged_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` of nested tensors: each sequence by itself, nothing is padded.
 
-    Beyond PyTorch's own: causal, grouped heads and every head size, on every device. Of key and value the
+    Beyond PyTorch's own: causal, grouped heads and every head_dim, on every device. Of key and value the
     lengths must be the same; with is_causal also those of query.
 
     Returns:

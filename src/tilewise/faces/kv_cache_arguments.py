@@ -18,9 +18,9 @@ class KVCacheCall:
     """What the two faces share, under flash-attn 3's names; `table_name` is the face's for `page_table`."""
 
     q: Tensor  # (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with cu_seqlens_q
-    k_cache: Tensor  # (batch_cache, capacity, kv heads, head_dim), or (pages, page_size, kv heads, head_dim)
+    k_cache: Tensor  # (batch_cache, capacity, KV heads, head_dim), or (pages, page_size, KV heads, head_dim)
     v_cache: Tensor
-    k: Tensor | None = None  # (batch, seqlen_new, kv heads, head_dim), or packed with cu_seqlens_k_new
+    k: Tensor | None = None  # (batch, seqlen_new, KV heads, head_dim), or packed with cu_seqlens_k_new
     v: Tensor | None = None
     rotary_cos: Tensor | None = None  # (positions, rotary_dim / 2)
     rotary_sin: Tensor | None = None
@@ -180,8 +180,8 @@ def check_tensors(call: KVCacheCall) -> None:
     k_cache, v_cache = tuple(call.k_cache.shape), tuple(call.v_cache.shape)
     if len(k_cache) != 4 or len(v_cache) != 4 or v_cache[:3] != k_cache[:3]:
         raise ValueError(
-            f"k_cache.shape={k_cache} and v_cache.shape={v_cache} must be (batch, capacity, kv heads, dim) "
-            f"or (pages, page size, kv heads, dim) with {call.table_name}, equal up to the last size"
+            f"k_cache.shape={k_cache} and v_cache.shape={v_cache} must be (batch, capacity, KV heads, dim) "
+            f"or (pages, page size, KV heads, dim) with {call.table_name}, equal up to the last size"
         )
     for name, cache in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if cache.dtype != call.q.dtype:
@@ -253,7 +253,7 @@ def rotary_of(call: KVCacheCall, held: Tensor) -> Rotary | None:
     if len(shape) != 2 or tuple(sin.shape) != shape or not 2 <= 2 * shape[1] <= most:
         raise ValueError(
             f"rotary_cos.shape={shape} and rotary_sin.shape={tuple(sin.shape)} must both be "
-            f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head size {most}"
+            f"(positions, rotary_dim / 2) with rotary_dim from 2 to the head_dim {most}"
         )
     for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not t.dtype.is_floating_point:

@@ -45,7 +45,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     them, so that nothing waits and a graph can hold the call: see `tilewise.check_errors`.
 
     Returns:
-        out (like q with the value's head size) and lse (batch, heads, seqlen_q), packed (heads, total_q).
+        out (like q with the value's head_dim) and lse (batch, heads, seqlen_q), packed (heads, total_q).
 
     Raises:
         ValueError, TypeError: an argument does not fit; nothing has been written then.

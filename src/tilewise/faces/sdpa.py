@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
         dropout_p: probability in [0, 1] of dropping a weight; applied whenever it is not 0, as torch does.
         is_causal: top-left causal mask; excludes attn_mask.
         scale: softmax scale; None is 1 / sqrt(head_dim).
-        enable_gqa: allow fewer key heads than query heads.
+        enable_gqa: allow fewer KV heads than query heads.
 
     Returns:
         (..., num_heads, seqlen_q, head_dim_v), nested if query is, its memory in query's order as torch's. A

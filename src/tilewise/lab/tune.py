@@ -123,7 +123,9 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
 
 
 def tune(
-    head_dim: Annotated[list[int] | None, typer.Option(help="Head sizes; default: 64, 128, 256.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="May be repeated; default: 64, 128, 256.")
+    ] = None,
     kernel: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(NAMES)}.")] = None,
     scores: Annotated[str, typer.Option(help=f"What changes scores: of {', '.join(SCORES)}.")] = "plain",
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,

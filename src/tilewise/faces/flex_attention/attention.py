@@ -39,7 +39,7 @@ def flex_attention(
         block_mask: of `create_block_mask`, here or in PyTorch, or of `BlockMask.from_kv_blocks`: in full
             blocks all is visible, in partial ones what its mask_mod says, elsewhere nothing.
         scale: softmax scale; None is 1 / sqrt(head_dim).
-        enable_gqa: allow fewer key heads than query heads.
+        enable_gqa: allow fewer KV heads than query heads.
         return_lse: also return lse, as PyTorch's older releases have it; excludes return_aux.
         kernel_options: tile sizes and the like of PyTorch's kernels, which don't run here.
         return_aux: `AuxRequest(lse=True)` also returns `AuxOutput(lse)`.

@@ -37,7 +37,7 @@ BudgetOption = Annotated[
 SetupLimitOption = Annotated[
     float,
     typer.Option(
-        "--setup-limit", help="A peer that compiles and warms up for more seconds sits a case out.", min=0.0
+        "--setup-limit", help="Skip a peer in a case that it compiles and warms up for longer.", min=0.0
     ),
 ]
 GraphOption = Annotated[

@@ -1,4 +1,4 @@
-"""What goes wrong in a benchmark in a way that its user can mend; and a limit on the time to set up."""
+"""What goes wrong in a benchmark in a way that its user can correct; and a limit on the time to set up."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The gate before the stopwatch: a peer's numbers against the float64 reference, on a slice.
 
-Of every checked sequence, one key head with the query heads that share it: the output in blocks of rows
+Of every checked sequence, one KV head with the query heads that share it: the output in blocks of rows
 at the start, at the end and at a random place; gradients whole, since each key's gradient is a sum over
 all queries. Which rows and heads is drawn anew for every run. Masks are written out here again, so that
 the gate does not share an error with the tile arithmetic.
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """One sequence and one key head: (rows, heads, dim) views, canonical and of the peer's results."""
+    """One sequence and one KV head: (rows, heads, dim) views, canonical and of the peer's results."""
 
     query: Tensor
     key: Tensor

@@ -1,4 +1,4 @@
-"""Bar charts of a result file: one figure a head size, mask and direction, one bar a peer."""
+"""Bar charts of a result file: one figure a head_dim, mask and direction, one bar a peer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _title(found: Results, case: Case) -> str:
     what = "Decoding" if case.kind == "decode" else f"Attention {case.direction}"
     heads = f", {case.num_heads}/{case.num_kv_heads} heads" if case.num_heads != case.num_kv_heads else ""
     tail = "" if case.kind == "decode" else f", {mask}"
-    return f"{what}, {SHORT_DTYPES[case.dtype]}, head size {dims}{heads}{tail}\n{found['device']['name']}"
+    return f"{what}, {SHORT_DTYPES[case.dtype]}, head_dim {dims}{heads}{tail}\n{found['device']['name']}"
 
 
 def _tick(case: Case) -> str:
@@ -84,7 +84,7 @@ def _tick(case: Case) -> str:
 
 
 def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
-    """One panel a result file: dense causal cases of a head size, by direction, dtype and length."""
+    """One panel a result file: dense causal cases of a head_dim, by direction, dtype and length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,7 +108,7 @@ def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
         ticks = [f"{c.direction}\n{SHORT_DTYPES[c.dtype]}, {_tick(c)}" for _, c in chosen]
         axes.set_xticks(range(len(chosen)), ticks, fontsize=7)
         axes.set_ylabel(unit)
-        axes.set_title(f"{found['device']['name']}: head size {head_dim}, causal", fontsize=10)
+        axes.set_title(f"{found['device']['name']}: head_dim {head_dim}, causal", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)

@@ -213,7 +213,7 @@ class Change(NamedTuple):
 
     case: str
     peer: str
-    verdict: str  # "slower", "faster", "same", "broken", "mended", "gone"
+    verdict: str  # "slower", "faster", "same", "broken", "fixed", "gone"
     factor: float | None
     note: str = ""
 
@@ -248,7 +248,7 @@ def _judge(case: str, peer: str, old: dict, new: dict | None, threshold: float) 
     if new is None:
         return Change(case, peer, "gone", None, "not in the new run")
     if not is_measured(old):
-        return Change(case, peer, "mended" if is_measured(new) else "same", None)
+        return Change(case, peer, "fixed" if is_measured(new) else "same", None)
     if not is_measured(new):
         return Change(case, peer, "broken", None, f"{new['status']}: {new.get('reason', '')}")
     before, after = round_medians(old), round_medians(new)

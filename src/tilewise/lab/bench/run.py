@@ -32,7 +32,7 @@ class Settings:
     """What to run.
 
     `budget` is seconds: no case is started after it. `setup_limit` is seconds too: a peer that takes longer
-    to compile and warm up sits a case out. None is no limit. `graph` times calls in CUDA graphs.
+    to compile and warm up is skipped for that case. None is no limit. `graph` times calls in CUDA graphs.
     """
 
     suite: str

@@ -12,7 +12,7 @@ class Scale:
     """Every size of one run.
 
     Attributes:
-        lengths: sequence lengths of the table, its heads, head size and dtype.
+        lengths: sequence lengths of the table, its heads, head_dim and dtype.
         checked_rows: queries in each of the three slices that are compared with float64.
         seconds, samples: a method is timed until it has used so much time or has so many samples.
     """

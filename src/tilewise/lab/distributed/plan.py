@@ -25,9 +25,9 @@ def distributed(
     ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 16,
     kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", min=1, help="Key heads; all if left out.")
+        int | None, typer.Option("--kv-heads", min=1, help="KV heads; all if left out.")
     ] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Head size.")] = 128,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Elements of a head.")] = 128,
     full: Annotated[bool, typer.Option("--full", help="Not causal.")] = False,
     flops: Annotated[float, typer.Option(min=1e-3, help="TFLOP/s of one GPU's forward.")] = 600.0,
     bandwidth: Annotated[float, typer.Option(min=1e-3, help="GB/s into a GPU from its node.")] = 450.0,

@@ -47,7 +47,9 @@ def trace(
     v: Annotated[str | None, typer.Option("--v", help="Your own values, a row for each key.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Random inputs with this many queries instead.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(help="Keys of random inputs; default: as many.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head size of random inputs; default: 2.")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Elements of a head of random inputs; default: 2.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed of random inputs; default: 0.")
     ] = None,
@@ -106,7 +108,7 @@ def trace(
 def fp8(
     outlier: Annotated[float, typer.Option(help="Column 0 of q and k is multiplied by this.")] = 8.0,
     rows: Annotated[int, typer.Option(help="Queries, and keys.")] = eight_bits.ROWS,
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = eight_bits.HEAD_DIM,
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = eight_bits.HEAD_DIM,
     seed: Annotated[
         int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random inputs.")
     ] = eight_bits.SEED,
@@ -129,7 +131,7 @@ def fp8(
         raise typer.BadParameter(f"--outlier must be at most {LARGEST_OUTLIER:g} in size; got {outlier:g}")
     walk = eight_bits.walk(*eight_bits.example(outlier, rows, head_dim, seed))
     console = Console(highlight=False)
-    inputs = f"{rows} queries and keys, head size {head_dim}, seed {seed}"
+    inputs = f"{rows} queries and keys, head_dim {head_dim}, seed {seed}"
     console.print(Text(f"{inputs}, column 0 of q and k times {outlier:g}\n"), soft_wrap=True)
     for line in as_rich(eight_bits.sections(walk, query), digits):
         console.print(line, soft_wrap=True)
@@ -155,7 +157,7 @@ def learn(
 
 
 def pipeline(
-    head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Head size.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Elements of a head.")] = 128,
     block_n: Annotated[int | None, typer.Option(min=1, help="Keys in a tile; default: the kernel's.")] = None,
     warpgroups: Annotated[
         int | None,
@@ -197,7 +199,7 @@ def pipeline(
     typer.echo(
         f"{counted(p.key_tiles, 'key tile')} of {p.block_n}, "
         f"{counted(p.warpgroups, 'warpgroup')} of 64 queries, {counted(p.stages, 'pipeline stage')}, "
-        f"head size {p.head_dim}\n{p.variant}: "
+        f"head_dim {p.head_dim}\n{p.variant}: "
         f"{timeline.cycles:.0f} cycles, tensor cores busy {timeline.tensor_core_use:.0%}"
     )
     if spans:

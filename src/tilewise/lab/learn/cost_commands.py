@@ -27,10 +27,10 @@ Seqlen = Annotated[
 SeqlenK = Annotated[
     int | None, typer.Option("--seqlen-k", min=1, max=LONGEST, help="Keys; default: as many as queries.")
 ]
-HeadDim = Annotated[int, typer.Option("--head-dim", min=1, max=MOST, help="Head size.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", min=1, max=MOST, help="Elements of a head.")]
 Heads = Annotated[int, typer.Option("--heads", min=1, max=MOST, help="Query heads.")]
 KvHeads = Annotated[
-    int | None, typer.Option("--kv-heads", min=1, max=MOST, help="Key heads; default: as many.")
+    int | None, typer.Option("--kv-heads", min=1, max=MOST, help="KV heads; default: as many.")
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
@@ -299,7 +299,7 @@ def _blocks(block_q: int, block_k: int) -> BlockSizes:
 def _describe(shape: Shape) -> str:
     heads = counted(shape.num_heads, "query head")
     if shape.kv_heads != shape.num_heads:
-        heads += f" and {counted(shape.kv_heads, 'key head')}"
+        heads += f" and {counted(shape.kv_heads, 'KV head')}"
     mask = ", causal" if shape.causal else ""
     return (
         f"{counted(shape.batch, 'sequence')}, {shape.seqlen_q} x {counted(shape.seqlen_k, 'key')}, "

@@ -75,7 +75,7 @@ def random_example(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -
 
 
 def _sizes(queries: int, keys: int, head_dim: int) -> str:
-    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}, head size {head_dim}"
+    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}, head_dim {head_dim}"
 
 
 LARGEST = 64  # rows and columns: everything is printed
@@ -188,7 +188,7 @@ def _from_logits(*logits: float) -> tuple[Rows, Rows]:
 _ALL = (
     Example(
         "tiling-4x4",
-        "four tokens, head size 4, tiles of 2 x 2: forward, backward, one weight update",
+        "four tokens, head_dim 4, tiles of 2 x 2: forward, backward, one weight update",
         query=((1, 0, 1, 0), (0, 1, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0)),
         key=((1, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1)),
         value=((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16)),

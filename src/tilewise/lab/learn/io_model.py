@@ -188,9 +188,9 @@ def backward_recompute(shape: Shape, blocks: BlockSizes = BLOCKS) -> Cost:
 
 
 def decode(shape: Shape, splits: int = 1, block_k: int = 128) -> Cost:
-    """A few new queries against a cache: one worker for each key head and each of `splits` parts of the keys.
+    """A few new queries against a cache: one worker for each KV head and each of `splits` parts of the keys.
 
-    The query heads of a group share the tiles of their key head. With more than one part, each worker writes
+    The query heads of a group share the tiles of their KV head. With more than one part, each worker writes
     its output and lse in float32 and a second kernel merges them.
     """
     if splits < 1:

@@ -204,7 +204,7 @@ def _fp8() -> dict[str, Any]:
 
 
 def _pipeline() -> dict[str, Any]:
-    """Schedules around the kernel's own configuration of each head size."""
+    """Schedules around the kernel's own configuration of each head_dim."""
     schedules, lanes, kinds = [], [], []
     kernels = {head_dim: Pipeline.of_kernel(head_dim) for head_dim in HEAD_DIMS}
     warpgroups = sorted({1, 2, 3, *(kernel.warpgroups for kernel in kernels.values())})

@@ -59,7 +59,7 @@ class Pipeline:
 
     @classmethod
     def of_kernel(cls, head_dim: int, key_tiles: int = 8) -> Pipeline:
-        """As the kernel is configured for long, not causal sequences of that head size."""
+        """As the kernel is configured for long, not causal sequences of that head_dim."""
         x = torch.empty(1, 1 << 14, 16, head_dim, dtype=torch.bfloat16, device="meta")
         config = forward_config(describe(Inputs(x, x, x), Options()))
         return cls(head_dim, config.BLOCK_N, config.WARPGROUPS, config.STAGES, key_tiles=key_tiles)

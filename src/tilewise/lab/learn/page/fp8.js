@@ -86,7 +86,7 @@ function way(q, k, value, scale, exact) {
 const minus = (a, b) => a.map((row, r) => row.map((x, c) => x - b[r][c]));
 export const rms = (rows) => Math.sqrt(dot(rows.flat(), rows.flat()) / rows.flat().length);
 
-// Exact attention, and in 8 bits as it is and rotated. `signs` are those of the rotation of the padded head size.
+// Exact attention, and in 8 bits as it is and rotated. `signs` are those of the rotation of the padded head_dim.
 export function walk(inputs, signs) {
   const [query, key, value] = ["query", "key", "value"].map((name) => inputs[name].map((row) => row.map(Math.fround)));
   const scale = query[0].length ** -0.5, scores = products(query, key, scale), p = exponentials(scores);
