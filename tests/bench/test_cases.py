@@ -10,7 +10,7 @@ import torch
 
 from tilewise.lab.bench.cases import SUITES, Case, decode, dense, document_lengths, find_suite, packed
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.inputs.masks import MASKS
 
 
 def all_cases(name: str, quick: bool) -> list[Case]:

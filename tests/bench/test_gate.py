@@ -10,8 +10,8 @@ import torch
 from tilewise import reference
 from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
-from tilewise.lab.bench.masks import MASKS
-from tilewise.lab.bench.options import OPTIONS
+from tilewise.lab.bench.inputs.masks import MASKS
+from tilewise.lab.bench.inputs.options import OPTIONS
 from tilewise.lab.bench.peer import Data
 
 CASES = [

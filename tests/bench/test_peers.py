@@ -14,8 +14,8 @@ from tilewise import reference
 from tilewise.lab.bench import gate
 from tilewise.lab.bench.cases import Case, decode, dense, packed
 from tilewise.lab.bench.errors import BenchError, Refusal
-from tilewise.lab.bench.masks import MASKS
-from tilewise.lab.bench.options import FUNCTION_OPTIONS, OPTIONS
+from tilewise.lab.bench.inputs.masks import MASKS
+from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, OPTIONS
 from tilewise.lab.bench.peer import Data
 from tilewise.lab.bench.peers import FlashAttention2, FlashAttention3, FlashAttention4, all_peers, find_peers
 

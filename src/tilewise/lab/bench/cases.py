@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.core.mask import Visibility
-from tilewise.lab.bench.data import DATA
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
-from tilewise.lab.bench.options import FUNCTION_OPTIONS, OPTIONS
+from tilewise.lab.bench.inputs.data import DATA
+from tilewise.lab.bench.inputs.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
+from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, OPTIONS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SHORT_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwdbwd"}
@@ -46,9 +46,9 @@ class Case:
     window: tuple[int, int] | None = None  # keys visible to the left and to the right of a query's own
     page_size: int | None = None
     lengths: tuple[int, ...] = ()
-    data: str = "randn"  # of `bench.data`, for dense calls
-    mask: str = ""  # of `bench.masks`, for dense calls
-    option: str = ""  # of `bench.options`, for dense calls
+    data: str = "randn"  # of `bench.inputs.data`, for dense calls
+    mask: str = ""  # of `bench.inputs.masks`, for dense calls
+    option: str = ""  # of `bench.inputs.options`, for dense calls
     has_functions: bool = False  # tilewise is given mask, window and option as functions
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.options import DROPOUT_P, SOFTCAP
+from tilewise.lab.bench.inputs.options import DROPOUT_P, SOFTCAP
 from tilewise.lab.bench.peer import Data
 
 # ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has

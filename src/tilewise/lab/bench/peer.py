@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.data import DATA
-from tilewise.lab.bench.masks import MASKS
-from tilewise.lab.bench.options import CaseOption
+from tilewise.lab.bench.inputs.data import DATA
+from tilewise.lab.bench.inputs.masks import MASKS
+from tilewise.lab.bench.inputs.options import CaseOption
 
 
 @dataclass(frozen=True)

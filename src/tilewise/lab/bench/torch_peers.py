@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
-from tilewise.lab.bench.masks import MASKS
+from tilewise.lab.bench.inputs.masks import MASKS
 from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
 
 
