@@ -205,7 +205,7 @@ def explain(
         >>> nvlink = Network(flops=600e12, bandwidth=300e9, latency=10e-6)
         >>> choice = explain(131072, world=8, network=nvlink, num_heads=16, causal=True)
         >>> choice.method, [e.method for e in choice.estimates]
-        ('ulysses', ['ring', 'ulysses', '2d', 'all_gather'])
+        ('ring', ['ring', 'ulysses', '2d', 'all_gather'])
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     _check_counts(world=world, batch=batch, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
