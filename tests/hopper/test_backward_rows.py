@@ -86,7 +86,8 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     shifts = torch.full((tiles, block_m), math.nan)
     backward_rows.attn_bwd_prepare_kernel[(tiles,)](
         out, dout, lse, residual, None, stats, shifts if has_own_shifts else None, None, None,
-        *out.stride()[:3], *out.stride()[:3], tiles, 1, total, total, 1, scale, 1.0, 64, 64, block_m, True, False,
+        *out.stride()[:3], *out.stride()[:3], tiles, 1, total, total, 1, scale, 1.0, 64, 64, block_m, True,
+        False,
     )  # fmt: skip
     shift, low = (shifts if has_own_shifts else stats[:, 2]).flatten()[:total], stats[:, 0].flatten()[:total]
     is_large = torch.arange(total) // block_m == 1
