@@ -12,13 +12,13 @@ HEADER = ["claim", "of", "claimed", "measured", "holds", "on what"]
 
 
 def figure(value: float, unit: str) -> str:
-    """A value with three digits and its unit.
+    """A value with four digits and its unit.
 
     Example:
         >>> figure(7.634, "×"), figure(34.36, "GB"), figure(65536, "tokens")
-        ('7.63×', '34.4 GB', '65,536 tokens')
+        ('7.634×', '34.36 GB', '65,536 tokens')
     """
-    digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
     return f"{digits}{unit if unit.startswith(('×', '%')) else ' ' + unit}".strip()
 
 
