@@ -69,7 +69,7 @@ def balance_h100(setting: Setting) -> Measured:
     return Measured(MACHINES["H100"].device.balance, "from the datasheet")
 
 
-@claim("running-sum", "The running sum of the scores 2, 5 | 3 is 1.19.", TUTORIAL, 1.19, "", "equal")
+@claim("running-sum", "The running sum of the scores 2, 5 and 3 is 1.19.", TUTORIAL, 1.19, "", "equal")
 def running_sum(setting: Setting) -> Measured:
     query, key = torch.ones(1, 1), torch.tensor([[2.0], [5.0], [3.0]])
     steps = trace.forward(query, key, torch.eye(3), 1, 2, scale=1.0).steps
