@@ -87,7 +87,7 @@ def run(
     from tilewise.lab.bench.report import tables
     from tilewise.lab.bench.run import MIN_ROUNDS, Settings, is_sound, plan, run as run_plan
 
-    with _one_line_errors():
+    with one_line_errors():
         if suite is None:
             raise BenchError(f"--suite is missing, must be one of {', '.join(SUITES)}")
         if budget is not None and not 0 < budget < float("inf"):
@@ -142,7 +142,7 @@ def report(
     from tilewise.lab.bench.report import tables
     from tilewise.lab.bench.results import load
 
-    with _one_line_errors():
+    with one_line_errors():
         loaded = [load(path) for path in files]
         recorded = None if reference is None else load(reference)
         for found in loaded:
@@ -159,7 +159,7 @@ def compare(
     """Say what got slower beyond the spread. Exit status 1 if anything did."""
     from tilewise.lab.bench.results import compare as judge, load, summarize
 
-    with _one_line_errors():
+    with one_line_errors():
         before, after = load(old), load(new)
         changes = judge(before, after)
         typer.echo(summarize(before, after, changes))
@@ -176,7 +176,7 @@ def _draw(loaded: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     try:
         yield
     except BenchError as error:

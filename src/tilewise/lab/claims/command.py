@@ -27,7 +27,7 @@ def claims(
     """
     import torch
 
-    from tilewise.lab.bench.cli import _one_line_errors
+    from tilewise.lab.bench.cli import one_line_errors
     from tilewise.lab.bench.errors import BenchError
     from tilewise.lab.claims import report, run
     from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
@@ -37,7 +37,7 @@ def claims(
         verdict = {"yes": "holds", "**no**": "does not hold"}.get(holds, "not measured")
         typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
 
-    with _one_line_errors():
+    with one_line_errors():
         setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if setting.device not in ("cpu", "cuda") or (setting.is_gpu and not torch.cuda.is_available()):
             raise BenchError(f"--device {device!r} must be cpu, or cuda where PyTorch sees a GPU")

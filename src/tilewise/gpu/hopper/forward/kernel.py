@@ -304,19 +304,9 @@ def own_visits(tiles, all_tiles, work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr,
-    o_desc,
-    lse_ptr,
-    residual_ptr,
-    sinks,
-    rings,
-    sizes,
-    factors,
-    cache,
-    mask,
-    extras,
+    W: gl.constexpr, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras,
     cfg: gl.constexpr,
-):
+):  # fmt: skip
     """Warpgroup W: its 64 rows of every work tile."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
@@ -457,118 +447,34 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (
-                        0,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
-                (
-                    mma_role,
-                    (
-                        1,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
+                (mma_role, (
+                    0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
+                (mma_role, (
+                    1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 1],
             [MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (
-                    mma_role,
-                    (
-                        0,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
-                (
-                    mma_role,
-                    (
-                        1,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
-                (
-                    mma_role,
-                    (
-                        2,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
-                (
-                    mma_role,
-                    (
-                        3,
-                        o_desc,
-                        lse_ptr,
-                        residual_ptr,
-                        sinks,
-                        rings,
-                        sizes,
-                        factors,
-                        cache,
-                        mask,
-                        extras,
-                        cfg,
-                    ),
-                ),
+                (mma_role, (
+                    0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
+                (mma_role, (
+                    1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
+                (mma_role, (
+                    2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
+                (mma_role, (
+                    3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
+                )),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 4, 4, 1],
             [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
