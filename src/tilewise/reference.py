@@ -241,13 +241,23 @@ def _packed_statistics(found: list[Statistics], aux: Aux) -> Statistics:
     )
 
 
+def _called(function: Callable[..., Tensor], dtype: torch.dtype, *arguments: Tensor) -> Tensor:
+    """A user's function: where the scores are float64, so is what it makes of indices, as `j * 0.1`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _through_function(
     score_mod: Callable[..., Tensor], f: _Forward, ds: Tensor, captured: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradients of the scores before the function and of captured tensors, by PyTorch's autograd."""
     with torch.enable_grad():
         before = f.before.detach().requires_grad_()
-        after = score_mod(before, *f.indices)
+        after = _called(score_mod, before.dtype, before, *f.indices)
     if not after.requires_grad:  # the function reads no score
         return [torch.zeros_like(t) for t in (before, *captured)]
     grads = torch.autograd.grad(
@@ -308,9 +318,9 @@ def _forward(
     indices = _function_indices(first_sequence, s.shape, q.device)
     before = s
     if score_mod is not None:
-        s = score_mod(s, *indices).to(dtype)
+        s = _called(score_mod, dtype, s, *indices).to(dtype)
     if mask_mod is not None:
-        hidden = hidden | ~mask_mod(*indices)
+        hidden = hidden | ~_called(mask_mod, dtype, *indices)
     s = s.masked_fill(hidden, float("-inf"))
     scores = s
     if sinks is not None:  # a key that has a score and no value
