@@ -13,7 +13,6 @@ from tilewise.api import Window, canonical_inputs, to_bshd, window_bounds
 from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.functions.call import MaskFunction, ScoreFunction
 from tilewise.core.functions.captured import check_indices, pack
-from tilewise.core.functions.expression import shifted
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch.choice import choose
@@ -186,12 +185,12 @@ def _run(
     inner, outer = ranks.grid(degree)
     extras = Extras(*(getattr(inputs, name) for name in Extras._fields))
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+    first_head = 0
     if degree > 1:
         swap = Swap.of(inner, tokens, ranks.rank // degree * degree)
         heads, kv_heads = (swap.heads(query.shape[2], key.shape[2], of_keys) for of_keys in (False, True))
         extras, sinks = _of_heads(extras, sinks, heads[inner.rank])
-        if options.functions is not None:
-            options = options._replace(functions=shifted(options.functions, heads[inner.rank].start, 0, 0))
+        first_head = heads[inner.rank].start
         query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
     is_single = len(tokens.starts) == 2
     pattern = "all_gather" if method == "all_gather" else "ring"
@@ -199,7 +198,7 @@ def _run(
         make_schedule, tokens.joined(degree), outer.rank, rules := _rules(options, extras), pattern
     )
     packs = not is_single and not rules.needs_tokens
-    work = engine.Work(outer, schedule(), schedule(is_backward=True), options, backend, packs)
+    work = engine.Work(outer, schedule(), schedule(is_backward=True), options, backend, packs, first_head)
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
         return out, lse

@@ -33,6 +33,7 @@ class Work:
     options: Options  # its window is the schedule's
     backend: str | None
     packs: bool  # blocks of several documents share a call
+    first_head: int = 0  # of this rank, where ranks have heads of their own
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step.blocks, self.packs, device)
@@ -107,7 +108,8 @@ def _forward(
         if number + 1 < len(steps):
             arriving = wire.send_keys(work.ranks, steps[number + 1], own)
         for part in work.parts(step, query.device):
-            total.add(part.block.q0, *attend(part, query, key, value, extras, work.options, work.backend))
+            found = attend(part, query, key, value, extras, work.options, work.backend, work.first_head)
+            total.add(part.block.q0, *found)
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
         total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))
@@ -172,7 +174,7 @@ class Backward:
     ) -> None:
         work, block, needs_bias = self.work, part.block, self.dbias is not None
         grads = differentiate(
-            part, self.query, key, value, self.extras, work.options, work.backend,
+            part, self.query, key, value, self.extras, work.options, work.backend, work.first_head,
             results, dout, dlse, needs_bias,
         )  # fmt: skip
         self.dquery.add(block.q0, grads.query)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.captured import with_shift
+from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import shifted
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
@@ -92,12 +94,14 @@ def attend(
     extras: Extras,
     options: Options,
     backend: str | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
     query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, KV heads, dim).
+    first_head: what the first head's number is in mask and score functions.
     """
-    inputs, options = _call(part, query, key, value, extras, options)
+    inputs, options = _call(part, query, key, value, extras, options, first_head)
     out, lse, _ = plans.attend(inputs, options, backend, Request(), are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:
@@ -114,6 +118,7 @@ def differentiate(
     extras: Extras,
     options: Options,
     backend: str | None,
+    first_head: int,
     results: tuple[Tensor, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
@@ -122,7 +127,7 @@ def differentiate(
     """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
     block, (out, lse) = part.block, results
     rows = slice(block.q0, block.q1)
-    inputs, options = _call(part, query, key, value, extras, options)
+    inputs, options = _call(part, query, key, value, extras, options, first_head)
     out, dout, lse = out[:, rows], dout[:, rows], lse[..., rows]
     dlse = None if dlse is None else dlse[..., rows]
     if part.packing is not None:
@@ -139,7 +144,13 @@ def differentiate(
 
 
 def _call(
-    part: Part, query: Tensor, key: Tensor, value: Tensor, extras: Extras, options: Options
+    part: Part,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extras: Extras,
+    options: Options,
+    first_head: int,
 ) -> tuple[Inputs, Options]:
     block, packing = part.block, part.packing
     q, k, v = query[:, block.q0 : block.q1], key[:, block.k0 : block.k1], value[:, block.k0 : block.k1]
@@ -155,10 +166,15 @@ def _call(
     if slopes is not None and not _is_aligned(block):
         columns = _column_distance(block, slopes)
         bias, slopes = -columns if bias is None else bias - columns, None
-    if options.functions is not None:
-        options = options._replace(functions=shifted(options.functions, 0, block.row, block.column))
-    captured = dict(zip(extras._fields[3:], extras[3:], strict=True))
-    return Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes, **captured), options
+    inputs = Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes)
+    if options.functions is None:
+        return inputs, options
+    first = first_head, block.row, block.column
+    floats, integers, layout = with_shift(Buffers(*extras[3:]), first, query.device)
+    options = options._replace(functions=shifted(options.functions))
+    return inputs._replace(
+        captured_floats=floats, captured_integers=integers, captured_layout=layout
+    ), options
 
 
 def tile(t: Tensor, block: Block) -> Tensor:

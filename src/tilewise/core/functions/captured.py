@@ -43,6 +43,23 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
     )
 
 
+def with_shift(buffers: Buffers, first: tuple[int, int, int], device: torch.device) -> Buffers:
+    """The buffers of `expression.shifted` functions: `first` are the part's first head, query and key."""
+    integers = _first_of_part(first, device)
+    begin = 0 if buffers.integers is None else buffers.integers.numel()
+    place = torch.tensor([begin, len(first)], dtype=torch.int64)
+    return Buffers(
+        buffers.floats,
+        integers if buffers.integers is None else torch.cat((buffers.integers, integers)),
+        place if buffers.layout is None else torch.cat((buffers.layout, place)),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_of_part(first: tuple[int, int, int], device: torch.device) -> Tensor:
+    return torch.tensor(first, dtype=torch.int64, device=device)
+
+
 def _joined(parts: list[Tensor]) -> Tensor | None:
     if len(parts) > 1:
         return torch.cat(parts)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 BOOL, INT, FLOAT = "bool", "int", "float"
 RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  # by which kinds are promoted
 INDICES = ("b", "h", "i", "j")
+SHIFTS = ("h", "i", "j")  # the indices that count from the first of a part of a problem
+LENGTH = 1 << 30  # b, h, i and j are less, or a kernel does not take the call
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "xor", "not", "shl", "shr")
 FUNCTIONS = (
@@ -237,19 +239,22 @@ def decode(text: str) -> Functions:
     return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors))
 
 
-@functools.lru_cache(maxsize=4096)
-def shifted(text: str, h: int, i: int, j: int) -> str:
-    """The text of the same functions for a part of a problem, whose first head, query and key are these."""
-    functions, shifts = decode(text), {"h": h, "i": i, "j": j}
+@functools.lru_cache(maxsize=512)
+def shifted(text: str) -> str:
+    """The text of the same functions for a part of a problem: one more captured tensor of integers holds
+    its first head, query and key, so one text, and one kernel, serves every part."""
+    functions = decode(text)
     graph = Graph()
     numbers: list[int] = []
     for op, args, kind, value in functions.graph.nodes:
         number = graph.add(op, *(numbers[a] for a in args), value=value, kind=kind)
-        if shifts.get(op):
-            number = graph.add("add", number, graph.const(shifts[op]))
+        if op in SHIFTS:
+            first = graph.load(len(functions.tensors), [graph.const(SHIFTS.index(op))], INT)
+            first = graph.add("minimum", graph.add("maximum", first, graph.const(0)), graph.const(LENGTH - 1))
+            number = graph.add("add", number, first)  # of less than 32 bits, as said by the bounds
         numbers.append(number)
     score, mask = (None if root is None else numbers[root] for root in (functions.score, functions.mask))
-    return Functions(graph, score, mask, functions.tensors).text
+    return Functions(graph, score, mask, (*functions.tensors, Captured(INT, 1))).text
 
 
 MOST_POWER = 16

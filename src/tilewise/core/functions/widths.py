@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.functions.expression import INT, Functions, Graph
+from tilewise.core.functions.expression import INT, LENGTH, Functions, Graph
 from tilewise.core.functions.interval import Intervals, Ranges
 
-LENGTH = 1 << 30  # b, h, i and j are less, or a kernel does not take the call
 INT32 = 1 << 31
 
 
