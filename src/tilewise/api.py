@@ -30,7 +30,7 @@ from tilewise.core.checks import (
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
-from tilewise.core.problem import Inputs, Options
+from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.statistics import Aux
 
 Window = tuple[int | None, int | None]
@@ -118,23 +118,23 @@ def attention(
     bounds = NO_WINDOW if window is None else window_bounds(window)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
+    if layout != "bshd":
+        check_layout(layout)
     inputs = canonical_inputs(
-        query, key, value, mask, bias, alibi_slopes, sinks,
-        dropout_p=dropout_p, layout=layout, generator=generator,
-    )  # fmt: skip
-    if (mask is not None or bias is not None) and inputs.query.ndim == inputs.key.ndim == 4:
-        batch, seqlen_q, heads, _ = inputs.query.shape
-        check_broadcastable((batch, heads, seqlen_q, inputs.key.shape[1]), mask=mask, bias=bias)
+        query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
+    )
+    if mask is not None or bias is not None:
+        _check_scores(query, key, layout, mask, bias)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     if mask_mod is not None or score_mod is not None:
-        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+        added, options = with_functions(in_layout(inputs, layout), options, mask_mod, score_mod)
+        inputs = in_layout(added, layout)
     if return_aux is not None:
-        out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
+        out, lse, aux = statistics.attention(in_layout(inputs, layout), options, backend, return_aux)
         out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse, aux) if return_lse else (out, aux)
-    out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
-    if layout == "bhsd":
-        out = out.transpose(1, 2)
+    request = functions.LSE if return_lse else functions.NO_LSE
+    out, lse = functions.attention(inputs, options, backend, request, layout)
     return (out, lse) if return_lse else out
 
 
@@ -209,7 +209,8 @@ def attention_varlen(
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         return (out, lse, aux) if return_lse else (out, aux)
-    out, lse = functions.attention(inputs, options, backend, wants_lse=return_lse)
+    request = functions.LSE if return_lse else functions.NO_LSE
+    out, lse = functions.attention(inputs, options, backend, request)
     return (out, lse) if return_lse else out
 
 
@@ -290,6 +291,7 @@ def attention_with_cache(
     has_rotary = rotary_cos is not None or rotary_sin is not None
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
     options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
+    request = functions.LSE if return_lse else functions.NO_LSE
     step = cached_step(cache, batch, query, key, value)
     try:
         if rotary is not None:
@@ -299,7 +301,7 @@ def attention_with_cache(
         if return_aux is not None:
             statistics.check(inputs, options, backend, return_aux)
         elif not torch.compiler.is_compiling():
-            entry = functions.check(inputs, options, backend, return_lse)  # before the cache changes
+            entry = functions.check(inputs, options, backend, request)  # before the cache changes
         query = step.store(query, key, value, rotary)
     except Exception:
         step.undo()
@@ -313,9 +315,8 @@ def attention_with_cache(
         )
     else:
         out, lse = functions.attention(
-            inputs, options, backend,
-            wants_lse=return_lse, are_values_known=step.are_lengths_known(), entry=entry,
-        )  # fmt: skip
+            inputs, options, backend, request, are_values_known=step.are_lengths_known(), entry=entry
+        )
     check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)
@@ -343,12 +344,14 @@ def canonical_inputs(
         query, key, value = to_bshd(layout, query=query, key=key, value=value)
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
-        seed = _draw_seed(query, dropout_p, generator)
-    mask, bias = _four_dimensions(mask), _four_dimensions(bias)
+        seed = draw_seed(query, dropout_p, generator)
+    mask = None if mask is None else _four_dimensions(mask)
+    bias = None if bias is None else _four_dimensions(bias)
     return Inputs(query, key, value, None, None, None, None, None, mask, bias, alibi_slopes, sinks, seed)
 
 
-def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:
+def draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None = None) -> Tensor | None:
+    """A dropout seed, () int64; None if nothing is dropped."""
     check_tensors(query=query)
     check_number("dropout_p", dropout_p)
     if not isinstance(generator, torch.Generator | None):
@@ -360,12 +363,26 @@ def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | Non
 
 def to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Views (batch, seqlen, heads, dim) of tensors in a layout; of packed ones there is only one."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
+    check_layout(layout)
     check_tensors(**tensors)
     if layout == "bshd":
         return list(tensors.values())
     return [t.transpose(1, 2) if t.ndim == 4 else t for t in tensors.values()]
+
+
+def check_layout(layout: Any) -> None:
+    """Raises ValueError if there is no such layout."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout={shown(layout)} must be 'bshd' or 'bhsd'")
+
+
+def _check_scores(query: Tensor, key: Tensor, layout: str, mask: Tensor | None, bias: Tensor | None) -> None:
+    """Raises ValueError unless mask and bias, as they were given, fit tensors of four dimensions."""
+    check_tensors(query=query, key=key)
+    if query.ndim == key.ndim == 4:
+        rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
+        full = (query.shape[0], query.shape[heads], query.shape[rows], key.shape[rows])
+        check_broadcastable(full, mask=mask, bias=bias)
 
 
 def read_length(name: str, length: int | Tensor | None) -> int | None:
@@ -377,7 +394,7 @@ def read_length(name: str, length: int | Tensor | None) -> int | None:
     return int(length)
 
 
-def _four_dimensions(t: Tensor | None) -> Tensor | None:
+def _four_dimensions(t: Tensor) -> Tensor:
     if not isinstance(t, Tensor) or t.ndim >= 4:  # no tensor: the checks name it
         return t
     return t.reshape((1,) * (4 - t.ndim) + t.shape)

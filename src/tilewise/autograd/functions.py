@@ -22,7 +22,7 @@ from tilewise.autograd.vmap import fold_or_loop
 from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
-from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layout
 from tilewise.core.signature import LazyTensor, NoMemory, Request
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
 from tilewise.core.values import check_values
@@ -30,7 +30,7 @@ from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
 _NEEDED = ("query", "key", "value")
-_NO_LSE, _LSE = Request(lse=False), Request()
+LSE, NO_LSE = Request(), Request(lse=False)
 _server: Callable[..., tuple[Tensor, Any]] | None = None
 
 
@@ -43,7 +43,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def served_by(server: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
-    """Inside, `server(inputs, options, backend, order, wants_lse)` answers all calls, in every thread.
+    """Inside, `server(inputs, options, backend, request)` answers all calls, in every thread.
 
     Calls that the server itself makes are answered as ever.
     """
@@ -83,16 +83,16 @@ def attention(
     inputs: Inputs,
     options: Options,
     backend: str | None,
-    order: str = "bshd",
-    wants_lse: bool = True,
+    request: Request = LSE,
+    layout: str = "bshd",
     are_values_known: bool = False,
     entry: Entry | None = None,
 ) -> tuple[Tensor, Any]:
     """out and lse, differentiable: the one entry that the public API calls.
 
     Args:
-        order: of out's memory, see `tilewise.core.signature.Request`.
-        wants_lse: lse may be None if not.
+        request: lse may be None if it is not asked for.
+        layout: of query, key, value and out.
         are_values_known: lengths and pages come from a cache that has checked them itself.
         entry: what `check` has found for these very tensors.
 
@@ -100,50 +100,58 @@ def attention(
         ValueError, TypeError: see `core.problem.describe` and `core.values.check_values`.
         NotImplementedError: see `dispatch.choice.choose`.
     """
-    options = obeying_torch(options)
+    if options.deterministic is False and wants_deterministic():
+        options = options._replace(deterministic=True)
     if _server is not None and is_served():
-        return _served(inputs, options, backend, order, wants_lse)
+        return _in_bshd(_served, layout, inputs, options, backend, request)
     if entry is None:
         if not is_plain_eager(inputs.query):
-            return _watched_attention(inputs, options, backend, order)
-        request = _LSE if wants_lse else _NO_LSE
-        if order != "bshd":
-            request = Request(wants_lse, order=order)
+            return _in_bshd(_watched_attention, layout, inputs, options, backend, request)
         try:
-            entry = plans.forward_plan(inputs, options, backend, request)
+            entry = plans.forward_plan(inputs, options, backend, request, layout)
         except LazyTensor:
             inputs = Inputs(*all_resolved(inputs))
-            entry = plans.forward_plan(inputs, options, backend, request)
+            entry = plans.forward_plan(inputs, options, backend, request, layout)
         except NoMemory:
-            return _watched_attention(inputs, options, backend, order)
-    problem = entry.plan.problem
-    if problem.has_values and not are_values_known:
-        check_values(problem, inputs, options)
-    if not problem.needs_grad:
-        return plans.run(entry, inputs)[:2]  # type: ignore[no-any-return]
-    found = _apply_lean(entry, options, backend, wants_lse, *inputs)
-    return found if wants_lse else (found, None)
+            return _in_bshd(_watched_attention, layout, inputs, options, backend, request)
+    if entry.has_values and not are_values_known:
+        check_values(entry.plan.problem, inputs, options)
+    if not entry.needs_grad:
+        results = plans.run(entry, inputs)
+        return results.out, results.lse
+    found = _apply_lean(entry, request.lse, *inputs)
+    return found if request.lse else (found, None)
 
 
-def check(inputs: Inputs, options: Options, backend: str | None, wants_lse: bool = True) -> Entry | None:
+def _in_bshd(
+    function: Callable[..., tuple[Tensor, Any]], layout: str, inputs: Inputs, *call: Any
+) -> tuple[Tensor, Any]:
+    """What takes (batch, seqlen, heads, dim), for another layout."""
+    if layout == "bshd":
+        return function(inputs, *call)
+    out, lse = function(in_layout(inputs, layout), *call)
+    return out.transpose(1, 2), lse
+
+
+def check(inputs: Inputs, options: Options, backend: str | None, request: Request = LSE) -> Entry | None:
     """Raise what `attention` would, but for values; the plan, if plain eager code has one."""
     if is_plain_eager(inputs.query):
         with contextlib.suppress(LazyTensor, NoMemory):
-            return plans.forward_plan(inputs, options, backend, _LSE if wants_lse else _NO_LSE)
+            return plans.forward_plan(inputs, options, backend, request)
     check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in _NEEDED})
     choice.choose(describe(inputs, options), backend)
     return None
 
 
 def _watched_attention(
-    inputs: Inputs, options: Options, backend: str | None, order: str
+    inputs: Inputs, options: Options, backend: str | None, request: Request
 ) -> tuple[Tensor, Tensor]:
     """By the operator, where something has to see it."""
     if torch.compiler.is_compiling():
         saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        return torch.ops.tilewise.attention(*inputs, *options, order, saves, backend)[:2]  # type: ignore[no-any-return]
+        return torch.ops.tilewise.attention(*inputs, *options, request.order, saves, backend)[:2]  # type: ignore[no-any-return]
     check(inputs, options, backend)
-    return Attention.apply(*inputs, *options, order, True, backend)[:2]  # type: ignore[no-any-return]
+    return Attention.apply(*inputs, *options, request.order, True, backend)[:2]  # type: ignore[no-any-return]
 
 
 class LeanAttention(torch.autograd.Function):
@@ -151,15 +159,10 @@ class LeanAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        entry: Entry,
-        options: Options,
-        backend: str | None,
-        wants_lse: bool,
-        *tensors: Tensor | None,
+        ctx: Any, entry: Entry, wants_lse: bool, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         results: Results = plans.run(entry, Inputs(*tensors))  # type: ignore[arg-type]
-        ctx.call = options, backend, entry.plan.problem.bias_needs_grad
+        ctx.entry = entry
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *results)
         assert results.out is not None
@@ -170,21 +173,34 @@ class LeanAttention(torch.autograd.Function):
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * (4 + NUM_INPUTS)
+            return (None,) * (2 + NUM_INPUTS)
         saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
         inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
-        options, backend, needs_bias_gradient = ctx.call
+        signature, needs_bias_gradient = ctx.entry.signature, ctx.entry.plan.problem.bias_needs_grad
+        options, backend, layout = signature.options, signature.backend, signature.layout
         is_watched = _is_watched(dout, dlse)
         if dout is None:
             dout = torch.zeros_like(results.out)  # type: ignore[arg-type]
         if is_watched:
-            arguments = (dout, dlse, *results, *inputs, *options, backend, needs_bias_gradient)
-            grads = AttentionBackward.apply(*arguments)
+            rest = (options, backend, needs_bias_gradient)
+            grads = _watched_backward(layout, inputs, results, dout, dlse, *rest)
         else:
-            dout, dlse = resolved(dout), resolved(dlse)
-            arguments = (dout, dlse, options, backend, needs_bias_gradient)
-            grads = plans.differentiate(inputs, results, *arguments)
-        return (None, None, None, None, *place(inputs, grads, needs_bias_gradient))
+            arguments = (resolved(dout), resolved(dlse), options, backend, needs_bias_gradient)
+            grads = plans.differentiate(inputs, results, *arguments, layout=layout)
+        return (None, None, *place(inputs, grads, needs_bias_gradient))
+
+
+def _watched_backward(
+    layout: str, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None, options: Options,
+    *rest: Any,
+) -> Gradients:  # fmt: skip
+    """By the Function that has derivatives itself."""
+    out, *others = results
+    assert out is not None
+    if layout != "bshd":
+        inputs, out, dout = in_layout(inputs, layout), out.transpose(1, 2), dout.transpose(1, 2)
+    grads = AttentionBackward.apply(dout, dlse, out, *others, *inputs, *options, *rest)
+    return in_layout(Gradients(*grads), layout)
 
 
 _apply_lean = plain_apply(LeanAttention)

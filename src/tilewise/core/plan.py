@@ -38,6 +38,10 @@ class Plan(Protocol):
     @property
     def problem(self) -> AttentionProblem: ...
 
+    @property
+    def layout(self) -> str:
+        """Of the tensors that `run` takes and gives: "bshd", or the signature's."""
+
     def run(
         self,
         inputs: Inputs,
@@ -57,6 +61,7 @@ class FunctionPlan:
 
     problem: AttentionProblem
     function: Callable[..., Results | Gradients | Retry]
+    layout: str = "bshd"
 
     def run(
         self,

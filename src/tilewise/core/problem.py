@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,19 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
     sinks: Tensor | None = None
     captured_floats: Tensor | None = None
+
+
+T = TypeVar("T", Inputs, Gradients)
+
+
+def in_layout(tensors: T, layout: str) -> T:
+    """query, key and value, or their gradients: from "bshd" to a layout, or from the layout to "bshd"."""
+    if layout == "bshd":
+        return tensors
+    query, key, value = (
+        t.transpose(1, 2) if isinstance(t, Tensor) and t.ndim == 4 else t for t in tensors[:3]
+    )
+    return tensors._replace(query=query, key=key, value=value)
 
 
 @dataclass(frozen=True)

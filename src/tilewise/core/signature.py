@@ -6,14 +6,17 @@ is not in it, a plan cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from tilewise.core.torch_private import PLAIN_TYPES
+from tilewise.core.torch_private import alike
 
+Tensors = Sequence[Tensor | None]
 ALIGNMENT = 16  # bytes: what GPU copies and Triton's specialization ask of an address
 
 
@@ -52,6 +55,7 @@ class Signature(NamedTuple):
     request: Request
     needs_bias_gradient: bool
     threads: int  # of PyTorch's pool
+    layout: str = "bshd"  # of the call's tensors; those of a plan's signature are always described as "bshd"
     is_partial: bool = False  # backward: out and lse are those of more keys than the call has
     aux: Any = None  # of statistics: which, a `core.statistics.Aux`
 
@@ -59,6 +63,25 @@ class Signature(NamedTuple):
 def named(raw: Sequence[Any]) -> list[Any]:
     """`TensorSignature`s of what `look` returned."""
     return [None if t is None else TensorSignature(*t) for t in raw]
+
+
+def as_bshd(signature: Signature) -> Signature:
+    """The signature as plans are made from it: (batch, seqlen, heads, dim) in any layout."""
+    if signature.layout == "bshd":
+        return signature
+    inputs, results = map(list, (signature.inputs, signature.results))
+    for tensors, indices in ((inputs, (0, 1, 2)), (results, (0, 3) if results else ())):
+        for n in indices:  # query, key, value; out, dout
+            shape, strides, *rest = tensors[n]
+            if len(shape) == 4:  # others are refused by their shape
+                tensors[n] = (swapped(shape), swapped(strides), *rest)
+    return signature._replace(inputs=tuple(inputs), results=tuple(results))
+
+
+def swapped(sizes: Sequence[int]) -> tuple[int, ...]:
+    """With the middle two of four in the other order."""
+    first, second, third, fourth = sizes
+    return first, third, second, fourth
 
 
 class LazyTensor(Exception):
@@ -69,7 +92,7 @@ class NoMemory(Exception):
     """Something is no tensor, or a tensor that has no memory: PyTorch's dispatcher is to see the call."""
 
 
-def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...]:
+def look(tensors: Tensors, grad_enabled: bool) -> tuple[Any, ...]:
     """What a plan may know of tensors. Raises LazyTensor, NoMemory."""
     seen: list[tuple[Any, ...] | None] = []
     try:
@@ -77,7 +100,7 @@ def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...
             if t is None:
                 seen.append(None)
                 continue
-            if type(t) not in PLAIN_TYPES:
+            if type(t) is not Tensor and type(t) is not Parameter:
                 raise NoMemory
             address = t.data_ptr()
             if t.is_neg() or (address == 0 and t._is_zerotensor()):
@@ -89,6 +112,42 @@ def look(tensors: Sequence[Tensor | None], grad_enabled: bool) -> tuple[Any, ...
     except (RuntimeError, AttributeError) as error:
         raise NoMemory from error
     return tuple(seen)
+
+
+def matcher(
+    tensors: Tensors, seen: tuple[Any, ...], grad_enabled: bool, shares_memory: bool
+) -> Callable[[Tensors], bool]:
+    """A function: whether other tensors look as these do.
+
+    Args:
+        tensors: of `Inputs`, and the results of a backward.
+        seen: what `look` has found, with grad_enabled.
+        shares_memory: whether key and value begin at one address.
+    """
+    places: dict[int, int] = {}
+    again = []  # places of tensors that stand at an earlier one too
+    for n, t in enumerate(tensors):
+        if t is not None and places.setdefault(id(t), n) != n:
+            again.append((n, places[id(t)]))
+    first, absent = tuple(places.values()), [n for n, t in enumerate(tensors) if t is None]
+    get_absent, nothing = itemgetter(*absent), (None,) * len(absent)  # always several
+    check = alike([tensors[n] for n in first])  # type: ignore[misc]
+    may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
+    offsets = [seen[n][4] for n in first] if any(seen[n][3].type != "cpu" for n in first) else None
+
+    def matches(others: Tensors) -> bool:
+        given: Any = [others[n] for n in first]
+        if not (check(*given) if check else look(others, grad_enabled) == seen):
+            return False
+        if get_absent(others) != nothing:
+            return False
+        if again and any(others[n] is not others[m] for n, m in again):
+            return False
+        if offsets and [t.data_ptr() % ALIGNMENT for t in given] != offsets:
+            return False
+        return not may_share or (others[1].data_ptr() == others[2].data_ptr()) is shares_memory  # type: ignore[union-attr]
+
+    return matches
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ PyTorch's dispatcher: slower by some microseconds, with the same results.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,17 +31,45 @@ except (ImportError, AttributeError):
     CAN_TELL = False
 
 
+try:
+    empty_strided_cpu: Any = importlib.import_module("torch._C._dynamo.guards")._empty_strided_cpu
+except (ImportError, AttributeError):
+
+    def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """`torch.empty_strided`, which takes twice as long to read its arguments."""
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
 def is_plain_eager(query: Tensor) -> bool:
     """Whether no transform, tracing mode or tensor subclass has to see the operator."""
     return (
         CAN_TELL
-        and type(query) in PLAIN_TYPES
         and not is_compiling()
+        and type(query) in PLAIN_TYPES
         and not _are_functorch_transforms_active()
         and _len_torch_dispatch_stack() == 0
         and _get_tracing_state() is None
         and forward_ad._current_level < 0
     )
+
+
+try:
+    _TensorGuards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
+except (ImportError, AttributeError):
+    _TensorGuards = None
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Whether as many other tensors are like these, none given twice, in all but numbers and addresses: type,
+    sizes, strides, dtype, device, requires_grad in the grad mode of the time, and the bits of a negation.
+
+    None where PyTorch cannot tell. It keeps no tensor.
+    """
+    if _TensorGuards is None:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check  # type: ignore[no-any-return]
 
 
 def is_batched(t: Tensor | None) -> bool:
@@ -75,10 +103,13 @@ def own_dtypes(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device: the public function asks for one."""
-    ask = getattr(torch._C, "_is_any_autocast_enabled", None)
-    return bool(ask()) if ask else torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+try:
+    from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+except ImportError:
+
+    def is_any_autocast_enabled() -> bool:
+        """Whether autocast is on for some device: the public function asks for one."""
+        return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
 def wants_deterministic() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,21 @@ from torch import Tensor
 
 from tilewise.core.checks import refuse_gradient
 from tilewise.core.plan import Plan, Results, Retry, Saves
-from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe_signature
-from tilewise.core.signature import Request, Signature, look
+from tilewise.core.problem import (
+    AttentionProblem,
+    Gradients,
+    Inputs,
+    Options,
+    describe_signature,
+    in_layout,
+)
+from tilewise.core.signature import NoMemory, Request, Signature, Tensors, as_bshd, look, matcher
 from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
 from tilewise.gpu.launch import launch_plan
 
 MAX_PLANS = 2048
+NUM_INPUTS = len(Inputs._fields)
 NO_REQUEST = Request()
 
 
@@ -31,69 +39,114 @@ class Entry:
         signature: that.
         backend: the name of the backend that made it.
         saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
+        matches: whether tensors have the signature.
     """
 
-    __slots__ = ("backend", "last_use", "plan", "saves", "signature")
+    __slots__ = ("backend", "has_values", "last_use", "matches", "needs_grad", "plan", "saves", "signature")
 
     def __init__(self, plan: Plan, signature: Signature, backend: str, saves: Saves) -> None:
         self.plan, self.signature, self.backend, self.saves = plan, signature, backend, saves
+        self.has_values, self.needs_grad = plan.problem.has_values, plan.problem.needs_grad
         self.last_use = 0
+        self.matches: Callable[[Tensors], bool]
 
 
-_entries: dict[Signature, Entry] = {}
+_entries: dict[tuple[Any, ...], tuple[Entry, ...]] = {}  # those of calls whose tensors differ in details
+_count = 0  # of all entries
 _clock = itertools.count()
 _lock = threading.Lock()
 
 
-def find(signature: Signature, make: Callable[[Signature], Entry]) -> Entry:
-    """The plan of a signature. Those not used for the longest time make room for new ones."""
+def find(
+    direction: str, tensors: Tensors, call: tuple[Any, ...], make: Callable[[Signature], Entry]
+) -> Entry:
+    """The plan of a call. Those not used for the longest time make room for new ones.
+
+    Args:
+        tensors: of `Inputs`, and then the results of a signature.
+        call: the rest of a `Signature`, from `options` on.
+
+    Raises:
+        LazyTensor, NoMemory: see `core.signature.look`.
+    """
     try:
-        entry = _entries.get(signature)
+        bucket = (direction, tensors[0].shape, tensors[1].shape, call)  # type: ignore[union-attr]
+        for entry in _entries.get(bucket, ()):
+            if entry.matches(tensors):
+                entry.last_use = next(_clock)
+                return entry
+    except AttributeError as error:
+        raise NoMemory from error
     except TypeError:  # an option that cannot be hashed is of a wrong type: the checks name it
-        make(signature)
+        make(_signature(direction, tensors, call))
         raise
-    if entry is None:
-        entry = make(signature)
-        with _lock:
-            if len(_entries) >= MAX_PLANS:
-                by_age = sorted(_entries, key=lambda s: _entries[s].last_use)
-                for oldest in by_age[: MAX_PLANS // 8]:  # several at once, so that few calls sort
-                    del _entries[oldest]
-            _entries[signature] = entry
+    entry = make(signature := _signature(direction, tensors, call))
+    seen, grad_enabled = (*signature.inputs, *signature.results), _sees_grad(direction)
+    entry.matches = matcher(tensors, seen, grad_enabled, signature.shares_memory)
     entry.last_use = next(_clock)
+    with _lock:
+        _keep(bucket, entry)
     return entry
+
+
+def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
+    """Add a plan. Where there are too many an eighth goes: several at once, so that few calls sort."""
+    global _count
+    if _count >= MAX_PLANS:
+        entries = sorted((e for held in _entries.values() for e in held), key=lambda e: e.last_use)
+        oldest = set(entries[: MAX_PLANS // 8])
+        for key, held in list(_entries.items()):
+            _entries[key] = tuple(e for e in held if e not in oldest)
+            if not _entries[key]:
+                del _entries[key]
+        _count -= len(oldest)
+    _entries[bucket] = (entry, *_entries.get(bucket, ()))
+    _count += 1
+
+
+def _sees_grad(direction: str) -> bool:
+    return direction == "forward" and torch.is_grad_enabled()
+
+
+def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signature:
+    inputs, results = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
+    seen = look(inputs, _sees_grad(direction)), look(results, False)
+    if seen[0][1] is None or seen[0][2] is None:
+        raise NoMemory
+    return Signature(direction, *seen, inputs[1].data_ptr() == inputs[2].data_ptr(), *call)  # type: ignore[union-attr]
 
 
 def clear() -> None:
     """Forget all plans, as after a change of what backends can serve."""
+    global _count
     with _lock:
         _entries.clear()
+        _count = 0
         launch_plan.clear()
 
 
-def forward_plan(inputs: Inputs, options: Options, backend: str | None, request: Request) -> Entry:
+def forward_plan(
+    inputs: Inputs, options: Options, backend: str | None, request: Request, layout: str = "bshd"
+) -> Entry:
     """The plan of a forward; it also gives what a backward needs, if gradients are asked for.
 
     Raises:
         ValueError, TypeError, NotImplementedError: the call is wrong, or the backend refuses it.
         LazyTensor, NoMemory: see `core.signature.look`.
     """
-    tensors, shares_memory = look(inputs, torch.is_grad_enabled()), _share_memory(inputs)
-    threads = torch.get_num_threads()
-    signature = Signature(
-        "forward", tensors, (), shares_memory, options, backend, request, False, threads
-    )  # fmt: skip
-    return find(signature, _make_forward)
+    call = (options, backend, request, False, torch.get_num_threads(), layout, False, None)
+    return find("forward", inputs, call, _make_forward)
 
 
 def _make_forward(signature: Signature) -> Entry:
+    signature = as_bshd(signature)
     problem = describe_signature(signature)
     name = choose(problem, signature.backend)
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
     lse, residual, order = signature.request
     request = Request(lse or saves.results, residual or saves.residual, order)
     signature = signature._replace(request=request)
-    return Entry(load(name).plan(problem, signature), signature, name, saves)
+    return Entry(fitted(load(name).plan(problem, signature), signature), signature, name, saves)
 
 
 def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
@@ -111,37 +164,72 @@ def backward_plan(
     backend: str | None,
     needs_bias_gradient: bool,
     is_partial: bool = False,
+    layout: str = "bshd",
 ) -> Entry:
     """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
-    signature = Signature(
-        "backward", look(inputs, False), look((*results, dout, dlse), False), _share_memory(inputs),
-        options, backend, NO_REQUEST, needs_bias_gradient, torch.get_num_threads(), is_partial,
-    )  # fmt: skip
-    return find(signature, _make_backward)
-
-
-def _share_memory(inputs: Inputs) -> bool:
-    key, value = inputs.key, inputs.value
-    return key is not None and value is not None and key.data_ptr() == value.data_ptr()
+    threads = torch.get_num_threads()
+    call = (options, backend, NO_REQUEST, needs_bias_gradient, threads, layout, is_partial, None)
+    return find("backward", (*inputs, *results, dout, dlse), call, _make_backward)
 
 
 def _make_backward(signature: Signature) -> Entry:
+    signature = as_bshd(signature)
     problem = describe_signature(signature)
     refuse_gradient(problem.precision)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
-    return Entry(module.plan(problem, signature), signature, name, module.saves(problem))
+    plan = fitted(module.plan(problem, signature), signature)
+    return Entry(plan, signature, name, module.saves(problem))
 
 
-def run(entry: Entry, *arguments: Any) -> Any:
+def run(
+    entry: Entry,
+    inputs: Inputs,
+    results: Results | None = None,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Any:
     """`Results` of a forward, `Gradients` of a backward."""
-    found = entry.plan.run(*arguments)
+    found = entry.plan.run(inputs, results, dout, dlse)
     while type(found) is Retry:
         plan = found.by
         if isinstance(plan, str):
             plan = load(plan).plan(entry.plan.problem, entry.signature)
-        found = plan.run(*arguments)  # type: ignore[union-attr]
+        found = fitted(plan, entry.signature).run(inputs, results, dout, dlse)
     return found
+
+
+def fitted(plan: Plan, signature: Signature) -> Plan:
+    """The plan, for tensors in the signature's layout."""
+    return plan if plan.layout == signature.layout else Transposed(plan, signature.layout)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A plan for tensors in "bshd", in calls that have them in another layout."""
+
+    plan: Plan
+    layout: str
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return self.plan.problem
+
+    def run(
+        self,
+        inputs: Inputs,
+        results: Results | None = None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> Results | Gradients | Retry:
+        if results is not None and results.out is not None and dout is not None:
+            results, dout = results._replace(out=results.out.transpose(1, 2)), dout.transpose(1, 2)
+        found = self.plan.run(in_layout(inputs, self.layout), results, dout, dlse)
+        if isinstance(found, Gradients):
+            return in_layout(found, self.layout)
+        if isinstance(found, Results) and found.out is not None:
+            return found._replace(out=found.out.transpose(1, 2))
+        return found
 
 
 def attend(
@@ -153,7 +241,7 @@ def attend(
 ) -> Results:
     """A forward, from its inputs. `are_values_known`: a cache has checked lengths and pages itself."""
     entry = forward_plan(inputs, options, backend, request)
-    if entry.plan.problem.has_values and not are_values_known:
+    if entry.has_values and not are_values_known:
         check_values(entry.plan.problem, inputs, options)
     return run(entry, inputs)  # type: ignore[no-any-return]
 
@@ -167,12 +255,13 @@ def differentiate(
     backend: str | None,
     needs_bias_gradient: bool,
     is_partial: bool = False,
+    layout: str = "bshd",
 ) -> Gradients:
     """A backward, from what its forward took and gave.
 
     `is_partial`: the call has some of the keys only, and results are those of all: its share of the
     gradients.
     """
-    arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial)
+    arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial, layout)
     entry = backward_plan(inputs, results, *arguments)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

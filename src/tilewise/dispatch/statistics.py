@@ -13,7 +13,7 @@ import torch
 from tilewise.core.checks import shown
 from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe_signature
-from tilewise.core.signature import Signature, look
+from tilewise.core.signature import Signature
 from tilewise.core.statistics import Aux
 from tilewise.dispatch import plans
 from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
@@ -68,11 +68,8 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
 
 def measure(inputs: Inputs, results: Results, options: Options, backend: str | None, aux: Aux) -> Any:
     """`Measured` of a call whose forward gave `results`."""
-    signature = Signature(
-        "statistics", look(inputs, False), look((results.lse, results.residual), False), False,
-        options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), aux=aux,
-    )  # fmt: skip
-    entry = plans.find(signature, _make)
+    call = (options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), "bshd", False, aux)
+    entry = plans.find("statistics", (*inputs, results.lse, results.residual), call, _make)
     return plans.run(entry, inputs, results)
 
 

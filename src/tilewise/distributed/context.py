@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewise.autograd import functions
 from tilewise.core.checks import check_tensors, shown
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import Request
 from tilewise.distributed.attention import context_parallel_attention
 from tilewise.distributed.layout import Layout, layout_of, shard
 from tilewise.distributed.ranks import Ranks, ranks_of
@@ -126,7 +127,7 @@ class _Calls:
     known_offsets: Tensor | None = None  # of a call, looked at: all layers of a model have the same
 
     def __call__(
-        self, inputs: Inputs, options: Options, backend: str | None, order: str, wants_lse: bool
+        self, inputs: Inputs, options: Options, backend: str | None, request: Request
     ) -> tuple[Tensor, Any]:
         """As `autograd.functions.attention`."""
         self._refuse(inputs, options)
@@ -152,7 +153,7 @@ class _Calls:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         elif out.ndim < inputs.query.ndim:
             out, lse = out[None], lse[None]
-        return out, lse if wants_lse else None
+        return out, lse if request.lse else None
 
     def _refuse(self, inputs: Inputs, options: Options) -> None:
         found = [name for name in _UNSERVED if getattr(inputs, name) is not None]

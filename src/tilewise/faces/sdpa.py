@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
+from tilewise.api import draw_seed
 from tilewise.autograd import functions
 from tilewise.core.checks import check_flag, check_number, check_tensors
-from tilewise.core.problem import Options
+from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import Request
 from tilewise.core.torch_private import is_any_autocast_enabled
 from tilewise.faces.autocast import autocast
 from tilewise.faces.jagged import is_jagged, jagged_attention
+
+BY_HEAD, BY_TOKEN = Request(lse=False, order="bhsd"), Request(lse=False)
 
 
 class SDPAValueError(ValueError, RuntimeError):
@@ -88,14 +91,14 @@ def _attention(
 ) -> Tensor:
     """The call in this library's words."""
     is_lower_right = False
-    if hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
+    if attn_mask is not None and hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
         is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
         attn_mask, is_causal = None, True
     if is_any_autocast_enabled():
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
-    if is_jagged(query, key, value):
-        return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not (type(query) is type(key) is type(value) is Tensor):
+        if is_jagged(query, key, value):
+            return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         check_tensors(query=query, key=key, value=value)
     if is_causal is not False or enable_gqa is not False:
         check_flag("is_causal", is_causal)
@@ -121,11 +124,12 @@ def _attention(
         right, is_causal = q.shape[2] - k.shape[2], False
     if dropout_p == 1:  # torch allows it: no weight survives
         v, dropout_p = v * 0, 0.0
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    inputs = canonical_inputs(q, k, v, mask, bias, dropout_p=dropout_p)
-    options = Options(is_causal, None, right, dropout_p=dropout_p, scale=scale)
-    order = "bhsd" if q.stride(2) >= q.stride(1) else "bshd"  # query's, as torch does
-    out = functions.attention(inputs, options, None, order, wants_lse=False)[0].transpose(1, 2)
+    seed = draw_seed(q, dropout_p) if dropout_p else None
+    inputs = Inputs(q, k, v, None, None, None, None, None, mask, bias, None, None, seed)
+    options = Options(is_causal, None, right, 0.0, dropout_p, scale)
+    _, by_head, by_token, _ = q.stride()  # out lies as query does, as torch's
+    request = BY_HEAD if by_head >= by_token else BY_TOKEN
+    out = functions.attention(inputs, options, None, request, "bhsd")[0]
     if leading is None:
         return out
     if max(query.ndim, key.ndim, value.ndim) == 2:
@@ -152,8 +156,10 @@ def _batched(
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size | None]:
     """All three as (batch, heads, seqlen, dim), and the leading dimensions that the batch stands for: None
     where they are so already."""
-    if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return query, key, value, None
+    sizes_q, sizes_k, sizes_v = query.shape, key.shape, value.shape
+    if len(sizes_q) == len(sizes_k) == len(sizes_v) == 4:  # noqa: SIM102
+        if sizes_q[0] == sizes_k[0] == sizes_v[0] and sizes_q[1] == sizes_k[1] == sizes_v[1]:
+            return query, key, value, None
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim < 2:
             raise ValueError(

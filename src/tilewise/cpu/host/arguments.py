@@ -11,8 +11,9 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial")  # first: of every forward
-CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum", "ticket")
+# First, as they change from call to call: of every forward.
+CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial", "ticket")
+CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum")
 STATISTICS = ("row_max", "entropy", "column_sum")
 CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
 POINTERS = (

@@ -20,7 +20,6 @@ from tilewise.cpu.host.arguments import CHANGING_BACKWARD
 from tilewise.cpu.host.call_plan import (
     CallPlan,
     Division,
-    allocator,
     axes,
     broadcast_strides,
     dense,
@@ -44,16 +43,6 @@ KEYS_OF_ITEM = 128  # at least, or nearly: each item converts all queries anew
 put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 
-class Layout:
-    """Offsets into scratch: after each thread's own, zeros (tickets, an absent statistic), sums of dq."""
-
-    def __init__(self, division: Division, tickets: int, lse_bytes: int, sum_bytes: int) -> None:
-        self.zeros = division.threads * division.thread_bytes
-        self.absent = self.zeros + 8 * tickets
-        self.dq_sum = -(-(self.absent + lse_bytes) // 64) * 64
-        self.size = self.dq_sum + tickets * sum_bytes
-
-
 class BackwardPlan(CallPlan):
     """A backward. Each work item has some heads' keys, or a split of them."""
 
@@ -72,9 +61,13 @@ class BackwardPlan(CallPlan):
             sharing=shared_batches * shared_heads,
         )
         self._allocate()
-        out, _, _, dout, _ = named(signature.results)
+        out, *statistics, dout, _ = named(signature.results)
         for name, t in (("out", out), ("do", dout)):
             self.set_strides(name, dense(t).strides)
+        are_rows_dense = out.strides[-1] == dout.strides[-1] == 1
+        self.are_results_dense = are_rows_dense and all(
+            t is None or t.strides == contiguous_strides(t.shape) for t in statistics
+        )
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
@@ -82,7 +75,7 @@ class BackwardPlan(CallPlan):
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
-            self.division, self.layout = self.divide(problem.seqlen_q, problem.seqlen_k)
+            self.division = self.divide(problem.seqlen_q, problem.seqlen_k)
             self.template.update(**self.division.words)
 
     def _load(self, may_cut: bool) -> Kernel:
@@ -97,14 +90,14 @@ class BackwardPlan(CallPlan):
         problem, self.new = self.problem, []
         for name, t in zip(("dq", "dk", "dv"), self.given[:3], strict=True):
             self.set_strides(name, contiguous_strides(t.shape))
-            self.new.append(allocator(t.shape, t.dtype))
+            self.new.append(self.allocator(t.shape, t.dtype))
         if problem.bias_needs_grad:
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
             self.template.update(**axes("dbias", "bhi", broadcast_strides(dbias)))
         self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
 
-    def divide(self, seqlen_q: int, seqlen_k: int) -> tuple[Division, Layout]:
+    def divide(self, seqlen_q: int, seqlen_k: int) -> Division:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
         wanted = min(-(-WANTED_ITEMS // max(1, self.owners)), round(seqlen_k / KEYS_OF_ITEM))
@@ -121,9 +114,12 @@ class BackwardPlan(CallPlan):
             "item_heads": item_heads,
             "scratch_bytes": thread_bytes,
         }
-        division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
-        tickets = problem.batch * problem.num_heads * tiles
-        return division, Layout(division, tickets, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
+        threads, tickets = max(1, min(self.wanted_threads, items)), problem.batch * problem.num_heads * tiles
+        zeros = threads * thread_bytes  # behind the threads' own: tickets, an absent statistic, sums of dq
+        absent = zeros + 8 * tickets
+        dq_sum = -(-(absent + self.lse_bytes) // 64) * 64
+        size = dq_sum + (tickets * facts["tile_bytes"] if splits > 1 else 0)
+        return Division(items, threads, thread_bytes, words, (zeros, absent, dq_sum, size))
 
     def run(
         self,
@@ -147,9 +143,9 @@ class BackwardPlan(CallPlan):
             dbias = torch.zeros(inputs.bias.shape, dtype=self.dbias_dtype, device=CPU)  # type: ignore[union-attr]
         if self.problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
-        dout = rows_dense(dout)
-        out, lse = rows_dense(out), lse.contiguous()
-        residual = None if residual is None else residual.contiguous()
+        if not self.are_results_dense:
+            dout, out, lse = rows_dense(dout), rows_dense(out), lse.contiguous()
+            residual = None if residual is None else residual.contiguous()
         if not self._launch(inputs, Results(out, lse, residual), dout, gradients, dlse, dbias, delta):
             return Retry(self.uncut)
         if dbias is not None:
@@ -168,27 +164,26 @@ class BackwardPlan(CallPlan):
         delta: Tensor | None,
     ) -> bool:
         """Fill the block and run the kernel; False if its numbers cannot be cut."""
-        block = pool.block
+        division, block = self.division, pool.block
         block.fill(self.template)
-        if self.division is None:
-            division, layout = self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
+        if division is None:
+            division = self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
             block.update(**division.words)
-        else:
-            division, layout = self.division, self.layout
         if not division.items:
             return True
-        q, k, v = self.rows_of(inputs)
-        scratch = pool.scratch.reserve(layout.size)
-        zeros, absent = scratch + layout.zeros, scratch + layout.absent
+        q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
+        zeros, absent, dq_sum, size = division.areas
+        scratch = pool.scratch.reserve(size)
+        ctypes.memset(scratch + zeros, 0, dq_sum - zeros)
+        zeros, absent = scratch + zeros, scratch + absent
         out, lse, residual = results
         assert out is not None and lse is not None
-        ctypes.memset(zeros, 0, layout.dq_sum - layout.zeros)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            absent if residual is None else residual.data_ptr(), scratch, 0, dout.data_ptr(),
+            absent if residual is None else residual.data_ptr(), scratch, 0, zeros, dout.data_ptr(),
             absent if dlse is None else dlse.data_ptr(),
             *(t.data_ptr() for t in gradients), 0 if dbias is None else dbias.data_ptr(),
-            0 if delta is None else delta.data_ptr(), scratch + layout.dq_sum, zeros,
+            0 if delta is None else delta.data_ptr(), scratch + dq_sum,
         )  # fmt: skip
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)

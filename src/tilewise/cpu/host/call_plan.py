@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,15 @@ from torch import Tensor
 
 from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, named, rows_dense
+from tilewise.core.signature import (
+    Signature,
+    TensorSignature,
+    contiguous_strides,
+    named,
+    rows_dense,
+    swapped,
+)
+from tilewise.core.torch_private import empty_strided_cpu
 from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
@@ -21,7 +28,6 @@ from tilewise.cpu.host.functions import bind_functions, raise_wrong_index
 from tilewise.cpu.host.pool import CPU, pool
 
 GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
-MODEL_BYTES = 1 << 16  # larger outputs belong to calls that last longer than an allocation
 
 
 class Division(NamedTuple):
@@ -31,6 +37,7 @@ class Division(NamedTuple):
     threads: int
     thread_bytes: int  # of scratch
     words: dict[str, int]  # of the argument block
+    areas: Any = ()  # offsets of what else lies in the scratch, and its size
 
 
 class CallPlan:
@@ -42,6 +49,9 @@ class CallPlan:
         self.problem, self.signature = problem, signature
         self.given = inputs = dense_inputs(signature)
         self.are_rows_dense = all(t.strides[-1] == 1 for t in named(signature.inputs[:3]))
+        others = named(signature.results[::3]) if signature.direction == "backward" else []  # out, dout
+        can_take_any = self.are_rows_dense and all(t.strides[-1] == 1 for t in others)
+        self.layout = signature.layout if can_take_any else "bshd"
         self.is_ragged = problem.is_packed or problem.is_cached
         options = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.page_table)
         self.has_options = (
@@ -95,6 +105,15 @@ class CallPlan:
         """How many of so many threads the work is worth."""
         return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
 
+    def allocator(
+        self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+    ) -> Callable[[], Tensor]:
+        """Makes new tensors in the plan's layout; shape and strides, by default contiguous, are of "bshd"."""
+        strides = contiguous_strides(shape) if strides is None else strides
+        if self.layout == "bhsd":
+            shape, strides = swapped(shape), swapped(strides)
+        return allocator(shape, dtype, strides)
+
     def rows_of(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """query, key and value with a contiguous last dimension."""
         return inputs[:3] if self.are_rows_dense else tuple(map(rows_dense, inputs[:3]))
@@ -144,7 +163,7 @@ class CallPlan:
         else:
             parallel.run(self.kernel, block.address, threads)
         pool.scratch.trim()
-        if self.problem.functions is not None:
+        if self.has_options and self.problem.functions is not None:
             raise_wrong_index(self.problem, block, inputs)
         return not (self.cuts and block.words[NOT_CUT])
 
@@ -165,19 +184,9 @@ def dense(t: TensorSignature) -> TensorSignature:
     return t if t.strides[-1] == 1 else t._replace(strides=contiguous_strides(t.shape))
 
 
-def allocator(
-    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
-) -> Callable[[], Tensor]:
-    """Makes new tensors, contiguous if no strides are given. `empty_like` of a model is the cheapest way; the
-    model has memory of its own for a moment."""
-    strides = contiguous_strides(shape) if strides is None else strides
-    new = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=CPU)
-    if math.prod(shape) * dtype.itemsize > MODEL_BYTES:
-        return new
-    with torch.inference_mode(False):
-        model = new()
-    model.untyped_storage().resize_(0)
-    return functools.partial(torch.empty_like, model)
+def allocator(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> Callable[[], Tensor]:
+    """Makes new tensors."""
+    return functools.partial(empty_strided_cpu, shape, strides, dtype)
 
 
 def broadcast_strides(t: Tensor) -> list[int]:

@@ -36,22 +36,23 @@ class OutputPlan(CallPlan):
     """
 
     division: Division | None = None  # None: packed sequences, divided by their lengths in each call
-    partial_bytes = turn_bytes = 0
+    partial_bytes = ticket_bytes = 0
+    counts_splits = False
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.may_cut = may_cut
-        query, request = self.given.query, signature.request
+        self.wants_lse, self.wants_residual, order = signature.request
+        query = self.given.query
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
-        if request.order == "bhsd" and len(out_shape) == 4:
+        if order == "bhsd" and len(out_shape) == 4:
             _, rows, heads, dim = out_shape
             out_strides = (heads * rows * dim, dim, rows * dim, 1)
         self.set_strides("out", out_strides)
-        self.new_out = allocator(out_shape, problem.dtype, out_strides)
+        self.new_out = self.allocator(out_shape, problem.dtype, out_strides)
         shape = lse_shape(problem, query)
         self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
-        self.new_lse = allocator(shape, problem.compute_dtype)
+        self.new_lse = allocator(shape, problem.compute_dtype, contiguous_strides(shape))
 
     def divide(self, seqlen_q: int) -> Division:
         """Work items for packed sequences of at most seqlen_q queries."""
@@ -60,33 +61,37 @@ class OutputPlan(CallPlan):
     def run(
         self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
     ) -> Results | Retry:
-        q, k, v = self.rows_of(inputs)
-        request, out = self.signature.request, self.new_out()
-        lse = self.new_lse() if request.lse else None
-        residual = self.new_lse() if request.residual else None
-        division = self.division or self.divide(longest(inputs.cu_seqlens_q))
+        q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
+        out = self.new_out()
+        lse = self.new_lse() if self.wants_lse else None
+        residual = self.new_lse() if self.wants_residual else None
+        division, block = self.division, pool.block
+        block.fill(self.template)
+        if division is None:
+            division = self.divide(longest(inputs.cu_seqlens_q))
+            block.update(**division.words)
         if not division.items:
             return Results(out, lse, residual)
-        block = pool.block
-        block.fill(self.template)
-        if self.division is None:
-            block.update(**division.words)
-        partial_offset = division.threads * division.thread_bytes
-        ticket_offset = partial_offset + self.partial_bytes
-        lse_offset = ticket_offset + self.turn_bytes
-        scratch = pool.scratch.reserve(lse_offset + self.lse_bytes)
+        partial, ticket, spare_lse, size = division.areas
+        scratch = pool.scratch.reserve(size)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            scratch + lse_offset if lse is None else lse.data_ptr(),
-            0 if residual is None else residual.data_ptr(), scratch, scratch + partial_offset,
+            scratch + spare_lse if lse is None else lse.data_ptr(),
+            0 if residual is None else residual.data_ptr(), scratch, scratch + partial, scratch + ticket,
         )  # fmt: skip
-        if self.turn_bytes:
-            block.update(ticket=scratch + ticket_offset)
-            ctypes.memset(scratch + ticket_offset, 0, self.turn_bytes)
+        if self.counts_splits:
+            ctypes.memset(scratch + ticket, 0, self.ticket_bytes)
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)
         del kept
         return Results(out, lse, residual) if is_done else Retry(self.uncut)
+
+    def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:
+        """With the offsets of what lies behind the threads' own scratch, and the size of all."""
+        partial = threads * thread_bytes
+        ticket = partial + self.partial_bytes
+        lse = ticket + self.ticket_bytes
+        return Division(items, threads, thread_bytes, words, (partial, ticket, lse, lse + self.lse_bytes))
 
     @functools.cached_property
     def uncut(self) -> OutputPlan:
@@ -111,7 +116,7 @@ class ForwardPlan(OutputPlan):
         chunks = -(-tiles_all // tiles)
         items, thread_bytes = heads * chunks, facts["scratch_bytes"] + tiles * facts["tile_bytes"]
         words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
-        return Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
+        return self.divided(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
 
 
 class DecodePlan(OutputPlan):
@@ -130,9 +135,10 @@ class DecodePlan(OutputPlan):
         item_heads = self.item_heads(heads * splits, threads)
         items, thread_bytes = heads * splits // item_heads, self.kernel.facts["scratch_bytes"]
         self.partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
-        self.turn_bytes = 8 * heads  # splits that are done of each group of heads
+        self.ticket_bytes = 8 * heads  # splits that are done of each group of heads
+        self.counts_splits = splits > 1
         words = {"items": items, "scratch_bytes": thread_bytes}
-        self.division = Division(items, max(1, min(threads, items)), thread_bytes, words)
+        self.division = self.divided(items, max(1, min(threads, items)), thread_bytes, words)
         self.template.update(
             **words,
             splits=splits,

@@ -50,7 +50,7 @@ class StatisticsPlan(CallPlan):
         scratch = pool.scratch.reserve(division.threads * division.thread_bytes)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0,
-            results.lse.data_ptr(), residual.data_ptr(), scratch, 0,
+            results.lse.data_ptr(), residual.data_ptr(), scratch, 0, 0,
         )  # fmt: skip
         block.update(**division.words, row_max=_address(found.row_max), entropy=_address(found.entropy))
         if columns is not None:

@@ -37,6 +37,8 @@ class GpuPlan:
         given: the tensors of a call that `find_again`'s answer takes; None for calls that have others.
     """
 
+    layout = "bshd"
+
     def __init__(
         self,
         problem: AttentionProblem,
