@@ -27,7 +27,7 @@ def qkv(seqlen_q=5, seqlen_k=5, heads=4, kv_heads=2, dim=16, dtype=torch.float32
 
 
 def number_of_plans():
-    return len(plans._entries)
+    return len(plans.entries())
 
 
 def with_a_new_plan(q, k, v, **options):
@@ -446,11 +446,11 @@ def test_plans_not_used_for_the_longest_time_make_room(monkeypatch):
     monkeypatch.setattr(plans, "MAX_PLANS", 16)
     q, k, v = qkv()
     tilewise.attention(q, k, v)
-    (known,) = plans._entries
+    (known,) = plans.entries()
     for n in range(1, 60):
         tilewise.attention(q[:, :1], k[:, :1].expand(-1, n, -1, -1), v[:, :1].expand(-1, n, -1, -1))
         tilewise.attention(q, k, v)
-        assert number_of_plans() <= 16 and known in plans._entries
+        assert number_of_plans() <= 16 and known in plans.entries()
 
 
 def test_sdpa_face_finds_its_plan_too():
@@ -490,9 +490,9 @@ def test_pytorchs_deterministic_mode_is_in_the_signature(warn_only):
     torch.func.grad(lambda t: tilewise.attention(t, t, t).sum())(x)
     compiled = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)
     compiled(x, x, x).sum().backward()
-    found = {signature.options.deterministic for signature in plans._entries}
+    found = {entry.signature.options.deterministic for entry in plans.entries()}
     assert found == {not warn_only}
     plans.clear()
     torch.use_deterministic_algorithms(True, warn_only=not warn_only)
     compiled(x, x, x).sum().backward()  # compiled again
-    assert {signature.options.deterministic for signature in plans._entries} == {warn_only}
+    assert {entry.signature.options.deterministic for entry in plans.entries()} == {warn_only}

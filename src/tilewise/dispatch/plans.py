@@ -93,8 +93,7 @@ def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
     """Add a plan. Where there are too many an eighth goes: several at once, so that few calls sort."""
     global _count
     if _count >= MAX_PLANS:
-        entries = sorted((e for held in _entries.values() for e in held), key=lambda e: e.last_use)
-        oldest = set(entries[: MAX_PLANS // 8])
+        oldest = set(sorted(entries(), key=lambda e: e.last_use)[: MAX_PLANS // 8])
         for key, held in list(_entries.items()):
             _entries[key] = tuple(e for e in held if e not in oldest)
             if not _entries[key]:
@@ -114,6 +113,11 @@ def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signa
     if seen[0][1] is None or seen[0][2] is None:
         raise NoMemory
     return Signature(direction, *seen, inputs[1].data_ptr() == inputs[2].data_ptr(), *call)  # type: ignore[union-attr]
+
+
+def entries() -> list[Entry]:
+    """All plans there are."""
+    return [entry for held in list(_entries.values()) for entry in held]
 
 
 def clear() -> None:

@@ -186,7 +186,7 @@ def dense(t: TensorSignature) -> TensorSignature:
 
 def allocator(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> Callable[[], Tensor]:
     """Makes new tensors."""
-    return functools.partial(empty_strided_cpu, shape, strides, dtype)
+    return functools.partial(empty_strided_cpu, tuple(shape), strides, dtype)  # which takes no `torch.Size`
 
 
 def broadcast_strides(t: Tensor) -> list[int]:
