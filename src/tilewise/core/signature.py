@@ -6,15 +6,12 @@ is not in it, a plan cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-
-from tilewise.core.torch_private import alike
 
 Tensors = Sequence[Tensor | None]
 ALIGNMENT = 16  # bytes: what GPU copies and Triton's specialization ask of an address
@@ -112,42 +109,6 @@ def look(tensors: Tensors, grad_enabled: bool) -> tuple[Any, ...]:
     except (RuntimeError, AttributeError) as error:
         raise NoMemory from error
     return tuple(seen)
-
-
-def matcher(
-    tensors: Tensors, seen: tuple[Any, ...], grad_enabled: bool, shares_memory: bool
-) -> Callable[[Tensors], bool]:
-    """A function: whether other tensors look as these do.
-
-    Args:
-        tensors: of `Inputs`, and the results of a backward.
-        seen: what `look` has found, with grad_enabled.
-        shares_memory: whether key and value begin at one address.
-    """
-    places: dict[int, int] = {}
-    again = []  # places of tensors that stand at an earlier one too
-    for n, t in enumerate(tensors):
-        if t is not None and places.setdefault(id(t), n) != n:
-            again.append((n, places[id(t)]))
-    first, absent = tuple(places.values()), [n for n, t in enumerate(tensors) if t is None]
-    get_absent, nothing = itemgetter(*absent), (None,) * len(absent)  # always several
-    check = alike([tensors[n] for n in first])  # type: ignore[misc]
-    may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
-    offsets = [seen[n][4] for n in first] if any(seen[n][3].type != "cpu" for n in first) else None
-
-    def matches(others: Tensors) -> bool:
-        given: Any = [others[n] for n in first]
-        if not (check(*given) if check else look(others, grad_enabled) == seen):
-            return False
-        if get_absent(others) != nothing:
-            return False
-        if again and any(others[n] is not others[m] for n, m in again):
-            return False
-        if offsets and [t.data_ptr() % ALIGNMENT for t in given] != offsets:
-            return False
-        return not may_share or (others[1].data_ptr() == others[2].data_ptr()) is shares_memory  # type: ignore[union-attr]
-
-    return matches
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Everything of PyTorch that has no public name, with a plain way where it is missing.
 
-Checked with torch 2.11 to 2.13. A name that a release lacks makes every call take the general way, through
-PyTorch's dispatcher: slower by some microseconds, with the same results.
+Checked with torch 2.11 to 2.13, those of `torch._C._dynamo.guards` with 2.13. Where a name is missing, calls
+take some microseconds more and give the same: `tests/test_signatures.py` hides them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ except (ImportError, AttributeError):
     CAN_TELL = False
 
 
-try:
-    empty_strided_cpu: Any = importlib.import_module("torch._C._dynamo.guards")._empty_strided_cpu
-except (ImportError, AttributeError):
+try:  # which is there without the compiler
+    _guards: Any = importlib.import_module("torch._C._dynamo.guards")
+except ImportError:
+    _guards = None
+_TensorGuards = getattr(_guards, "TensorGuards", None)
 
-    def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """`torch.empty_strided`, which takes twice as long to read its arguments."""
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+# As compiled code does it: the public function takes twice as long. Sizes are plain tuples.
+empty_strided_cpu = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 
 
 def is_plain_eager(query: Tensor) -> bool:
@@ -51,12 +57,6 @@ def is_plain_eager(query: Tensor) -> bool:
         and _get_tracing_state() is None
         and forward_ad._current_level < 0
     )
-
-
-try:
-    _TensorGuards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
-except (ImportError, AttributeError):
-    _TensorGuards = None
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ from tilewise.core.problem import (
     describe_signature,
     in_layout,
 )
-from tilewise.core.signature import NoMemory, Request, Signature, Tensors, as_bshd, look, matcher
+from tilewise.core.signature import (
+    ALIGNMENT,
+    NoMemory,
+    Request,
+    Signature,
+    Tensors,
+    as_bshd,
+    look,
+)
+from tilewise.core.torch_private import alike
 from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
 from tilewise.gpu.launch import launch_plan
@@ -113,6 +123,42 @@ def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signa
     if seen[0][1] is None or seen[0][2] is None:
         raise NoMemory
     return Signature(direction, *seen, inputs[1].data_ptr() == inputs[2].data_ptr(), *call)  # type: ignore[union-attr]
+
+
+def matcher(
+    tensors: Tensors, seen: tuple[Any, ...], grad_enabled: bool, shares_memory: bool
+) -> Callable[[Tensors], bool]:
+    """A function: whether other tensors look as these do.
+
+    Args:
+        tensors: of `Inputs`, and the results of a backward.
+        seen: what `look` has found, with grad_enabled.
+        shares_memory: whether key and value begin at one address.
+    """
+    places: dict[int, int] = {}
+    again = []  # places of tensors that stand at an earlier one too
+    for n, t in enumerate(tensors):
+        if t is not None and places.setdefault(id(t), n) != n:
+            again.append((n, places[id(t)]))
+    first, absent = tuple(places.values()), [n for n, t in enumerate(tensors) if t is None]
+    get_absent, nothing = itemgetter(*absent), (None,) * len(absent)  # always several
+    check = alike([tensors[n] for n in first])  # type: ignore[misc]
+    may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
+    offsets = [seen[n][4] for n in first] if any(seen[n][3].type != "cpu" for n in first) else None
+
+    def matches(others: Tensors) -> bool:
+        given: Any = [others[n] for n in first]
+        if not (check(*given) if check else look(others, grad_enabled) == seen):
+            return False
+        if get_absent(others) != nothing:
+            return False
+        if again and any(others[n] is not others[m] for n, m in again):
+            return False
+        if offsets and [t.data_ptr() % ALIGNMENT for t in given] != offsets:
+            return False
+        return not may_share or (others[1].data_ptr() == others[2].data_ptr()) is shares_memory  # type: ignore[union-attr]
+
+    return matches
 
 
 def entries() -> list[Entry]:
