@@ -227,11 +227,18 @@ def test_amx_code_compiles(builder, vectors, kind, terms):
 
 
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
-def test_dot_products_of_bfloat16_compile(builder):
-    epyc = kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit")
-    ir_text, _ = builder.build(Config("bf16", 40, 64, 2, has_dropout=True, terms=1), epyc)
-    code = kernels.generate(ir_text, epyc, triple="x86_64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 62
+@pytest.mark.parametrize(
+    ("target", "triple", "machine"),
+    [
+        (kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit"), "x86_64-unknown-linux-gnu", 62),
+        (kernels.Target("neon_bf16", 16, 8, "generic", "+bf16"), "aarch64-unknown-linux-gnu", 183),
+    ],
+)
+def test_dot_products_of_bfloat16_compile(builder, target, triple, machine):
+    vectors = 32 * 4 // target.vector_bytes
+    ir_text, _ = builder.build(Config("bf16", 40, 64, vectors, has_dropout=True, terms=1), target)
+    code = kernels.generate(ir_text, target, triple=triple)
+    assert code[:4] == b"\x7fELF" and code[18] == machine
 
 
 @pytest.mark.sample(5)
