@@ -93,7 +93,8 @@ def attention(
         precision: of the products. "ieee" is exact to the dtype. "tf32" lets a GPU's matrix units round
             float32 inputs to 10 bits of mantissa, for several times the speed; other dtypes and CPUs compute
             the same with both. "fp8" is approximate: bfloat16 and float16 inputs are rounded to 4 significant
-            bits, query and key after a rotation, and so are the weights; no gradient. See `tilewise.fp8`.
+            bits, query and key after a rotation, and so are the weights. See `tilewise.fp8`. Its gradient is
+            straight-through: the exact formula's, with the weights of the 8-bit forward's lse.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 

@@ -276,15 +276,13 @@ def check_fp8(s: Any) -> None:
         raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
     if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
         raise NotImplementedError("precision='fp8' takes no cache: 'ieee' does, with pages of float8_e4m3fn")
-    if any(t is not None and t.needs_grad for t in s):
-        refuse_gradient("fp8")
 
 
-def refuse_gradient(precision: str) -> None:
-    """Raises NotImplementedError if products of this precision have no derivative."""
+def refuse_other_derivatives(precision: str) -> None:
+    """Raises NotImplementedError if products of this precision have first gradients only."""
     if precision == "fp8":
         raise NotImplementedError(
-            "precision='fp8' has no gradient: 'ieee' has, and torch.no_grad() needs none"
+            "precision='fp8' has gradients in reverse mode, once: 'ieee' has more derivatives"
         )
 
 

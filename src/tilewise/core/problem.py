@@ -199,12 +199,22 @@ def describe_signature(signature: Signature) -> AttentionProblem:
     problem = describe_tensors(tensors, signature.options, is_value_in_key)
     if signature.direction != "backward":
         return problem
-    return replace(
-        problem,
-        bias_needs_grad=signature.needs_bias_gradient,
-        lse_needs_grad=signature.results[-1] is not None,
-        is_partial=signature.is_partial,
+    return of_gradient(
+        replace(
+            problem,
+            bias_needs_grad=signature.needs_bias_gradient,
+            lse_needs_grad=signature.results[-1] is not None,
+            is_partial=signature.is_partial,
+        )
     )
+
+
+def of_gradient(problem: AttentionProblem) -> AttentionProblem:
+    """The problem whose formula gives the gradients: rounding to 8 bits passes them straight through.
+
+    Its weights come from the 8-bit forward's lse, so they need not add up to 1.
+    """
+    return replace(problem, precision="ieee", is_partial=True) if problem.precision == "fp8" else problem
 
 
 def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
