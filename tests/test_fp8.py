@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import fp8, reference
+from tilewise import reference
+from tilewise.core import fp8
 
 LENGTH, DIM = 1024, 128
 
@@ -59,7 +60,7 @@ def test_rotation_changes_no_product(dim: int):
 
 def test_a_rounded_number_is_within_a_sixteenth():
     x = torch.randn(2, 300, 40) * torch.tensor([1e-3, 1.0, 1e4, 1e30])[torch.randint(4, (2, 300, 1))]
-    rounded = fp8.quantize(x)
+    rounded = fp8.round_rows(x)
     mantissa, _ = torch.frexp(rounded.factors)
     assert rounded.factors.shape == (2, 3) and (mantissa == 0.5).all()  # powers of two
     largest = torch.stack([x[:, i : i + 128].abs().amax((1, 2)) for i in (0, 128, 256)], 1)
@@ -73,9 +74,9 @@ def test_zeros_infinities_and_nan():
     x[:128] = 0
     x[130], x[260, 3] = float("inf"), float("nan")
     x[384:512] = 1e-40
-    assert fp8.quantize(x).factors.isnan().tolist() == [False, True, True, False, False]
-    assert fp8.quantize(x).factors[0] == 1 and fp8.quantize(x).dequantize()[512:].eq(1).all()
-    assert fp8.quantize(torch.zeros(0, 8)).factors.shape == (0,)
+    assert fp8.round_rows(x).factors.isnan().tolist() == [False, True, True, False, False]
+    assert fp8.round_rows(x).factors[0] == 1 and fp8.round_rows(x).dequantize()[512:].eq(1).all()
+    assert fp8.round_rows(torch.zeros(0, 8)).factors.shape == (0,)
 
 
 def test_what_is_not_finite_stays_in_its_blocks():
@@ -209,13 +210,6 @@ class TestRefused:
         (gradient,) = torch.autograd.grad(run(y), y, create_graph=True)
         with pytest.raises(NotImplementedError, match=message):
             gradient.sum().backward()
-
-    def test_a_cache_which_stays_as_it_was(self):
-        cache = tilewise.KVCache(1, 8, 1, 64, dtype=torch.half)
-        x = torch.ones(1, 3, 1, 64, dtype=torch.half)
-        with pytest.raises(NotImplementedError, match="precision='fp8' takes no cache"):
-            tilewise.attention_with_cache(x, cache, x, x, precision="fp8")
-        assert cache.lengths.tolist() == [0]
 
     @pytest.mark.parametrize("backend", ["llvm", "aten"])
     def test_other_backends(self, backend: str):

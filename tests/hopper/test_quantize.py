@@ -44,19 +44,19 @@ def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     return t[..., 2:4, :], cu_seqlens
 
 
-@pytest.mark.parametrize("is_value", [False, True])
+@pytest.mark.parametrize("kind", ["query", "key", "value"])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 128, 192, 256])
-def test_rounded_as_defined(dim: int, is_packed: bool, is_value: bool):
-    from fp8_blocks import in_blocks
-
+def test_rounded_as_defined(dim: int, is_packed: bool, kind: str):
+    from tilewise.core.quantized import round_tensor
     from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 
     t, cu_seqlens = draw(dim, is_packed)
-    found = fp8_launch.round_tensor(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
-    expected = in_blocks(problem_of(t, cu_seqlens), t, cu_seqlens, is_value)
-    assert torch.equal(found.factors, expected.factors)
-    assert torch.equal(found.values.float(), expected.values.float())
+    found = fp8_launch.round_tensor(problem_of(t, cu_seqlens), kind, t, cu_seqlens)
+    expected = round_tensor(kind, t, cu_seqlens)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.blocks.float(), expected.blocks.float())
+    assert torch.equal(found.dequantize(), expected.dequantize())
 
 
 def test_what_is_not_finite_has_a_factor_of_nan():
@@ -64,5 +64,5 @@ def test_what_is_not_finite_has_a_factor_of_nan():
 
     t = torch.ones(1, 512, 1, 64).half()
     t[0, 5], t[0, 130, 0, 3], t[0, 256:384] = float("nan"), float("inf"), 0
-    factors = fp8_launch.round_tensor(problem_of(t, None), t, None, is_value=True).factors
+    factors = fp8_launch.round_tensor(problem_of(t, None), "value", t, None).scale
     assert factors.isnan().tolist() == [[True, True, False, False]] and factors[0, 2] == 1

@@ -114,7 +114,7 @@ def test_factors():
     for largest in (0.0, 1.0, 448.0, 448.0000305, 449.0, 0.875, 2.0**-130, 3e38):
         x = torch.tensor([[largest, -largest / 3]])
         found = javascript("return quantize(given[0])", x.double().tolist())
-        expected = fp8.quantize(x)
+        expected = fp8.round_rows(x)
         assert found["factor"] == expected.factors.item(), largest
         assert torch.equal(tensor(found["values"]), expected.values.double()), largest
 

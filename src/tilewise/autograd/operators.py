@@ -34,7 +34,8 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale, Tensor? captured_floats, "
-    "Tensor? captured_integers, Tensor? captured_layout"
+    "Tensor? captured_integers, Tensor? captured_layout, Tensor? query_scale, Tensor? query_blocks, "
+    "Tensor? key_blocks, Tensor? value_blocks"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "

@@ -14,7 +14,7 @@ Example:
     >>> x, y = torch.randn(2, 64, 128)
     >>> x[:, 0] *= 30; y[:, 0] *= 30
     >>> def error(a, b, factor):
-    ...     products = quantize(a).dequantize() @ quantize(b).dequantize().T / factor
+    ...     products = round_rows(a).dequantize() @ round_rows(b).dequantize().T / factor
     ...     return (products - x @ y.T).square().mean().sqrt()
     >>> bool(error(rotate(x), rotate(y), 128) < 0.3 * error(x, y, 1))
     True
@@ -34,7 +34,7 @@ SMALLEST_FACTOR = 2.0**-126
 WEIGHT_FACTOR = 2.0**8  # of the largest weight: those down to 2^-14 of it keep all their bits
 
 
-class Quantized(NamedTuple):
+class Rounded(NamedTuple):
     """8-bit numbers and what each block of 128 rows is to be multiplied by."""
 
     values: Tensor  # float8_e4m3fn (..., rows, dim)
@@ -90,7 +90,7 @@ def rotate(x: Tensor) -> Tensor:
     return x @ hadamard(dim, x.device)
 
 
-def quantize(x: Tensor) -> Quantized:
+def round_rows(x: Tensor) -> Rounded:
     """x (..., rows, dim) in 8 bits, with a factor for each 128 rows.
 
     A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself.
@@ -99,7 +99,7 @@ def quantize(x: Tensor) -> Quantized:
 
     Example:
         >>> x = torch.tensor([[1.0, 17.0, 1000.0]])
-        >>> values, factors = quantize(x)
+        >>> values, factors = round_rows(x)
         >>> values.tolist(), factors
         ([[0.25, 4.0, 256.0]], tensor([4.]))
     """
@@ -112,20 +112,7 @@ def quantize(x: Tensor) -> Quantized:
     factors = torch.ldexp(torch.ones_like(largest), exponent).clamp(min=SMALLEST_FACTOR)
     factors = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), factors, float("nan")))
     values = x / factors.repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
-    return Quantized(values.to(FP8), factors)
-
-
-def rounded_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What 8-bit numbers of q, k and v (..., rows, dim) stand for, float32; q and k rotated, q over the size.
-
-    Example:
-        >>> q, k, v = torch.ones(3, 2, 64)
-        >>> q8, k8, v8 = rounded_operands(q, k, v)
-        >>> ((q8 @ k8.T) / 64).flatten().tolist(), torch.equal(v8, v)
-        ([1.0, 1.0, 1.0, 1.0], True)
-    """
-    q, k, v = (quantize(x).dequantize() for x in (rotate(q), rotate(k), v))
-    return q / q.shape[-1], k, v
+    return Rounded(values.to(FP8), factors)
 
 
 def round_weights(p: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import (
+    check_blocks,
     check_dtypes_and_devices,
     check_fp8,
     check_scalars,
@@ -49,11 +50,15 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
     sinks: Tensor | None = None  # (num_heads,) logits
     dropout_seed: Tensor | None = None  # () int64
-    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): what float8 keys in pages stand for
+    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): of float8 keys in pages; or (heads, blocks)
     value_scale: Tensor | None = None
     captured_floats: Tensor | None = None  # of mask and score functions: see `core.functions.captured`
     captured_integers: Tensor | None = None
     captured_layout: Tensor | None = None  # on the CPU
+    query_scale: Tensor | None = None  # (heads, blocks)
+    query_blocks: Tensor | None = None  # 8-bit numbers, see `core.quantized`: query, key and value
+    key_blocks: Tensor | None = None  # are then stand-ins, that show shapes and dtype and hold nothing
+    value_blocks: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -114,6 +119,7 @@ class AttentionProblem:
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
+    is_in_blocks: bool = False  # query, key and value come in 8 bits: `core.quantized`
     is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
@@ -250,6 +256,8 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         seqlen_k = pages * key.shape[1]
     if options.precision == "fp8":
         check_fp8(signatures)
+    if signatures.query_blocks is not None:
+        check_blocks(signatures, options.precision)
     check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
     return AttentionProblem(
         batch=batch,
@@ -278,7 +286,8 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
         has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
-        is_quantized=signatures.key_scale is not None,
+        is_quantized=signatures.key_scale is not None and signatures.key_blocks is None,
+        is_in_blocks=signatures.query_blocks is not None,
         is_value_in_key=is_value_in_key,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,

@@ -104,6 +104,9 @@ ROWS = (
     Row("mask with 8-bit products", lambda p: _has_mask(p) and p.precision == "fp8", dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
+    Row("8-bit products with a cache", lambda p: p.is_cached and p.precision == "fp8", dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take a cache with 8-bit products"}, is_rare=True),
     Row("bias", _has_bias, {}),
     Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
         "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",

@@ -47,12 +47,12 @@ class Way:
     scale: float  # of q k^T
 
     @cached_property
-    def q8(self) -> fp8.Quantized:
-        return fp8.quantize(self.q)
+    def q8(self) -> fp8.Rounded:
+        return fp8.round_rows(self.q)
 
     @cached_property
-    def k8(self) -> fp8.Quantized:
-        return fp8.quantize(self.k)
+    def k8(self) -> fp8.Rounded:
+        return fp8.round_rows(self.k)
 
     @cached_property
     def scores(self) -> Tensor:
@@ -67,7 +67,7 @@ class Way:
     @cached_property
     def out(self) -> Tensor:
         """8-bit weights times 8-bit values, over the sum of the weights."""
-        p8, v8 = fp8.round_weights(self.weights.float()).double(), fp8.quantize(self.value).dequantize()
+        p8, v8 = fp8.round_weights(self.weights.float()).double(), fp8.round_rows(self.value).dequantize()
         return p8 @ v8.double() / self.weights.sum(-1, keepdim=True)
 
     def error_shares(self) -> Tensor:

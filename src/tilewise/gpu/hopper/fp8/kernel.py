@@ -4,14 +4,14 @@
 
 What differs from `forward.kernel`:
 
-- Q, K and V come from `fp8.quantize`: heads apart, in blocks of 128 rows with a factor each. V is
+- Q, K and V come in the blocks of `core.quantized`: heads apart, 128 rows with a factor each. V is
   transposed, as 8-bit operands must have the summed dimension last.
 - V's factor joins the exponent, so that O is one sum over tiles of different factors. l takes it out again.
 - m is the running maximum: 8-bit P has no room for a reference that stays.
 - The tensor cores add 8-bit products with few bits: sums over thousands of keys would lose up to a fifth. So
   each tile's P V is a sum of its own, added to O in float32, where O is rescaled anyway.
 - P as an accumulator has other columns in a thread than P as an operand. V's keys are permuted within every
-  sixteen instead (`quantize.stored_key`), so that nothing moves.
+  sixteen instead (`core.quantized.key_order`), so that nothing moves.
 - A warpgroup does one thing after the other: two others fill in, or one where registers are short.
 
 FlashAttention-3 (Shah et al., 2024), section 3.3.

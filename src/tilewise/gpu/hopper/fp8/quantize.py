@@ -1,12 +1,7 @@
-"""Q, K and V in 8 bits for `fp8.kernel`: heads apart, in blocks of 128 rows with a factor each.
+"""Q, K and V in 8 bits for `fp8.kernel`, in the blocks of `core.quantized`.
 
-    Q, K   [heads, blocks, 128, BLOCK_D]     rotated: x H, H = +-1 (`tilewise.fp8.hadamard`)
-    V      [kv heads, blocks, BLOCK_DV, 128]  transposed, its keys permuted: see `stored_key`
-
-A sequence begins with a block of its own: block b * ceil(seqlen / 128) of a dense tensor, and of a packed one
-cu_seqlens[b] // 128 + b, also if it is empty. What a block has beyond its sequence is zeros, and so are
-columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. Where NaN or
-infinity is among its rows, a factor is NaN.
+Factors are powers of two (`core.fp8.round_rows`): they round nothing. Where NaN or infinity is among a
+block's rows, its factor is NaN.
 """
 
 import triton
@@ -83,12 +78,13 @@ def combined(chunks):
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "heads"])
 def quantize_rows_kernel(
     x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, blocks, heads,
-    BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_QUERY: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of Q or K, one after the other: the next one's rows are on their way while one is computed.
 
     Each chunk of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
-    quarter of the products and of the matrix at head size 256.
+    quarter of the products and of the matrix at head size 256. A query's factor is over BLOCK_D, as H H^T is
+    BLOCK_D times the identity.
     """
     WIDTH: tl.constexpr = 64
     CHUNKS: tl.constexpr = BLOCK_D // WIDTH
@@ -119,12 +115,12 @@ def quantize_rows_kernel(
         ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
         for chunk in tl.static_range(CHUNKS):
             tl.store(ptr + chunk * WIDTH, (y[chunk] * inverse).to(tl.float8e4nv))
-        tl.store(factors + head * blocks + block, factor)
+        tl.store(factors + head * blocks + block, factor * (1 / BLOCK_D) if IS_QUERY else factor)
 
 
 @triton.jit
 def stored_key(position):
-    """The key of a block that stands at a position of V^T: see `fp8.kernel.as_operand`."""
+    """The key of a block that stands at a position of V^T: `core.quantized.key_order`."""
     t, c, b = position % 16 // 4, position % 4 // 2, position % 2
     return position // 16 * 16 + 8 * c + 2 * t + b
 
