@@ -40,21 +40,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_as_rounding_in_the_call(name: str):
+def test_the_same_as_rounding_in_the_call(name: str, precision: str):
     q, k, v = draw(2, 300, dim_v=40)
-    expected = tilewise.attention(q, k, v, precision="fp8", return_lse=True, **OPTIONS[name])
-    found = tilewise.attention(*quantize(q, k, v), return_lse=True, **OPTIONS[name])
+    expected = tilewise.attention(q, k, v, precision=precision, return_lse=True, **OPTIONS[name])
+    found = tilewise.attention(*quantize(q, k, v, precision=precision), return_lse=True, **OPTIONS[name])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    by_head = [t.transpose(1, 2) for t in (q, k, v)]
-    found = tilewise.attention(*quantize(*by_head, layout="bhsd"), layout="bhsd", **OPTIONS[name])
+    by_head: Any = [t.transpose(1, 2) for t in (q, k, v)]
+    by_head = quantize(*by_head, precision=precision, layout="bhsd")
+    found = tilewise.attention(*by_head, layout="bhsd", **OPTIONS[name])
     assert torch.equal(found.transpose(1, 2), expected[0])
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "sinks"])
-def test_options_against_the_formula_of_what_the_numbers_stand_for(name: str):
+def test_options_against_the_formula_of_what_the_numbers_stand_for(name: str, precision: str):
     """What is left is the rounding of the weights: a sixteenth of each at most."""
-    q8, k8, v8 = quantize(*draw(1, 300, heads=4))
+    q8, k8, v8 = quantize(*draw(1, 300, heads=4), precision=precision)
     out, lse = tilewise.attention(q8, k8, v8, return_lse=True, **OPTIONS[name])
     given = [t.dequantize() for t in (q8, k8, v8)]
     exact, exact_lse = reference.attention(*given, **OPTIONS[name])
@@ -93,6 +96,20 @@ def test_what_the_numbers_stand_for(shape: tuple[int, ...]):
         assert quantized.scale.shape == quantized.blocks.shape[:2] == (x.shape[2], blocks)
 
 
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e4])
+def test_integers_are_multiples_of_the_block_s_largest_over_127(magnitude: float):
+    x = magnitude * torch.randn(2, 300, 64)
+    x[0, 128:256], x[1, 5, 3] = 0, float("nan")
+    values, factors = fp8.round_rows(x, torch.int8)
+    assert values.dtype == torch.int8 and factors.isnan().tolist() == [[False] * 3, [True, False, False]]
+    torch.testing.assert_close(
+        factors[0], torch.tensor([x[0, :128].abs().max(), 127, x[0, 256:].abs().max()]) / 127
+    )
+    rounded = fp8.round_rows(x, torch.int8).dequantize()
+    assert ((rounded - x)[0].abs() <= factors[0].repeat_interleave(128)[:300, None] * 0.50001).all()
+    assert rounded[1, :128].isnan().all() and values[0, :128].abs().max() == 127
+
+
 def test_a_value_s_block_is_transposed_with_keys_in_their_order():
     v = torch.arange(128.0).remainder(16).view(1, 128, 1, 1).expand(1, 128, 1, 64).half()
     _, _, value = quantize(v, v, v)
@@ -116,23 +133,26 @@ def test_in_compiled_code_and_explained():
 
 
 class TestCaches:
+    @pytest.mark.parametrize("precision", ["fp8", "int8"])
     @pytest.mark.parametrize("kind", ["contiguous", "pages of 16", "pages of 256"])
-    def test_keys_of_16_bits_are_rounded_as_in_a_call_without_one(self, kind: str):
+    def test_keys_of_16_bits_are_rounded_as_in_a_call_without_one(self, kind: str, precision: str):
         q, k, v = draw(1, 300)
+        options = CACHE | {"precision": precision}
         cache: Any = tilewise.KVCache(1, 400, 2, 64, dtype=torch.bfloat16)
         if kind != "contiguous":
             cache = tilewise.PagedKVCache(40, int(kind.split()[-1]), 2, 64, dtype=torch.bfloat16)
             cache.allocate()
-        tilewise.attention_with_cache(q[:, :170], cache, k[:, :170], v[:, :170], **CACHE)
-        found = tilewise.attention_with_cache(q[:, 170:], cache, k[:, 170:], v[:, 170:], **CACHE)
-        assert torch.equal(found, tilewise.attention(q[:, 170:], k, v, **CACHE))
+        tilewise.attention_with_cache(q[:, :170], cache, k[:, :170], v[:, :170], **options)
+        found = tilewise.attention_with_cache(q[:, 170:], cache, k[:, 170:], v[:, 170:], **options)
+        assert torch.equal(found, tilewise.attention(q[:, 170:], k, v, **options))
 
+    @pytest.mark.parametrize("precision", ["fp8", "int8"])
     @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
-    def test_8_bit_pages_are_taken_as_they_stand(self, page_size: int):
+    def test_8_bit_pages_are_taken_as_they_stand(self, page_size: int, precision: str):
         q, k, v = draw(1, 300)
         cache = tilewise.PagedKVCache(40, page_size, 2, 64, dtype=torch.float8_e4m3fn)
         cache.allocate()
-        out = tilewise.attention_with_cache(q, cache, k, v, **CACHE)
+        out = tilewise.attention_with_cache(q, cache, k, v, **CACHE | {"precision": precision})
         plain = tilewise.attention_with_cache(q, cache, causal=True)  # weights and q are not rounded
         assert 0.01 * rms(plain) < rms(out - plain) < 0.06 * rms(plain)
         assert rms(out - reference.attention(q, k, v, causal=True)[0]) < 0.08 * rms(plain)
@@ -159,6 +179,11 @@ class TestRefused:
         self.check(TypeError, "key=Tensor must be Quantized, as the others are", q8, k, v8)
         self.check(ValueError, "key was quantized as a value", q8, v8, k8)
         self.check(ValueError, "precision='tf32' must be 'fp8'", q8, k8, v8, precision="tf32")
+        self.check(ValueError, "precision='int8' must be 'fp8'", q8, k8, v8, precision="int8")
+        integers = quantize(q, k, v, precision="int8")
+        self.check(TypeError, "key.blocks.dtype=torch.int8 must equal", q8, integers[1], v8)
+        with pytest.raises(ValueError, match="precision='ieee' must be 'fp8' or 'int8'"):
+            quantize(q, k, v, precision="ieee")
         self.check(ValueError, "layout='hbsd' must be", q8, k8, v8, layout="hbsd")
         k9 = Quantized(**vars(k8) | {"is_rotated": False})
         self.check(ValueError, "query.is_rotated=True must equal key.is_rotated=False", q8, k9, v8)

@@ -95,8 +95,9 @@ def attention(
         precision: of the products. "ieee" is exact to the dtype. "tf32" lets a GPU's matrix units round
             float32 inputs to 10 bits of mantissa, for several times the speed; other dtypes and CPUs compute
             the same with both. "fp8" is approximate: bfloat16 and float16 inputs are rounded to 4 significant
-            bits, query and key after a rotation, and so are the weights. See `tilewise.fp8`. Its gradient is
-            straight-through: the exact formula's, with the weights of the 8-bit forward's lse.
+            bits, query and key after a rotation, and so are the weights. "int8" has integers for query and
+            key, and less error. Their gradients are straight-through: the exact formula's, with the
+            weights of the 8-bit forward's lse. See `tilewise.fp8`.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 
@@ -364,7 +365,10 @@ def canonical_inputs(
 
 def products_of(inputs: Inputs, precision: str) -> str:
     """The precision of a call: of tensors in 8 bits it need not be said."""
-    return "fp8" if inputs.query_blocks is not None and precision == "ieee" else precision
+    blocks = inputs.query_blocks
+    if blocks is None or precision != "ieee":
+        return precision
+    return "int8" if blocks.dtype == torch.int8 else "fp8"
 
 
 def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:

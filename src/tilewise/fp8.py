@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.api import to_bshd
-from tilewise.core.checks import check_tensors
+from tilewise.core.checks import EIGHT_BIT, check_tensors, shown
 from tilewise.core.fp8 import hadamard, padded_dim, rotate, round_rows, round_weights
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, Quantized, round_tensor
@@ -30,6 +30,7 @@ def quantize(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
+    precision: str = "fp8",
     layout: str = "bshd",
 ) -> tuple[Quantized, Quantized, Quantized]:
     """query, key and value in 8 bits, with a scale for each 128 rows of a head; query and key rotated.
@@ -41,6 +42,7 @@ def quantize(
     Args:
         query, key, value: bfloat16 or float16, as `tilewise.attention` takes them in `layout`; with offsets
             packed, as `tilewise.attention_varlen` takes them.
+        precision: "fp8", or "int8" for a query and a key in integers, with less error.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences, also of the call that follows.
 
     Returns:
@@ -61,9 +63,11 @@ def quantize(
     check_tensors(query=query, key=key, value=value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if precision not in EIGHT_BIT:
+        raise ValueError(f"precision={shown(precision)} must be 'fp8' or 'int8'")
     given: Any = [t.detach() for t in to_bshd(layout, query=query, key=key, value=value)]
     inputs = Inputs(*given, cu_seqlens_q, cu_seqlens_k)
-    problem = describe(inputs, Options(precision="fp8"))
+    problem = describe(inputs, Options(precision=precision))
     offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
     q, k, v = (_quantized(problem, kind, t, n) for kind, t, n in zip(KINDS, inputs[:3], offsets))
     return q, k, v
@@ -74,4 +78,4 @@ def _quantized(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Tens
         from tilewise.gpu.hopper.fp8 import launch
 
         return launch.round_tensor(problem, kind, t, cu_seqlens)
-    return round_tensor(kind, t, cu_seqlens)
+    return round_tensor(kind, t, cu_seqlens, problem.precision)

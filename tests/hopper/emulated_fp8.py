@@ -42,6 +42,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "left_window": (300, 500, 1, 1, 64, 64, {"window_left": 20}),
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "sinks": (200, 150, 4, 2, 64, 64, {"sinks": True, "causal": True}),
+    "int8": (300, 290, 4, 2, 128, 128, {"precision": "int8"}),
+    "int8_causal": (300, 300, 2, 2, 64, 64, {"causal": True, "precision": "int8", "growing": 1.5}),
+    "int8_d256": (200, 300, 2, 1, 256, 256, {"precision": "int8"}),
     "packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1, 300], [100, 200, 3, 290], 2, 2, 128, 128, {"causal": True}),
 }
@@ -70,7 +73,7 @@ def check(name: str) -> str:
     if options.pop("sinks", False):
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
-    problem = describe(inputs, Options(**options, precision="fp8"))
+    problem = describe(inputs, Options(**{"precision": "fp8"} | options))
     found = plan.forward(problem, inputs)
     same_maths = tiled.forward(problem, inputs)
     exact = exact_of_rounded(problem, inputs)
@@ -87,7 +90,7 @@ def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
-    fp8_launch.round_tensor = lambda problem, *given: round_tensor(*given)
+    fp8_launch.round_tensor = lambda problem, *given: round_tensor(*given, problem.precision)
     for case in emulator.chosen(CASES):
         print(f"{case}: {check(case)}", flush=True)
 

@@ -10,17 +10,18 @@ from tilewise.core import fp8
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 
 
-def rounded_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rounded_operands(precision: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What 8-bit numbers of q, k and v (..., rows, dim) stand for; q and k rotated, q over the size."""
-    q, k, v = (fp8.round_rows(x).dequantize() for x in (fp8.rotate(q), fp8.rotate(k), v))
-    return q / q.shape[-1], k, v
+    dtype = fp8.OPERANDS[precision]
+    q, k = (fp8.round_rows(fp8.rotate(x), dtype).dequantize() for x in (q, k))
+    return q / q.shape[-1], k, fp8.round_rows(v).dequantize()
 
 
 def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """float64 attention of the numbers that the 8-bit ones stand for."""
     parts: list[tuple[Tensor, ...]] = []
     for tensors in sequences(problem, inputs):
-        rounded = rounded_operands(*tensors)
+        rounded = rounded_operands(problem.precision, *tensors)
         parts.append(tuple(t.transpose(0, 1).double() for t in rounded))
     join = torch.cat if problem.is_packed else torch.stack
     q, k, v = (join(tensors) for tensors in zip(*parts, strict=True))

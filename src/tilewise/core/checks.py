@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tilewise.core.torch_private import while_tracing
 
-PRECISIONS = ("ieee", "tf32", "fp8")
+PRECISIONS = ("ieee", "tf32", "fp8", "int8")
+EIGHT_BIT = ("fp8", "int8")  # query, key, weights and value are rounded to 8 bits
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 MAX_WINDOW = 1 << 40  # longer than any sequence
@@ -266,25 +267,32 @@ def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
     if options.precision not in PRECISIONS:
-        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32' or 'fp8'")
+        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32', 'fp8' or 'int8'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:
             raise ValueError(f"{name}={bound} must be at least 0")
 
 
-def check_fp8(s: Any) -> None:
+def check_8_bit(s: Any, precision: str) -> None:
     """What 8-bit products are not made of."""
     if s.query.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
+        raise TypeError(
+            f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision={precision!r}"
+        )
     if s.page_table is not None and s.key_scale is not None and s.leftpad_k is not None:
-        raise NotImplementedError("precision='fp8' takes no left padding of 8-bit pages: 'ieee' does")
+        raise NotImplementedError(
+            f"precision={precision!r} takes no left padding of 8-bit pages: 'ieee' does"
+        )
 
 
 def check_blocks(s: Any, precision: str) -> None:
     """What tensors in 8 bits (`core.quantized.Quantized`) go with."""
-    if precision != "fp8":
-        raise ValueError(f"precision={precision!r} must be 'fp8' for Quantized tensors, or left out")
+    rounded = "int8" if s.query_blocks.dtype == torch.int8 else "fp8"
+    if precision != rounded:
+        raise ValueError(
+            f"precision={precision!r} must be {rounded!r}, as the tensors were quantized, or left out"
+        )
     parts = [
         getattr(s, f"{name}_{part}") for name in ("query", "key", "value") for part in ("blocks", "scale")
     ]
@@ -308,9 +316,9 @@ def check_blocks(s: Any, precision: str) -> None:
 
 def refuse_other_derivatives(precision: str) -> None:
     """Raises NotImplementedError if products of this precision have first gradients only."""
-    if precision == "fp8":
+    if precision in EIGHT_BIT:
         raise NotImplementedError(
-            "precision='fp8' has gradients in reverse mode, once: 'ieee' has more derivatives"
+            f"precision={precision!r} has gradients in reverse mode, once: 'ieee' has more derivatives"
         )
 
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import (
+    EIGHT_BIT,
+    check_8_bit,
     check_blocks,
     check_dtypes_and_devices,
-    check_fp8,
     check_scalars,
     check_score_tensors,
     check_shapes,
@@ -145,6 +146,11 @@ class AttentionProblem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
+    def is_8_bit(self) -> bool:
+        """Both products are of 8-bit numbers."""
+        return self.precision in EIGHT_BIT
+
+    @property
     def has_packed_keys(self) -> bool:
         """Keys are packed as queries are, not held by a cache."""
         return self.is_packed and not self.is_cached
@@ -220,7 +226,7 @@ def of_gradient(problem: AttentionProblem) -> AttentionProblem:
 
     Its weights come from the 8-bit forward's lse, so they need not add up to 1.
     """
-    return replace(problem, precision="ieee", is_partial=True) if problem.precision == "fp8" else problem
+    return replace(problem, precision="ieee", is_partial=True) if problem.is_8_bit else problem
 
 
 def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
@@ -254,8 +260,8 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     else:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
-    if options.precision == "fp8":
-        check_fp8(signatures)
+    if options.precision in EIGHT_BIT:
+        check_8_bit(signatures, options.precision)
     if signatures.query_blocks is not None:
         check_blocks(signatures, options.precision)
     check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)

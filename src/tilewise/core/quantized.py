@@ -29,9 +29,10 @@ class Quantized:
     """A query, key or value in 8 bits, which `tilewise.attention` takes in the place of the tensor.
 
     Attributes:
-        blocks: float8_e4m3fn [heads, blocks, 128, width], of a value [KV heads, blocks, width, 128].
-        scale: float32 [heads, blocks], what a block's numbers are to be multiplied by: powers of two, unless
-            they were given. A rotated query's are over its width, so that scores need no other factor.
+        blocks: float8_e4m3fn or, of a query or key, int8 [heads, blocks, 128, width]; of a value [KV heads,
+            blocks, width, 128].
+        scale: float32 [heads, blocks], what a block's numbers are to be multiplied by. A rotated query's are
+            over its width, so that scores need no other factor.
         shape: of the tensor: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
         dtype: of the tensor, bfloat16 or float16; out will have it.
         kind: "query", "key" or "value".
@@ -68,13 +69,11 @@ class Quantized:
         return torch.full((1,), float("nan"), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
-def round_tensor(
-    kind: str, x: Tensor, cu_seqlens: Tensor | None = None, is_rotated: bool = True
-) -> Quantized:
+def round_tensor(kind: str, x: Tensor, cu_seqlens: Tensor | None = None, precision: str = "fp8") -> Quantized:
     """x (batch, seqlen, heads, dim), packed (total, heads, dim), in 8 bits, by PyTorch operations.
 
     Args:
-        is_rotated: rotate a query or key; a value never is.
+        precision: "fp8" or "int8".
 
     Example:
         >>> x = torch.ones(1, 200, 2, 64, dtype=torch.bfloat16)
@@ -82,13 +81,14 @@ def round_tensor(
         >>> k.blocks.shape, k.scale.shape, torch.equal(k.dequantize(), x.float())
         (torch.Size([2, 2, 128, 64]), torch.Size([2, 2]), True)
     """
-    is_rotated = is_rotated and kind != "value"
+    is_rotated = kind != "value"
     width = fp8.padded_dim(x.shape[-1])
     rows = torch.nn.functional.pad(x.detach(), (0, width - x.shape[-1]))
-    values, factors = fp8.round_rows(to_blocks(fp8.rotate(rows) if is_rotated else rows, cu_seqlens))
+    dtype = fp8.OPERANDS[precision] if is_rotated else fp8.FP8
+    values, factors = fp8.round_rows(to_blocks(fp8.rotate(rows) if is_rotated else rows, cu_seqlens), dtype)
     if kind == "value":
         values = in_stored_order(values)
-    scale = factors[..., 0] / (width if is_rotated and kind == "query" else 1)
+    scale = factors[..., 0] / (width if kind == "query" else 1)
     return Quantized(values, scale, tuple(x.shape), x.dtype, kind, is_rotated, cu_seqlens)
 
 
@@ -216,6 +216,8 @@ def inputs_of(query: object, key: object, value: object) -> Inputs:
             raise ValueError(f"{kind} was quantized as a {t.kind}: pass quantize(query, key, value) in order")
     q, k, v = given.values()
     assert isinstance(q, Quantized) and isinstance(k, Quantized) and isinstance(v, Quantized)
+    if q.blocks.dtype != k.blocks.dtype:
+        raise TypeError(f"key.blocks.dtype={k.blocks.dtype} must equal query.blocks.dtype={q.blocks.dtype}")
     if q.is_rotated != k.is_rotated:
         raise ValueError(f"query.is_rotated={q.is_rotated} must equal key.is_rotated={k.is_rotated}")
     return Inputs(

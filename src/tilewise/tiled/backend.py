@@ -177,7 +177,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> t
 def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and its residual."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
-    if tiles.problem.precision == "fp8":
+    if tiles.problem.is_8_bit:
         m, l, acc = fp8.softmax_sums(tiles, q, i0, i1)
     else:
         m, l, acc = _softmax_sums(tiles, q, i0, i1)

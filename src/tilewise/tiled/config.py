@@ -26,7 +26,7 @@ class TileConfig:
 @functools.lru_cache(maxsize=4096)
 def tiled_plan(problem: AttentionProblem) -> TileConfig:
     """Tiles large enough that an operation's overhead does not matter."""
-    if problem.precision == "fp8":
+    if problem.is_8_bit:
         block_q, block_k = BLOCK_ROWS, tile_rows(problem)
     else:
         block_q, block_k = min(256, max(1, problem.seqlen_q)), min(512, max(1, problem.seqlen_k))

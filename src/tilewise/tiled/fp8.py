@@ -44,22 +44,34 @@ def tile_rows(problem: AttentionProblem) -> int:
     return min(BLOCK_ROWS, problem.page_size or BLOCK_ROWS) if problem.is_quantized else BLOCK_ROWS
 
 
-def operands(query: Tensor, key: Tensor, value: Tensor) -> Operands:
+def operands(precision: str, query: Tensor, key: Tensor, value: Tensor) -> Operands:
     """Of tensors (batch, heads, rows, dim), rounded here."""
-    q, k = (fp8.round_rows(fp8.rotate(x)).dequantize() for x in (query, key))
     v = fp8.round_rows(value)
-    return Operands(q / q.shape[-1], k, v.values.float(), v.factors, BLOCK_ROWS)
+    return Operands(*_rotated(precision, query, key), v.values.float(), v.factors, BLOCK_ROWS)
 
 
-def operands_of_pages(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, page_size: int) -> Operands:
+def _rotated(precision: str, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = fp8.OPERANDS[precision]
+    q, k = (fp8.round_rows(fp8.rotate(x), dtype).dequantize() for x in (query, key))
+    return q / q.shape[-1], k
+
+
+def operands_of_pages(
+    precision: str, query: Tensor, key: Tensor, value: Tensor, scale: Tensor, page_size: int
+) -> Operands:
     """Of 8-bit pages, as they stand: their keys are not rotated, so neither is the query.
+
+    Keys that are to be integers are rotated and rounded once more.
 
     Args:
         key: (1, KV heads, seqlen_k, dim), times its scales.
         value: (1, KV heads, seqlen_k, head_dim_v), 8-bit.
         scale: (pages, KV heads) of the values.
     """
-    q = fp8.round_rows(query).dequantize()
+    if precision == "int8":
+        q, key = _rotated(precision, query, key)
+    else:
+        q = fp8.round_rows(query).dequantize()
     return Operands(q, key, value.float(), scale.T[None].float(), page_size)
 
 

@@ -71,7 +71,7 @@ class Tiles:
         if problem.functions is not None:
             lengths = self.visibility.seqlen_q, self.visibility.seqlen_k
             self.functions = SegmentFunctions(problem, inputs, segment.sequences, lengths)
-        if problem.precision == "fp8":
+        if problem.is_8_bit:
             self.rounded = self._rounded()
             self.query_rows, self.key_view, self.value_view = self.rounded[:3]
 
@@ -90,7 +90,7 @@ class Tiles:
         if self.functions is not None:
             yield from self.functions.visible_tiles(i0, k0, k1)
             return
-        first = k0 // step * step if self.problem.precision == "fp8" else k0  # no tile has keys of two scales
+        first = k0 // step * step if self.problem.is_8_bit else k0  # no tile has keys of two scales
         for j0 in range(first, k1, step):
             yield max(j0, k0), min(j0 + step, k1)
 
@@ -166,14 +166,15 @@ class Tiles:
             return fp8.operands_in_blocks(problem, inputs, self.segment)
         key, value, seqlen_k = self.key_view, self.value_view, self.visibility.seqlen_k
         if key is not None and value is not None:
-            return fp8.operands(query, key, value)
+            return fp8.operands(problem.precision, query, key, value)
         key = self._gather_pages(inputs.key, inputs.key_scale, 0, seqlen_k)
         value = self._gather_pages(inputs.value, None, 0, seqlen_k)
         if inputs.value_scale is None:
-            return fp8.operands(query, key, value)
+            return fp8.operands(problem.precision, query, key, value)
         size = problem.page_size or 1
         pages = inputs.page_table[self.segment.sequences.start, : -(-seqlen_k // size)]  # type: ignore[index]
-        return fp8.operands_of_pages(query, key, value, inputs.value_scale[pages.long()], size)
+        scale = inputs.value_scale[pages.long()]
+        return fp8.operands_of_pages(problem.precision, query, key, value, scale, size)
 
     def _key_tile(self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int) -> Tensor:
         tile = self._gather_pages(pages, scale, j0, j1) if view is None else view[:, :, j0:j1]

@@ -19,7 +19,9 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 class Blocks(NamedTuple):
     """The numbers and the scales of a `core.quantized.Quantized`."""
 
-    values: Tensor  # float8_e4m3fn [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
+    values: (
+        Tensor  # float8_e4m3fn or int8 [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
+    )
     factors: Tensor  # float32 [heads, blocks]
 
 
@@ -60,7 +62,7 @@ def round_tensor(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Te
     """A 16-bit tensor in blocks; a query or key is rotated."""
     t = _with_dense_rows(t)
     is_value = kind == "value"
-    blocks = _empty_blocks(t, cu_seqlens, is_value)
+    blocks = _empty_blocks(t, cu_seqlens, fp8.FP8 if is_value else fp8.OPERANDS[problem.precision], is_value)
     matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
     run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=blocks)
     return Quantized(*blocks, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
@@ -70,13 +72,13 @@ def _with_dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Blocks:
+def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_value: bool) -> Blocks:
     heads, dim = t.shape[-2:]
     blocks = num_blocks(t.shape, cu_seqlens)
     width = fp8.padded_dim(dim)
     shape = (heads, blocks, width, fp8.BLOCK_ROWS) if is_value else (heads, blocks, fp8.BLOCK_ROWS, width)
     return Blocks(
-        torch.empty(shape, dtype=fp8.FP8, device=t.device),
+        torch.empty(shape, dtype=dtype, device=t.device),
         torch.empty((heads, blocks), dtype=torch.float32, device=t.device),
     )
 
@@ -200,4 +202,5 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
+        HAS_INTEGERS=problem.precision == "int8",
     )

@@ -1,13 +1,14 @@
 """Q, K and V in 8 bits for `fp8.kernel`, in the blocks of `core.quantized`.
 
-Factors are powers of two (`core.fp8.round_rows`): they round nothing. Where NaN or infinity is among a
-block's rows, its factor is NaN.
+Factors of float8_e4m3fn are powers of two (`core.fp8.round_rows`): they round nothing. Where NaN or infinity
+is among a block's rows, its factor is NaN.
 """
 
 import triton
 import triton.language as tl
 
 BLOCK_ROWS = tl.constexpr(128)
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 numbers about as large are integers
 
 
 @triton.jit
@@ -51,6 +52,24 @@ def factor_of(largest):
     factor = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(largest >= 0x7F800000, float("nan"), factor), inverse
+
+
+@triton.jit
+def integer_factor_of(largest):
+    """(factor, 1 / factor) of a block whose largest magnitude has the bits `largest`: it becomes 127."""
+    factor = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0), 2.0**-126)
+    factor = tl.where(largest == 0, 1.0, factor)
+    return tl.where(largest >= 0x7F800000, float("nan"), factor), tl.div_rn(1.0, factor)
+
+
+@triton.jit
+def rounded(y, inverse, dtype: tl.constexpr):
+    """y / factor in 8 bits, to the nearest, of two the even one."""
+    if dtype == tl.int8:
+        y = ((y * inverse + TO_INTEGER) - TO_INTEGER).to(tl.int8)
+    else:
+        y = (y * inverse).to(dtype)
+    return y
 
 
 @triton.jit
@@ -110,11 +129,15 @@ def quantize_rows_kernel(
         largest = tl.zeros([BLOCK_ROWS, WIDTH], tl.int32)
         for chunk in tl.static_range(CHUNKS):
             largest = tl.maximum(largest, y[chunk].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        factor, inverse = factor_of(tl.max(tl.max(largest, 1), 0))
+        largest = tl.max(tl.max(largest, 1), 0)
+        if values.dtype.element_ty == tl.int8:
+            factor, inverse = integer_factor_of(largest)
+        else:
+            factor, inverse = factor_of(largest)
         ptr = values + (head * blocks + block).to(tl.int64) * BLOCK_ROWS * BLOCK_D
         ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
         for chunk in tl.static_range(CHUNKS):
-            tl.store(ptr + chunk * WIDTH, (y[chunk] * inverse).to(tl.float8e4nv))
+            tl.store(ptr + chunk * WIDTH, rounded(y[chunk], inverse, values.dtype.element_ty))
         tl.store(factors + head * blocks + block, factor * (1 / BLOCK_D) if IS_QUERY else factor)
 
 
