@@ -355,7 +355,7 @@ def canonical_inputs(
         query, key, value = to_bshd(layout, query=query, key=key, value=value)  # type: ignore[arg-type]
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
-        seed = _draw_seed(query, dropout_p, generator)
+        seed = _draw_seed(query, dropout_p, generator)  # type: ignore[arg-type]
     mask, bias = _four_dimensions(mask), _four_dimensions(bias)
     options = mask, bias, alibi_slopes, sinks, seed
     if blocks is not None:

@@ -255,7 +255,7 @@ def _bytes(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> 
     lse = queries * problem.compute_dtype.itemsize
     dims = problem.head_dim + (0 if problem.is_value_in_key else problem.head_dim_v)
     keys = _visible_keys(problem, inputs, sequences)
-    if problem.is_in_blocks:
+    if inputs.query_blocks is not None and inputs.key_blocks is not None:
         inputs = inputs._replace(query=inputs.query_blocks, key=inputs.key_blocks)
     visible = keys * problem.num_kv_heads * dims * inputs.key.element_size()
     others = (getattr(inputs, name) for name in READ_WHOLE)

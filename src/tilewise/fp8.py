@@ -9,8 +9,6 @@ is `attention(q, k, v, causal=True, precision="fp8")`, bit for bit; the rounding
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from tilewise.api import to_bshd
@@ -65,8 +63,8 @@ def quantize(
         check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if precision not in EIGHT_BIT:
         raise ValueError(f"precision={shown(precision)} must be 'fp8' or 'int8'")
-    given: Any = [t.detach() for t in to_bshd(layout, query=query, key=key, value=value)]
-    inputs = Inputs(*given, cu_seqlens_q, cu_seqlens_k)
+    given = [t.detach() for t in to_bshd(layout, query=query, key=key, value=value)]
+    inputs = Inputs(given[0], given[1], given[2], cu_seqlens_q, cu_seqlens_k)
     problem = describe(inputs, Options(precision=precision))
     offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
     q, k, v = (_quantized(problem, kind, t, n) for kind, t, n in zip(KINDS, inputs[:3], offsets))

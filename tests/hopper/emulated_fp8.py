@@ -50,6 +50,10 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 }
 
 
+def rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
 def check(name: str) -> str:
     """The errors of out and lse."""
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
@@ -83,6 +87,10 @@ def check(name: str) -> str:
         report = compare(part, a, e, b)
         errors.append(f"{report}")
         assert report.is_within, f"{name}: {report}"
+    errors.append(f"of tiled: {rms(found[0] - same_maths[0]) / rms(found[0] - exact[0]):.3f} of the error")
+    assert rms(found[0] - same_maths[0]) < 0.05 * rms(found[0] - exact[0]), (
+        name
+    )  # the same numbers are rounded
     return "; ".join(errors)
 
 
