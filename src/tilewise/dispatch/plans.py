@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import refuse_gradient
 from tilewise.core.plan import Plan, Results, Retry, Saves
 from tilewise.core.problem import (
     AttentionProblem,
@@ -21,6 +20,7 @@ from tilewise.core.problem import (
     Options,
     describe_signature,
     in_layout,
+    of_gradient,
 )
 from tilewise.core.signature import (
     ALIGNMENT,
@@ -201,7 +201,7 @@ def _make_forward(signature: Signature) -> Entry:
 
 def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
     """What the backward of a problem reads of its forward's results, if lse gets no gradient."""
-    backward = replace(problem, needs_grad=False, lse_needs_grad=False)
+    backward = replace(of_gradient(problem), needs_grad=False, lse_needs_grad=False)
     return load(choose(backward, backend, is_backward=True)).saves(backward)  # type: ignore[no-any-return]
 
 
@@ -225,7 +225,6 @@ def backward_plan(
 def _make_backward(signature: Signature) -> Entry:
     signature = as_bshd(signature)
     problem = describe_signature(signature)
-    refuse_gradient(problem.precision)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
     plan = fitted(module.plan(problem, signature), signature)
