@@ -85,7 +85,7 @@ def find(
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
                 return entry
-    except AttributeError as error:
+    except (AttributeError, RuntimeError) as error:  # no tensor, or a nested one
         raise NoMemory from error
     except TypeError:  # an option that cannot be hashed is of a wrong type: the checks name it
         make(_signature(direction, tensors, call))
@@ -140,14 +140,15 @@ def matcher(
     for n, t in enumerate(tensors):
         if t is not None and places.setdefault(id(t), n) != n:
             again.append((n, places[id(t)]))
-    first, absent = tuple(places.values()), [n for n, t in enumerate(tensors) if t is None]
+    first, absent = list(places.values()), [n for n, t in enumerate(tensors) if t is None]
     get_absent, nothing = itemgetter(*absent), (None,) * len(absent)  # always several
+    get_first: Callable[[Any], Any] = itemgetter(*first) if len(first) > 1 else itemgetter(slice(1))
     check = alike([tensors[n] for n in first])  # type: ignore[misc]
     may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
     offsets = [seen[n][4] for n in first] if any(seen[n][3].type != "cpu" for n in first) else None
 
     def matches(others: Tensors) -> bool:
-        given: Any = [others[n] for n in first]
+        given = get_first(others)
         if not (check(*given) if check else look(others, grad_enabled) == seen):
             return False
         if get_absent(others) != nothing:

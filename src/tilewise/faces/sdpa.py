@@ -72,69 +72,56 @@ def scaled_dot_product_attention(
         tensor([0.0000, 0.5000, 1.0000])
     """
     try:
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        is_lower_right = False
+        if attn_mask is not None and hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
+            is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
+            attn_mask, is_causal = None, True
+        if is_any_autocast_enabled():
+            query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+        if not (type(query) is type(key) is type(value) is Tensor):
+            if is_jagged(query, key, value):
+                return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            check_tensors(query=query, key=key, value=value)
+        if is_causal is not False or enable_gqa is not False:
+            check_flag("is_causal", is_causal)
+            check_flag("enable_gqa", enable_gqa)
+        if type(dropout_p) is not float or dropout_p != 0:
+            check_number("dropout_p", dropout_p)
+            if not 0 <= dropout_p <= 1:
+                raise ValueError(f"dropout_p={dropout_p} must be in [0, 1]")
+        if is_causal and attn_mask is not None:
+            raise ValueError("is_causal=True must be False when attn_mask is given")
+        q, k, v, leading = _batched(query, key, value, enable_gqa)
+        mask = bias = None
+        if attn_mask is not None:
+            attn_mask = _flatten_mask(
+                attn_mask,
+                (*(q.shape[:1] if leading is None else leading), q.shape[1], q.shape[2], k.shape[2]),
+            )
+            mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+        right = None
+        if is_causal and not is_lower_right and q.shape[2] != k.shape[2]:
+            # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
+            # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+            right, is_causal = q.shape[2] - k.shape[2], False
+        if dropout_p == 1:  # torch allows it: no weight survives
+            v, dropout_p = v * 0, 0.0
+        seed = draw_seed(q, dropout_p) if dropout_p else None
+        inputs = Inputs(q, k, v, None, None, None, None, None, mask, bias, None, None, seed)
+        options = Options(is_causal, None, right, 0.0, dropout_p, scale)
+        _, by_head, by_token, _ = q.stride()  # out lies as query does, as torch's
+        request = BY_HEAD if by_head >= by_token else BY_TOKEN
+        out = functions.attention(inputs, options, None, request, "bhsd")[0]
+        if leading is None:
+            return out
+        if max(query.ndim, key.ndim, value.ndim) == 2:
+            return out[0, 0]
+        return out.reshape(*leading, *out.shape[1:])
     except ValueError as error:
         raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
     except TypeError as error:
         raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """The call in this library's words."""
-    is_lower_right = False
-    if attn_mask is not None and hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
-        is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
-        attn_mask, is_causal = None, True
-    if is_any_autocast_enabled():
-        query, key, value, attn_mask = _cast(query, key, value, attn_mask)
-    if not (type(query) is type(key) is type(value) is Tensor):
-        if is_jagged(query, key, value):
-            return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        check_tensors(query=query, key=key, value=value)
-    if is_causal is not False or enable_gqa is not False:
-        check_flag("is_causal", is_causal)
-        check_flag("enable_gqa", enable_gqa)
-    if type(dropout_p) is not float or dropout_p != 0:
-        check_number("dropout_p", dropout_p)
-        if not 0 <= dropout_p <= 1:
-            raise ValueError(f"dropout_p={dropout_p} must be in [0, 1]")
-    if is_causal and attn_mask is not None:
-        raise ValueError("is_causal=True must be False when attn_mask is given")
-    q, k, v, leading = _batched(query, key, value, enable_gqa)
-    mask = bias = None
-    if attn_mask is not None:
-        attn_mask = _flatten_mask(
-            attn_mask, (*(q.shape[:1] if leading is None else leading), q.shape[1], q.shape[2], k.shape[2])
-        )
-        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
-    right = None
-    if is_causal and not is_lower_right and q.shape[2] != k.shape[2]:
-        # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
-        # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
-        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        right, is_causal = q.shape[2] - k.shape[2], False
-    if dropout_p == 1:  # torch allows it: no weight survives
-        v, dropout_p = v * 0, 0.0
-    seed = draw_seed(q, dropout_p) if dropout_p else None
-    inputs = Inputs(q, k, v, None, None, None, None, None, mask, bias, None, None, seed)
-    options = Options(is_causal, None, right, 0.0, dropout_p, scale)
-    _, by_head, by_token, _ = q.stride()  # out lies as query does, as torch's
-    request = BY_HEAD if by_head >= by_token else BY_TOKEN
-    out = functions.attention(inputs, options, None, request, "bhsd")[0]
-    if leading is None:
-        return out
-    if max(query.ndim, key.ndim, value.ndim) == 2:
-        return out[0, 0]
-    return out.reshape(*leading, *out.shape[1:])
 
 
 def _is_lower_right(bias: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:

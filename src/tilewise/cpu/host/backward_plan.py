@@ -35,7 +35,7 @@ from tilewise.cpu.host.configs import (
     is_decoding,
 )
 from tilewise.cpu.host.forward_plan import BLOCK_K
-from tilewise.cpu.host.pool import CPU, pool
+from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
 
 # Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -196,6 +196,8 @@ class BackwardPlan(CallPlan):
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)
         del kept
+        if size > KEPT_SCRATCH:
+            pool.scratch.release()
         return is_done
 
     @functools.cached_property

@@ -25,7 +25,7 @@ from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
 from tilewise.cpu.host.functions import bind_functions, raise_wrong_index
-from tilewise.cpu.host.pool import CPU, pool
+from tilewise.cpu.host.pool import CPU
 
 GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
 
@@ -162,7 +162,6 @@ class CallPlan:
             self.kernel.call(block.address)
         else:
             parallel.run(self.kernel, block.address, threads)
-        pool.scratch.trim()
         if self.has_options and self.problem.functions is not None:
             raise_wrong_index(self.problem, block, inputs)
         return not (self.cuts and block.words[NOT_CUT])

@@ -17,7 +17,7 @@ from tilewise.cpu.host.arguments import CHANGING
 from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config
-from tilewise.cpu.host.pool import pool
+from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 BLOCK_K = 64  # a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
@@ -84,6 +84,8 @@ class OutputPlan(CallPlan):
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)
         del kept
+        if size > KEPT_SCRATCH:
+            pool.scratch.release()
         return Results(out, lse, residual) if is_done else Retry(self.uncut)
 
     def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:

@@ -9,7 +9,7 @@ import torch
 from tilewise.cpu.host.arguments import Block
 
 CPU = torch.device("cpu")
-KEPT_SCRATCH = 64 << 20  # bytes; larger scratch is given back after the call
+KEPT_SCRATCH = 64 << 20  # bytes; a call that takes more releases them when it is done
 
 
 class Scratch:
@@ -22,17 +22,12 @@ class Scratch:
         self.memory, self.size, self.address = torch.empty(0), -1, 0
 
     def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes, until the next `reserve`, `trim` or `release`."""
+        """The address of at least `size` bytes, until the next `reserve` or `release`."""
         if size > self.size:
             self.release()  # before there is more
             self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
             self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
         return self.address
-
-    def trim(self) -> None:
-        """After a call: give back what is too much to keep."""
-        if self.size > KEPT_SCRATCH:
-            self.release()
 
 
 class Pool(threading.local):

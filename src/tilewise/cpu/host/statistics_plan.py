@@ -16,7 +16,7 @@ from tilewise.cpu.host.call_plan import CallPlan, Division, axes, longest
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import statistics_config
 from tilewise.cpu.host.forward_plan import put_addresses
-from tilewise.cpu.host.pool import pool
+from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 MOST_TILES = 16  # of queries, that share one converted block of keys
 ITEMS_PER_THREAD = 4  # at least, of heads and parts of heads
@@ -47,7 +47,8 @@ class StatisticsPlan(CallPlan):
         columns = self.new_columns(inputs, division.words["splits"])
         block = pool.block
         block.fill(self.template)
-        scratch = pool.scratch.reserve(division.threads * division.thread_bytes)
+        size = division.threads * division.thread_bytes
+        scratch = pool.scratch.reserve(size)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0,
             results.lse.data_ptr(), residual.data_ptr(), scratch, 0, 0,
@@ -59,6 +60,8 @@ class StatisticsPlan(CallPlan):
         kept = self.bind(block, inputs) if self.has_options else None
         self.launch(block, inputs, division.threads)
         del kept
+        if size > KEPT_SCRATCH:
+            pool.scratch.release()
         return found if columns is None else found._replace(column_sum=self.columns_of(columns))
 
     def divide(self, seqlen_q: int) -> Division:
