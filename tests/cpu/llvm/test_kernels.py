@@ -423,6 +423,16 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("dtype", "mib"), [(torch.float32, 3), (torch.bfloat16, 20)])
+def test_a_long_backward_has_no_copy_of_dq_in_float32(dtype, mib):
+    """The copy would take 16 MiB; PyTorch's SDPA takes 2.25 in all."""
+    inputs = Inputs(*(torch.empty(1, 16384, 4, 64, dtype=dtype) for _ in range(3)))
+    problem, lse = describe(inputs, Options()), torch.empty(1, 4, 16384)
+    results = inputs.query, lse, lse, inputs.query, None
+    plan = backward_plan.BackwardPlan(problem, llvm.signature("backward", problem, inputs, results))
+    assert plan.layout.size - plan.layout.zeros + 2 * plan.division.thread_bytes <= mib << 20
+
+
 @pytest.mark.parametrize("window", [(None, None), (60, 30), (150, 0)])
 @pytest.mark.parametrize(("heads", "seqlen_k"), [(1, 128), (3, 128), (1, 200), (3, 300)])
 def test_tiles_that_threads_share_give_the_same_bits(heads, seqlen_k, window):

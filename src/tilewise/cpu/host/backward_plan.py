@@ -123,7 +123,7 @@ class BackwardPlan(CallPlan):
         }
         division = Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
         tickets = problem.batch * problem.num_heads * tiles
-        return division, Layout(division, tickets, self.lse_bytes, facts["tile_bytes"] if splits > 1 else 0)
+        return division, Layout(division, tickets, self.lse_bytes, facts["sum_bytes"] if splits > 1 else 0)
 
     def run(
         self,
