@@ -159,15 +159,18 @@ class BackwardKernel:
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
         shape = self.shape
-        q0, block_k = t * shape.block_q, shape.block_k
+        block_q, block_k = shape.block_q, shape.block_k
+        q0 = t * block_q
         k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
         split = self.args.split_keys
         for place, is_last in self.tickets(head, q0, block, (k0 // split, (k1 - 1) // split)):
-            self.load_statistics(head, q0, self.load_queries(head, q0))
             fill_zero(shape, self.dq_t, shape.pad)
+            begin, end = self.scores.visible(head, q0, block_q, j0, first, last)
+            with when(begin < end):
+                self.load_statistics(head, q0, self.load_queries(head, q0))
             for j in loop(first, last, block_k):
-                begin, end = self.scores.visible(head, q0, j0 + j, 0, minimum(last - j, block_k))
+                begin, end = self.scores.visible(head, q0, block_q, j0 + j, 0, minimum(last - j, block_k))
                 with when(begin < end):
                     for kernel in fitting(self, head, q0):
                         kernel.step(head, q0, j0, j, end)
@@ -411,7 +414,7 @@ def sum_bytes(shape: Shape, rows: int) -> int:
 
 
 def add_in_turn(
-    kernel: Any, target: Callable[[Scalar], Ptr], tile: Value, n: Scalar, place: Value, is_last: Value
+    kernel: Any, target: Callable[[Any], Ptr], tile: Value, n: Scalar, place: Value, is_last: Value
 ) -> None:
     """Add n rows of dq to a tile's sums when `place` work items have; the last one writes scale * sums."""
     shape, args, dq = kernel.shape, kernel.args, kernel.dq
@@ -419,7 +422,7 @@ def add_in_turn(
     if size := kernel.facts()["sum_bytes"]:
         own = Rows(args.ptr("dq_sum", shape.kind)[tile * (size // shape.item)], shape.pad)
 
-        def sums(i: Scalar) -> Ptr:
+        def sums(i: Any) -> Ptr:
             return own[i, 0]
 
     with when(place > 0):

@@ -65,8 +65,8 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.q_t, self.do_t = (matrices(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (matrices(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out, self.do_rows = (scratch.rows(ROWS, shape.pad_v) for _ in range(2))
-        self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
-        self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
+        self.s_t, self.dp_t = (scratch.rows(TILE, TILE) for _ in range(2))
+        self.dbias_t = scratch.rows(shape.block_k if self.config.dbias_kind else 0, TILE)
         self.p, self.ds = (matrices(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = matrices(shape.block_k // 2, block_q)
         self.scores = Scores(part, scratch, with_slopes=True)
@@ -130,12 +130,11 @@ class BFloat16BackwardKernel(BackwardKernel):
         scores = self.scores.at(head, q0 + c, j0 + j)
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
-            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            self.product(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
-            self.product(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
+            self.product(self.s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
+            self.product(self.dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
             self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
-            self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
+            self.scores.add_gradient(head, self.dbias_t, q0 + c, j0 + j, a, b)
 
     def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse) exp(-residual), ds = p (dp_t - delta) of 32 keys, in the products' forms."""
@@ -157,7 +156,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         statistics = (self.lse, self.factor, self.delta)
         lse, factor, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
         for r in loop(first, first + TILE, part.rows):
-            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
+            s_t, dp_t = (area.at(r % TILE, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, self.scale)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
@@ -198,7 +197,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         for v, x in enumerate(self.part.columns()):
             ds[v] = self.scores.before_function(ds[v], r + k, x)
             if self.config.dbias_kind:
-                self.dp_t.at(r, 0)[k, x].store(ds[v])
+                self.dbias_t.at(r, 0)[k, x].store(ds[v])
             ds[v] = self.scores.before_cap(ds[v], r + k, x)
 
     def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
