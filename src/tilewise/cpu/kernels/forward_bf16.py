@@ -26,11 +26,11 @@ from tilewise.cpu.dsl.bf16_products import (
     tile_registers,
     words,
 )
-from tilewise.cpu.dsl.control import either, loop, when
+from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2, exp_avx512, quotient
-from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
@@ -48,7 +48,6 @@ from tilewise.cpu.kernels.tiles import (
 )
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
-FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
 class BFloat16ForwardKernel(ForwardKernel):
@@ -139,18 +138,9 @@ class BFloat16ForwardKernel(ForwardKernel):
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
         """p_t = exp(s_t - m) and the block's sums over keys."""
-        shape = self.shape
-        l = [Var(shape.constant(0.0)) for _ in m]
-        if self.scores.has_options:
-            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, dropout, first, n)
-            return l
-        scale = self.scale
-        factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
-        with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
-            with far:
-                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, dropout, first, n)
-            with near:
-                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, dropout, first, n)
+        scale = self.shape.constant(1.0) if self.scores.has_options else self.scale
+        l = [Var(self.shape.constant(0.0)) for _ in m]
+        self.sum_weights(lambda s, v: fma(s, scale, -m[v]) * LOG2_E, l, dropout, first, n)
         return l
 
     def power(self, x: Operand) -> Value:
