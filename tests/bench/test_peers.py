@@ -48,7 +48,7 @@ EIGHT_BITS = [f"tilewise-{precision}{how}" for precision in ("fp8", "int8") for 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_8_bit_peers(name):
-    """They compute what they are timed for, no more exactly than 8 bits are: the dtype's gate refuses them."""
+    """They compute what they are timed for, as exactly as 8 bits are: the dtype's gate refuses them."""
     for case in (
         dense("forward", "bfloat16", 64, 4, 2, 200, causal=True, num_kv_heads=2),
         packed("forward", "float16", 64, 2, (100, 1, 130), True),
