@@ -61,7 +61,7 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.has_few_rows = is_decoding(problem)
+        self.has_few_rows = is_decoding(problem, is_backward=True)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
         shared_batches, shared_heads = _sharing(problem)
