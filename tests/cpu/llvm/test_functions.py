@@ -14,7 +14,8 @@ from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as
 from tilewise import reference
 from tilewise.core.functions import kernel_map as maps
 from tilewise.core.functions.trace import trace
-from tilewise.cpu.host import compile as kernels
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.cpu.host import compile as kernels, configs
 from tilewise.testing import check_attention
 
 FEW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,6 +45,16 @@ def check(leaves, tolerance=1e-9, **options):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+def check_forward(leaves, tolerance=1e-9, **options):
+    """The same without gradients, where few queries have a kernel of their own."""
+    query, key, _ = leaves
+    problem = describe(Inputs(*leaves), Options(functions="[[],[null,null],[]]"))
+    assert configs.is_decoding(problem) and query.shape[1] < key.shape[1]
+    found = tilewise.attention(*leaves, return_lse=True, backend="llvm", **options)
+    for ours, theirs in zip(found, reference.attention(*leaves, **options), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @FEW
 @given(MASKS, SCORES)
 def test_random_functions(mask, score):
@@ -55,8 +66,21 @@ def test_random_functions(mask, score):
         TABLE.requires_grad_()
 
 
-def test_every_operation():
-    """Of integers, in vectors of 32 and 64 bits, and of floats."""
+@FEW
+@given(MASKS, SCORES)
+def test_random_functions_of_few_queries(mask, score):
+    """Keys are in lanes; three queries of two heads share each key."""
+    TABLE.requires_grad_(False)
+    try:
+        q, k, v = (torch.randn(BATCH, *n, 4, dtype=torch.double) for n in ((3, HEADS), (LENGTH, 1), (LENGTH, 1)))
+        options = {"mask_mod": as_mask(mask), "score_mod": as_score(score), "softcap": 3.0}
+        check_forward((q, k, v), 1e-8, **options)
+    finally:
+        TABLE.requires_grad_()
+
+
+def every_operation():
+    """A mask and a score function of integers, in vectors of 32 and 64 bits, and of floats."""
     numbers, flags = torch.randint(-9, 10, (40,)), torch.rand(40) < 0.7
     big = torch.randint(-(2**40), 2**40, (40,))
 
@@ -80,8 +104,16 @@ def test_every_operation():
             - abs(numbers[i]).double() ** 0.5 / 9
         )
 
-    check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)],
-          mask_mod=mask_mod, score_mod=score_mod)  # fmt: skip
+    return {"mask_mod": mask_mod, "score_mod": score_mod}
+
+
+def test_every_operation():
+    check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)], **every_operation())
+
+
+def test_every_operation_of_few_queries():
+    q, k, v = (torch.randn(1, *n, 8, dtype=torch.double) for n in ((6, 4), (40, 2), (40, 2)))
+    check_forward((q, k, v), **every_operation(), window=(30, 3), sinks=torch.randn(4).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -151,6 +183,31 @@ def test_indices_out_of_range():
         tilewise.attention(x, torch.cat([x, x], 1), torch.cat([x, x], 1), backend="llvm", **options)
     with pytest.raises(IndexError, match=r"out of range \(line .*test_functions.py.*table\[i\] < 99"):
         tilewise.attention(x, x, x, backend="llvm", mask_mod=lambda b, h, i, j: table[i] < 99)
+
+
+def test_few_queries_skip_what_is_hidden_and_report_what_is_not():
+    """Hidden keys may be NaN, which would show where their block is read, and may read out of range."""
+    q, k, v = (torch.randn(1, *n, 8, dtype=torch.double) for n in ((2, 4), (300, 2), (300, 2)))
+    k[:, :192], v[:, :192] = torch.nan, torch.nan
+    table = torch.randn(108, dtype=torch.double)
+    options = {
+        "mask_mod": lambda b, h, i, j: j >= 192 + 2 * h + i, "score_mod": lambda s, b, h, i, j: s * table[j - 192]
+    }  # fmt: skip
+    found = tilewise.attention(q, k, v, backend="llvm", **options)
+    k[:, :192], v[:, :192] = 0, 0
+    long = torch.cat([table[:0].new_zeros(192), table])
+    exact = reference.attention(
+        q, k, v, mask_mod=options["mask_mod"], score_mod=lambda s, b, h, i, j: s * long[j]
+    )[0]
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+    short = table[:100]
+    for wrong in (
+        {"score_mod": lambda s, b, h, i, j: s * short[j - 192], "mask_mod": options["mask_mod"]},
+        {"mask_mod": lambda b, h, i, j: (short[j // 2] > 9) | (j > 1)},
+        {"mask_mod": lambda b, h, i, j: (short[i + 99] > 9) | (j > 1)},
+    ):
+        with pytest.raises(IndexError, match=r"index 1\d\d in dimension 0 .* \(100,\) is out of range \(line .*short"):
+            tilewise.attention(q, k, v, backend="llvm", **wrong)
 
 
 def test_kept_maps_see_new_numbers():
