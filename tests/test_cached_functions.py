@@ -42,10 +42,9 @@ def test_prefill_chunks_and_decoding(backend):
     (q, k, v), options = sequences(2), functions()
     out, lse = reference.attention(q, k, v, causal=True, **options)
     long = create_block_mask(lambda b, h, i, j: i // 7 != j // 9, None, None, 99, 99, device="cpu")
-    blocked = reference.attention(
-        q, k, v, causal=True, mask_mod=lambda b, h, i, j: options["mask_mod"](b, h, i, j) & (i // 7 != j // 9),
-        score_mod=options["score_mod"],
-    )[0]  # fmt: skip
+    own, score_mod = options["mask_mod"], options["score_mod"]
+    both = lambda b, h, i, j: own(b, h, i, j) & (i // 7 != j // 9)  # noqa: E731
+    blocked = reference.attention(q, k, v, causal=True, mask_mod=both, score_mod=score_mod)[0]
     cache = tilewise.KVCache(2, LENGTH + 5, KV_HEADS, DIM, dtype=torch.double)
     start = 0
     for n in (20, 1, 3, 1, 35):
@@ -131,7 +130,9 @@ def test_a_refused_step_changes_nothing():
             )
         assert torch.equal(cache.key, before)
     assert contiguous.lengths.tolist() == [0] and paged.length(paged.sequences[0]) == 0
-    with pytest.raises(IndexError, match=r"index [3-8] in dimension 0 .* is out of range \(line .*torch.ones"):
+    with pytest.raises(
+        IndexError, match=r"index [3-8] in dimension 0 .* is out of range \(line .*torch.ones"
+    ):
         tilewise.attention_with_cache(
             q, contiguous, k, v, mask_mod=lambda b, h, i, j: torch.ones(3)[i] > 0
         )  # fmt: skip

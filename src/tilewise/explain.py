@@ -135,8 +135,8 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     check_tensors(query=query)
     check_flag("return_lse", given["return_lse"])
     inputs, cached = _cached_inputs(given) if "cache" in given else (_inputs(given), None)
-    functions = (given[name] for name in ("mask_mod", "score_mod", "block_mask"))
-    inputs, call = with_functions(inputs, _options(given), *functions, cached)
+    mask_mod, score_mod, block_mask = (given[name] for name in ("mask_mod", "score_mod", "block_mask"))
+    inputs, call = with_functions(inputs, _options(given), mask_mod, score_mod, block_mask, cached)
     backend = given["backend"]
     problem = describe(inputs, call)
     _check_lengths(inputs)

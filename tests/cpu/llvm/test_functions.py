@@ -72,7 +72,9 @@ def test_random_functions_of_few_queries(mask, score):
     """Keys are in lanes; three queries of two heads share each key."""
     TABLE.requires_grad_(False)
     try:
-        q, k, v = (torch.randn(BATCH, *n, 4, dtype=torch.double) for n in ((3, HEADS), (LENGTH, 1), (LENGTH, 1)))
+        q, k, v = (
+            torch.randn(BATCH, *n, 4, dtype=torch.double) for n in ((3, HEADS), (LENGTH, 1), (LENGTH, 1))
+        )
         options = {"mask_mod": as_mask(mask), "score_mod": as_score(score), "softcap": 3.0}
         check_forward((q, k, v), 1e-8, **options)
     finally:
@@ -191,8 +193,9 @@ def test_few_queries_skip_what_is_hidden_and_report_what_is_not():
     k[:, :192], v[:, :192] = torch.nan, torch.nan
     table = torch.randn(108, dtype=torch.double)
     options = {
-        "mask_mod": lambda b, h, i, j: j >= 192 + 2 * h + i, "score_mod": lambda s, b, h, i, j: s * table[j - 192]
-    }  # fmt: skip
+        "mask_mod": lambda b, h, i, j: j >= 192 + 2 * h + i,
+        "score_mod": lambda s, b, h, i, j: s * table[j - 192],
+    }
     found = tilewise.attention(q, k, v, backend="llvm", **options)
     k[:, :192], v[:, :192] = 0, 0
     long = torch.cat([table[:0].new_zeros(192), table])
@@ -206,7 +209,7 @@ def test_few_queries_skip_what_is_hidden_and_report_what_is_not():
         {"mask_mod": lambda b, h, i, j: (short[j // 2] > 9) | (j > 1)},
         {"mask_mod": lambda b, h, i, j: (short[i + 99] > 9) | (j > 1)},
     ):
-        with pytest.raises(IndexError, match=r"index 1\d\d in dimension 0 .* \(100,\) is out of range \(line .*short"):
+        with pytest.raises(IndexError, match=r"index 1\d\d in dimension 0 .* \(100,\) is out of .*short"):
             tilewise.attention(q, k, v, backend="llvm", **wrong)
 
 

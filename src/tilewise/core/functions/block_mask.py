@@ -1,4 +1,4 @@
-"""A `BlockMask` of FlexAttention's as a mask function: what its blocks and its own function let queries see."""
+"""A `BlockMask` of FlexAttention's as a mask function: what its blocks and their function let queries see."""
 
 from __future__ import annotations
 

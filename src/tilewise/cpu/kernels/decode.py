@@ -81,7 +81,9 @@ class DecodeKernel(SplitKernel):
         m = l = (self.rows, lanes)
         self.functions = KernelFunctions(shape, scratch, lane="j") if self.config.functions else None
         has_mask = self.functions is not None and self.functions.mask is not None
-        self.seen = scratch.rows(self.rows, self.block_k) if has_mask else None  # 1 where functions show a key
+        self.seen = (
+            scratch.rows(self.rows, self.block_k) if has_mask else None
+        )  # 1 where functions show a key
         return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
 
     def size_tiles(self) -> None:

@@ -30,7 +30,6 @@ from tilewise.cpu.dsl.vector import (
     builder,
     emitter,
     like,
-    minimum,
     select,
     splat,
 )
@@ -88,7 +87,7 @@ class Wrong(NamedTuple):
 class Scope:
     """Values of nodes that are known at one point of the kernel, and the way to more.
 
-    A value is a number where it is the same in all lanes, else a vector. Lines are counted by r, vectors by v.
+    A value is a number where it is the same in all lanes, else a vector. r counts lines, v vectors.
 
     Args:
         head: whose functions they are.

@@ -1,8 +1,8 @@
 """Mask and score functions in the kernels: an expression, printed where scores are finished.
 
 Tiles have queries in lanes (`TileFunctions`), a few queries have keys there (`RowFunctions`). What depends on
-neither query nor key is computed once, what depends on one of the two once for that; only the rest is computed
-for each score (`function_scope.py`).
+neither query nor key is computed once, what depends on one of the two once for that; only the rest for each
+score (`function_scope.py`).
 
 An index out of range reads some place of its tensor. If the score is visible, the host is told.
 """
@@ -18,7 +18,6 @@ from tilewise.core.functions.expression import BOOL, FLOAT, decode
 from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.core.functions.widths import wide_integers
 from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
     Scalar,
