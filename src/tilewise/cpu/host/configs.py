@@ -64,6 +64,9 @@ def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tr
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= BF16_TOO_SHORT
+    if problem.functions is not None and decode(problem.functions).wants_grad:
+        # Only the kernel that computes in vectors adds these gradients up.
+        return replace(_config(problem, inputs, VECTORS), functions=problem.functions)
     return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _terms(problem, may_cut))
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import llvmlite.ir as ir
 
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, LOGIC, Functions, Graph
-from tilewise.cpu.dsl.control import when
+from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.elementary import elementary
-from tilewise.cpu.dsl.lanes import any_lane
+from tilewise.cpu.dsl.lanes import across, any_lane, first_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.numerics import quotient
 from tilewise.cpu.dsl.operations import OPERATIONS, converted, floor_quotient, is_invertible, power
@@ -27,6 +27,7 @@ from tilewise.cpu.dsl.vector import (
     STORED,
     Operand,
     Value,
+    as_kind,
     builder,
     emitter,
     like,
@@ -48,6 +49,7 @@ class Expression(Protocol):
     levels: list[frozenset[str]]  # of each node, which of LANE and LINE it depends on
     wide: frozenset[int]
     places: Rows  # of the numbers that a vector of loads reads
+    terms: Rows  # what is added to these
 
     def needed(self, root: int) -> list[int]:
         """What a node is computed from, and itself."""
@@ -104,6 +106,10 @@ class Scope:
         self.graph, self.levels = owner.graph, owner.levels
         self.known, self.wrong = known, wrong
         self.scores: dict[tuple[int, int], Value] = {}
+
+    def inner(self) -> Scope:
+        """The same point inside of a branch, whose values are of no use behind it."""
+        return Scope(self.owner, self.shape, self.head, self.indices, dict(self.known), [])
 
     def at(self, n: int, r: int, v: int) -> Operand:
         """The value of a node."""
@@ -208,8 +214,28 @@ class Scope:
 
     def _load(self, n: int, r: int, v: int) -> Operand:
         """A captured number, or those of a vector of places."""
-        node, is_vector = self.graph.nodes[n], LANE in self.levels[n]
-        kind = self.owner.functions.tensors[node.value].kind
+        kind, is_vector = self.owner.functions.tensors[self.graph.nodes[n].value].kind, LANE in self.levels[n]
+        name, stored = ("captured_floats", self.shape.kind) if kind == FLOAT else ("captured_integers", "i64")
+        source, place = self.head.args.ptr(name, stored), self._position(n, r, v)
+        found = self._gathered(source, place) if is_vector else source[place].load()
+        return converted(found, self._type(BOOL, is_vector, 64)) if kind == BOOL else found
+
+    def add_at(self, n: int, r: int, v: int, terms: Value, total: Ptr) -> None:
+        """Add a vector of terms to the numbers that load n reads, in the order of the lanes."""
+        place = self._position(n, r, v)
+        if LANE not in self.levels[n]:
+            cell = total[place]
+            cell.store(cell.load() + as_kind(first_lane(across(terms, operator.add)), "f64"))
+            return
+        self.owner.places[0, 0].store(place)
+        self.owner.terms[0, 0].store(terms)
+        for lane in loop(0, self.shape.lanes):
+            cell = total[self.owner.places[0, lane].load()]
+            cell.store(cell.load() + as_kind(self.owner.terms[0, lane].load(), "f64"))
+
+    def _position(self, n: int, r: int, v: int) -> Operand:
+        """Where in its buffer load n reads."""
+        node = self.graph.nodes[n]
         begin, sizes = self._layout(node.value)
         place: Operand = begin
         for axis, (argument, size) in enumerate(zip(node.args, sizes)):
@@ -222,10 +248,7 @@ class Scope:
             for later in sizes[axis + 1 :]:
                 index = index * later
             place = index + place
-        name, stored = ("captured_floats", self.shape.kind) if kind == FLOAT else ("captured_integers", "i64")
-        source = self.head.args.ptr(name, stored)
-        found = self._gathered(source, place) if is_vector else source[place].load()
-        return converted(found, self._type(BOOL, is_vector, 64)) if kind == BOOL else found
+        return place
 
     def _layout(self, tensor: int) -> tuple[Value, list[Value]]:
         """Where a captured tensor begins in its buffer, and its sizes."""

@@ -18,6 +18,7 @@ from tilewise.core.functions.expression import BOOL, FLOAT, decode
 from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.core.functions.widths import wide_integers
 from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
     Scalar,
@@ -45,19 +46,28 @@ class KernelFunctions:
     def __init__(self, shape: Shape, scratch: Scratch, with_slope: bool = False, lane: str = "i") -> None:
         self.functions = decode(shape.config.functions)
         self.graph, self.slope = self.functions.graph, None
+        self.load_slopes: dict[int, int] = {}  # of loads whose gradient is wanted: d score / d load
         if with_slope and self.functions.score is not None:
-            self.graph, slope, _ = derivative(self.functions)
+            self.graph, slope, loads = derivative(self.functions)
             self.slope = self.graph.const(0.0) if slope is None else slope
+            tensors, nodes = self.functions.tensors, self.graph.nodes
+            self.load_slopes = {n: g for n, g in loads.items() if tensors[nodes[n].value].wants_grad}
         self.mask, self.score = self.functions.mask, self.functions.score
         self.has_map = bool(self.functions.hiding)
-        roots = [n for n in (self.mask, self.score, self.slope) if n is not None]
+        roots = [n for n in (self.mask, self.score, self.slope, *self.load_slopes.values()) if n is not None]
         self.order = self.graph.reachable(roots)
         self.levels = levels_of(self.graph, lane)
         self.wide = wide_integers(self.graph, self.functions)
         self.places = scratch.rows(1, shape.lanes, "i64")  # of the numbers that a vector of loads reads
+        self.terms = scratch.rows(1, shape.lanes)
         self.slopes: Rows | None = None
         if self.slope is not None and self.graph.value(self.slope) != 1.0:
             self.slopes = scratch.rows(shape.block_k, shape.block_q)
+        self.kept = {  # slopes that are not one number
+            g: scratch.rows(shape.block_k, shape.block_q)
+            for g in sorted(set(self.load_slopes.values()))
+            if self.graph.value(g) is None
+        }
 
     @functools.cache  # noqa: B019 - it goes with the kernel's builder
     def needed(self, root: int) -> list[int]:
@@ -126,31 +136,50 @@ class TileFunctions:
     def is_partial(self, j: Scalar) -> Value:
         return self.kind(j) < FULL
 
-    def scope(self, j: Scalar) -> Scope:
-        """To compute the functions of the keys from j0 + j on; those behind the last repeat it."""
-        keys = [
-            minimum(as_int(self.j0) + (as_int(j) + r), self.head.seqlen_k - 1) for r in range(self.shape.rows)
-        ]
+    def scope(self, j: Scalar, count: int) -> Scope:
+        """To compute the functions of `count` keys from j0 + j on; those behind the last repeat it."""
+        keys = [minimum(as_int(self.j0) + (as_int(j) + r), self.head.seqlen_k - 1) for r in range(count)]
         indices = {"i": self.queries, "j": keys}
         return Scope(self.owner, self.shape, self.head, indices, dict(self.tile.known), [])
 
     def apply_score(self, s: Grid, j: Scalar) -> Scope:
         """The score function on scores, in place; its slope, if one is wanted, into `slopes`."""
-        owner, scope = self.owner, self.scope(j)
+        owner, scope = self.owner, self.scope(j, len(s))
         assert owner.score is not None
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 scope.scores[r, v] = Value(x.raw)
                 x.set(scope.vector(owner.score, r, v, FLOAT))
-                if owner.slopes is not None:
-                    assert owner.slope is not None
-                    slope = scope.vector(owner.slope, r, v, FLOAT)
-                    owner.slopes.at(j, v * self.shape.lanes)[r, 0].store(slope)
+                kept = owner.kept if owner.slopes is None else {**owner.kept, owner.slope: owner.slopes}
+                for n, area in kept.items():
+                    assert n is not None
+                    area.at(j, v * self.shape.lanes)[r, 0].store(scope.vector(n, r, v, FLOAT))
         return scope
+
+    def add_captured(self, ds: Rows, end: Value) -> None:
+        """What the gradients ds of a tile's scores, [keys, queries], add to those of captured floats."""
+        args, shape, owner = self.head.args, self.shape, self.owner
+        slot = (self.head.batch * args.num_kv_heads + self.head.kv_head) * args.splits
+        slot = slot + as_int(self.j0) // args.split_keys
+        total = args.ptr("dcaptured", "f64")[slot * args.num_captured]
+        for j in loop(0, end):
+            scope = self.scope(j, 1)
+            for v, c in enumerate(shape.columns()):
+                g = ds[j, c].load(shape.lanes)
+                with when(any_lane(g.equals(0.0) ^ 1)):
+                    for n, slope in owner.load_slopes.items():
+                        scope.inner().add_at(n, 0, v, self._through(g, slope, j, c), total)
+
+    def _through(self, g: Value, slope: int, j: Scalar, c: int) -> Value:
+        """g times a slope; 0 from 0, whatever that is."""
+        constant = self.owner.graph.value(slope)
+        if constant is not None:
+            return g if constant == 1.0 else g * float(constant)
+        return select(g.equals(0.0), 0.0, g * self.owner.kept[slope][j, c].load(self.shape.lanes))
 
     def hide(self, s: Grid, j: Scalar) -> Scope:
         """-inf where the mask function says so."""
-        scope = self.scope(j)
+        scope = self.scope(j, len(s))
         assert self.owner.mask is not None
         for r, row in enumerate(s):
             for v, x in enumerate(row):
