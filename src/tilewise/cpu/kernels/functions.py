@@ -150,9 +150,10 @@ class TileFunctions:
             for v, x in enumerate(row):
                 scope.scores[r, v] = Value(x.raw)
                 x.set(scope.vector(owner.score, r, v, FLOAT))
-                kept = owner.kept if owner.slopes is None else {**owner.kept, owner.slope: owner.slopes}
+                kept = dict(owner.kept)
+                if owner.slopes is not None and owner.slope is not None:
+                    kept[owner.slope] = owner.slopes
                 for n, area in kept.items():
-                    assert n is not None
                     area.at(j, v * self.shape.lanes)[r, 0].store(scope.vector(n, r, v, FLOAT))
         return scope
 
