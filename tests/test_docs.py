@@ -18,7 +18,7 @@ from tilewise.cli import _app
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn"}
+QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn", "mask"}
 
 
 def load(name: str):
