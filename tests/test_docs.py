@@ -106,7 +106,7 @@ def test_sentences_are_short(page):
 
 
 def test_sentences_are_found():
-    text = "# Left. Out.\n\nOne\ntwo `a b` (3.5 µs). **Four** five: six!\n- Seven; [e.](x.y.md)f\n\n| a | Nine. |"
+    text = "# A title.\n\nOne\ntwo `a b` (3.5 µs). **Four** five: six!\n- Seven; [e.](x)f\n\n| a | Nine. |"
     assert sentences(text) == ["One two Code (3.5 µs).", "**Four** five: six!", "Nine."]
     assert [words(sentence) for sentence in sentences(text)] == [5, 3, 1]
 
