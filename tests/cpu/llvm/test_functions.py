@@ -84,6 +84,7 @@ def test_every_operation():
           mask_mod=mask_mod, score_mod=score_mod)  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_errors_stay_in_budget(dtype):
     """With all other options; several items of work, and blocks of keys that take turns."""
