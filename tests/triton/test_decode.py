@@ -95,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("queries", "is_paged"), [(1, True), (3, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtype = DTYPES[-1]):

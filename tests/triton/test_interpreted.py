@@ -41,7 +41,7 @@ def test_under_the_interpreter(names: tuple[str, ...], request: pytest.FixtureRe
     assert re.search(r"[1-9]\d* passed", run.stdout)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards pages by mprotect")
 @pytest.mark.parametrize(
     "name",

@@ -49,7 +49,7 @@ CUT_GROUPS = groups_of(torch.float16)[:6] + groups_of(torch.float32)[: 6 * (DEFA
 DROPOUT_GROUP = 6
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("group", [*range(12), *BFLOAT16_GROUPS])
 def test_random_problems_meet_the_error_budget(group):
     first = group * random_cases.CASES_A_KERNEL
@@ -59,7 +59,7 @@ def test_random_problems_meet_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="needs products of bfloat16")
 @pytest.mark.parametrize("group", CUT_GROUPS)
 def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
@@ -118,7 +118,7 @@ def test_one_block_of_keys_meets_the_error_budget(seqlen_q, seqlen_k, options, d
     check_attention(*inputs[:3], backend="llvm", **options)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.4])}, {}], ids=str
@@ -213,7 +213,7 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
     assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize(
     ("builder", "vectors"), [(forward_bf16, 1), (forward_bf16, 2), (backward_bf16, 2), (backward_bf16, 4)]
@@ -234,7 +234,7 @@ def test_dot_products_of_bfloat16_compile(builder):
     assert code[:4] == b"\x7fELF" and code[18] == 62
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_no_access_out_of_bounds(count):
     assert "no access" in run_script(str(HERE / "guarded.py"), str(count))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("builder", [forward, backward, decode, decode_backward])
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
@@ -321,7 +321,7 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 4, 130, 700), (3, 1, 130, 700), (3, 4, 1, 700), (1, 1, 1, 700)])
 def test_gradient_of_a_broadcast_bias(shape, dtype):
@@ -377,7 +377,7 @@ def test_tiles_with_vectors_as_short_as_neon(monkeypatch, dtype, seqlen_q, seqle
     check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
 def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):
     """Whether weights count from the largest score so far, or from one a little below it."""
@@ -400,7 +400,7 @@ def test_more_keys_than_are_loaded_at_once(dim):
     assert not random_cases.check(case)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1), (1, 2, 3000, 32, 8)]
@@ -474,7 +474,7 @@ def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
     assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", random_cases.DTYPES)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "pad"), [(100, 147, 0), (100, 147, 70), (1, 130, 0)])
 def test_dropout_has_the_mask_of_the_generator(seqlen_q, seqlen_k, pad, dtype):
