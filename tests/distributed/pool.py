@@ -59,9 +59,9 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.inboxes = [context.Queue() for _ in range(MOST)]
-        self.outbox, compiling = context.Queue(), context.Lock()
+        self.outbox, self.compiling = context.Queue(), context.Lock()
         self.processes = [
-            context.Process(target=serve, args=(r, store, inbox, self.outbox, compiling), daemon=True)
+            context.Process(target=serve, args=(r, store, inbox, self.outbox, self.compiling), daemon=True)
             for r, inbox in enumerate(self.inboxes)
         ]
         for process in self.processes:
