@@ -30,7 +30,7 @@ settings.register_profile("quick", settings.get_profile("tilewise"), max_example
 # that share the processes of `distributed`.
 LONGEST = (
     "distributed", "triton/test_interpreted.py", "triton/test_compile.py", "hopper/test_backward_compile.py",
-    "hopper/test_compile.py", "hopper/test_emulated.py", "cpu/llvm", "test_flex_attention.py", "claims",
+    "hopper/test_compile.py", "hopper/test_emulated.py", "cpu", "test_flex_attention.py", "claims",
     "demo", "integrations/test_transformers_paged.py", "torture",
 )  # fmt: skip
 
