@@ -63,11 +63,21 @@ def are_joined(pixels: torch.Tensor) -> bool:
     return any(near(d, m, 3) for d in reached for m in second)
 
 
-@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("side", [28, 64])
 def test_drawings_are_joined_as_they_say(side):
     batch = TASKS["pathfinder"].batch(TRAIN, 0, 24, seqlen=side * side)
     found = [are_joined(pixels.view(side, side)) for pixels in batch.tokens[:, 0]]
     assert found == batch.labels.bool().tolist() and len(set(found)) == 2
+
+
+def test_lengths_without_room_are_refused():
+    for task, seqlen, wrong in (
+        ("pathfinder", 64, "28 or more"),
+        ("path-x", 1000, "the square"),
+        ("listops", 8, "16"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            TASKS[task].batch(TRAIN, 0, 1, seqlen=seqlen)
 
 
 def test_examples_are_the_same_each_time_and_held_out_ones_are_others():
@@ -119,7 +129,7 @@ def test_the_example(tmp_path):
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example
     spec.loader.exec_module(example)
-    sizes = "--seqlen 64 --layers 1 --width 16 --heads 2 --steps 3 --batch 2 --held-out 4 --device cpu"
+    sizes = "--seqlen 1024 --layers 1 --width 16 --heads 2 --steps 3 --batch 2 --held-out 4 --device cpu"
     file = tmp_path / "runs.json"
     runs = example.main(f"pathfinder {sizes} --attention tilewise sdpa --json {file}".split())
     written = json.loads(file.read_text())
@@ -135,4 +145,4 @@ def test_a_claim_trains(tmp_path, monkeypatch):
     assert ran.exit_code == 0 and "37.6% claimed" in ran.output, ran.output
     assert (tmp_path / "listops-cpu.pt").exists()
     wrong = CliRunner().invoke(_app(), [*arguments[:4], "path"])
-    assert wrong.exit_code == 1 and "must be one of listops, pathfinder, path-x" in wrong.output
+    assert wrong.exit_code == 2 and "must be one of listops, pathfinder, path-x" in wrong.output

@@ -16,8 +16,8 @@ CPU_TOKENS = {"path-x": 64 * 64}  # standard attention of 16,384 needs more memo
 
 def _settings(task: str, setting: Setting) -> Settings:
     if setting.is_gpu:
-        return Settings(task, batch=BATCHES[task], device="cuda")
-    return Settings(task, batch=1, layers=2, seqlen=CPU_TOKENS.get(task))
+        return Settings(task, batch=BATCHES[task], device="cuda", held_out=2048, workers=8)
+    return Settings(task, batch=1, layers=2, seqlen=CPU_TOKENS.get(task), held_out=512)
 
 
 def _speed(task: str, setting: Setting) -> Measured:
@@ -70,7 +70,7 @@ EVERY = 100  # steps between checkpoints
 
 def _accuracy(task: str, setting: Setting) -> Measured:
     """Of held-out examples, in percent, after a whole training."""
-    settings = dataclasses.replace(_settings(task, setting), steps=STEPS[task], held_out=2048, workers=2)
+    settings = dataclasses.replace(_settings(task, setting), steps=STEPS[task])
 
     def report(progress: Progress) -> None:
         setting.say(f"step {progress.steps:,} of {settings.steps:,}: loss {progress.losses[-1]:.4f}")

@@ -11,6 +11,7 @@ TURN = 0.35  # radians, the most by which a path turns from one pixel to the nex
 GAP = 4  # pixels between paths, at least: more than a space, so that no two dashes could be joined wrongly
 DASH, SPACE = 3, 2  # pixels drawn and left out, along a path
 TRIES = 200
+LEAST_SIDE = 28  # smaller squares have no room for two long paths
 
 Point = tuple[int, int]
 
@@ -29,9 +30,10 @@ def drawing(numbers: random.Random, side: int, is_joined: bool) -> list[int]:
     while True:
         paths = _paths(numbers, side)
         if paths is not None:
-            break
-    first, second = paths[:2]
-    ends = (first[0], first[-1]) if is_joined else (first[0], second[-1])
+            first, second = paths[:2]
+            ends = (first[0], first[-1]) if is_joined else (first[0], second[-1])
+            if max(abs(a - b) for a, b in zip(*ends)) > 2 * GAP:
+                break
     pixels = [EMPTY] * (side * side)
     for path in paths:
         for n, (x, y) in enumerate(path):

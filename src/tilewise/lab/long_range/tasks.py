@@ -13,6 +13,7 @@ out are other draws, of texts other files.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.lab.long_range.pathfinder import drawing
+from tilewise.lab.long_range.pathfinder import LEAST_SIDE, drawing
 
 TRAIN, HELD_OUT = "train", "held out"
 PADDING = 0
@@ -78,10 +79,13 @@ OPERATIONS: tuple[Callable[[list[int]], int], ...] = (min, max, _median, lambda 
 DIGIT, OPEN, CLOSE = 1, 11, 15  # the first token of each sort; as many operations open as there are
 MOST_DEPTH, MOST_ARGUMENTS, NESTED = 10, 10, 0.25
 FEW = 4  # an expression has more than this part of the tokens that it may have
+LEAST_TOKENS = 16
 
 
 def listops(numbers: random.Random, split: str, seqlen: int) -> Example:
     """An expression such as [max 2 [min 5 7] 0]; its class is its value."""
+    if seqlen < LEAST_TOKENS:
+        raise ValueError(f"seqlen={seqlen} must be {LEAST_TOKENS} or more, to hold an expression")
     while True:
         tokens: list[int] = []
         value = _expression(numbers, tokens, 1, seqlen)
@@ -144,9 +148,9 @@ def retrieval(numbers: random.Random, split: str, seqlen: int) -> Example:
 
 def pathfinder(numbers: random.Random, split: str, seqlen: int) -> Example:
     label = numbers.randrange(2)
-    side = int(seqlen**0.5)
-    if side * side != seqlen:
-        raise ValueError(f"seqlen={seqlen} must be a square: that of a drawing's side")
+    side = math.isqrt(seqlen)
+    if side * side != seqlen or side < LEAST_SIDE:
+        raise ValueError(f"seqlen={seqlen} must be the square of a drawing's side, {LEAST_SIDE} or more")
     return [[1 + pixel for pixel in drawing(numbers, side, is_joined=bool(label))]], label
 
 
