@@ -32,9 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tilewise.cpu.dsl.control import claim, either, loop, wait_until, when
+from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums
-from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import FORMATS, exp
 from tilewise.cpu.dsl.vector import (
     Operand,
@@ -53,6 +53,7 @@ from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import Dropout
 from tilewise.cpu.kernels.scores import Scores
+from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, scale_rows, sum_bytes
 from tilewise.cpu.kernels.tiles import (
     BLOCK_K,
     INF,
@@ -62,7 +63,6 @@ from tilewise.cpu.kernels.tiles import (
     Scratch,
     Shape,
     build_kernel,
-    column_chunks,
     fitting,
     lane_chunks,
     load_rows,
@@ -310,6 +310,9 @@ class BackwardKernel:
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if not self.config.is_partial:
             self.balance(head, q0, j0 + j, end)
+        functions = self.scores.functions
+        if functions is not None and functions.load_slopes:
+            functions.at(shape, head, q0, j0 + j).add_captured(self.ds_t, end)
         if self.scores.function_slope is not None:
             self.change_ds(self.scores.before_function, end)
         if self.config.dbias_kind:
@@ -393,57 +396,6 @@ class BackwardKernel:
             scale_rows(shape, self.dv, n, self.dropout.inverse_keep)
         store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
         store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
-
-
-def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:
-    for r in loop(0, count):
-        for c in range(0, area.stride, shape.lanes):
-            area[r, c].store(shape.constant(0.0))
-
-
-def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
-    for r, row in enumerate(part):
-        for v, x in enumerate(row):
-            cell = target[r, v * shape.lanes]
-            cell.store(cell.load(shape.lanes) + x)
-
-
-def sum_bytes(shape: Shape, rows: int) -> int:
-    """Of the sums of a tile's dq, where they cannot stand where dq will be."""
-    return 0 if shape.config.kind == shape.kind else rows * shape.pad * shape.item
-
-
-def add_in_turn(
-    kernel: Any, target: Callable[[Any], Ptr], tile: Value, n: Scalar, place: Value, is_last: Value
-) -> None:
-    """Add n rows of dq to a tile's sums when `place` work items have; the last one writes scale * sums."""
-    shape, args, dq = kernel.shape, kernel.args, kernel.dq
-    dim, ticket, sums = shape.config.head_dim, args.ptr("ticket", "i64")[tile], target
-    if size := kernel.facts()["sum_bytes"]:
-        own = Rows(args.ptr("dq_sum", shape.kind)[tile * (size // shape.item)], shape.pad)
-
-        def sums(i: Any) -> Ptr:
-            return own[i, 0]
-
-    with when(place > 0):
-        wait_until(ticket, place)
-        for i in loop(0, n):
-            row = sums(i)
-            for c, width in column_chunks(0, dim, shape.lanes):
-                dq[i, c].store(dq[i, c].load(width) + row[c].load(width))
-    with either(is_last) as (write, pass_on):
-        with write:
-            scale_rows(shape, dq, n, args.vector("scale", shape))
-            store_rows(shape, target, dq, n, dim)
-        with pass_on:
-            store_rows(shape, sums, dq, n, dim)
-            ticket.store_release(place + 1)
-
-
-def scale_rows(shape: Shape, area: Rows, count: Scalar, factor: Operand) -> None:
-    for r in loop(0, count):
-        for c in range(0, area.stride, shape.lanes):
-            area[r, c].store(area[r, c].load(shape.lanes) * factor)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

@@ -34,10 +34,11 @@ from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2, exp_avx512, product
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.backward import BackwardKernel, fill_zero
+from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.dropout import TileDropout
 from tilewise.cpu.kernels.forward_bf16 import DEGREES, finish_scores, score_unit
 from tilewise.cpu.kernels.scores import Scores, TileScores
+from tilewise.cpu.kernels.sums import fill_zero
 from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 
 

@@ -38,9 +38,9 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.backward import add_in_turn, add_to, fill_zero, sum_bytes
 from tilewise.cpu.kernels.decode import DecodeKernel
 from tilewise.cpu.kernels.splits import ITEM_HEADS, Block
+from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, sum_bytes
 from tilewise.cpu.kernels.tiles import (
     INF,
     Head,
