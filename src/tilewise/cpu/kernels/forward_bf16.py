@@ -34,7 +34,7 @@ from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum,
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
-from tilewise.cpu.kernels.forward import ForwardKernel, Tile
+from tilewise.cpu.kernels.forward import ForwardKernel, Sums, Tile, weighted
 from tilewise.cpu.kernels.scores import TileScores, has_options
 from tilewise.cpu.kernels.tiles import (
     INF,
@@ -58,6 +58,7 @@ class BFloat16ForwardKernel(ForwardKernel):
     key_blocks = (128, 128), (128, 256), (64, 128), (64, 256)
     most_tiles = 32
     converting = 60
+    exponent_unit = LN_2
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
 
@@ -119,7 +120,7 @@ class BFloat16ForwardKernel(ForwardKernel):
             super().attend(head, tile, j0 + j)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
-        """s_t = k q_t, with every option if there are some; the new running maximum."""
+        """s_t = k q_t, with every option if there are some; their maximum over keys."""
         shape = self.shape
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
@@ -135,44 +136,51 @@ class BFloat16ForwardKernel(ForwardKernel):
                         highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
         if self.scores.has_options:
             scale = shape.constant(1.0)
-        return [maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)]
+        return [x * scale for x in highest]
 
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
         """p_t = exp(s_t - m) and the block's sums over keys."""
-        shape = self.shape
-        l = [Var(shape.constant(0.0)) for _ in m]
+        sums = self.new_sums()
         if self.scores.has_options:
-            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, dropout, first, n)
-            return l
+            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, sums, dropout, first, n)
+            return sums
         scale = self.scale
         factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
         with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
             with far:
-                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, dropout, first, n)
+                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, sums, dropout, first, n)
             with near:
-                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, dropout, first, n)
-        return l
+                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), sums, dropout, first, n)
+        return sums
+
+    @property
+    def degree(self) -> int:
+        """Of the exponential's polynomial."""
+        return DEGREES["f32" if self.has_entropy else self.shape.config.kind]
 
     def power(self, x: Operand) -> Value:
-        return exp2_avx512(x, DEGREES[self.shape.config.kind])
+        return exp2_avx512(x, self.degree)
 
     def sum_weights(
         self,
         exponent: Callable[[Value, int], Value],
-        l: list[Var],
+        sums: Sums,
         dropout: TileDropout | None,
         first: Value,
         n: Value,
     ) -> None:
         """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t, and then p_t = 0 where dropped."""
-        shape = self.shape
+        shape, (l, e) = self.shape, sums
         for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
             kept = dropout and dropout.kept(j, GROUP)
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (self.power(exponent(x, v)) for x in s)
+                    exponents = [exponent(x, v) for x in s]
+                    low, high = map(self.power, exponents)
                     l[v].set(l[v] + (low + high))
+                    if self.has_entropy:
+                        e[v].set(weighted(high, exponents[1], weighted(low, exponents[0], e[v])))
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
                     for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
@@ -206,17 +214,17 @@ class CutForwardKernel(BFloat16ForwardKernel):
         super().reserve(scratch)
         shape = self.shape
         self.pv = scratch.rows(TILE, shape.block_q)
-        self.unit = score_unit(shape.config)
+        self.unit = self.exponent_unit = score_unit(shape.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def power(self, x: Operand) -> Value:
         exp = exp_avx512 if self.unit == 1.0 else exp2_avx512
-        return exp(x, DEGREES[self.shape.config.kind])
+        return exp(x, self.degree)
 
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
-        l = [Var(self.shape.constant(0.0)) for _ in m]
-        self.sum_weights(lambda s, v: s - m[v], l, dropout, first, n)
-        return l
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
+        sums = self.new_sums()
+        self.sum_weights(lambda s, v: s - m[v], sums, dropout, first, n)
+        return sums
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
