@@ -31,7 +31,9 @@ from tilewise.gpu.launch import combine, launch_plan
 from tilewise.gpu.triton import backward, call, forward, launch, launch_decode
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
-STATISTICS = Aux(max_logit=True, entropy=True, column_sum=True, expected_distance=True)
+STATISTICS = Aux(
+    max_logit=True, entropy=True, column_sum=True, expected_distance=True, block_sum=128, top_k=8
+)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class Plan(Protocol):
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
     ) -> Results | Watched | Gradients | Retry:
-        """A forward takes inputs and gives `Results`, or `Watched` if its request names statistics; a backward takes all and gives `Gradients`.
+        """A forward takes inputs and gives `Results`, or `Watched` if its request names statistics; a
+        backward takes all and gives `Gradients`.
 
         The tensors must have the plan's signature. `dlse` may be None.
         """

@@ -91,9 +91,7 @@ def _make_forward(signature: Signature) -> Entry:
     name = choose(problem, signature.backend)
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
     request = signature.request
-    request = request._replace(
-        lse=request.lse or saves.results, residual=request.residual or saves.residual
-    )
+    request = request._replace(lse=request.lse or saves.results, residual=request.residual or saves.residual)
     signature = signature._replace(request=request)
     return Entry(load(name).plan(problem, signature), signature, name, saves)
 

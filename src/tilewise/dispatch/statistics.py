@@ -25,12 +25,13 @@ NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
     "hopper": frozenset({"lse"}),
-    "triton": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum", "expected_distance"}),
-    "llvm": frozenset(NAMES) - {"rows"},  # a few rows take the tiles a fraction of a pass
+    "triton": frozenset(NAMES) - {"rows"},  # a few rows take the tiles a fraction of a pass
+    "llvm": frozenset(NAMES) - {"rows"},
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
-IN_FORWARD = {"row_max": "row_max", "max_logit": "row_max", "entropy": "entropy"}  # what a forward may be asked
+# What a forward may be asked for in its own pass, for which statistic: a kernel that cannot leaves it out.
+IN_FORWARD = {"row_max": "row_max", "max_logit": "row_max", "entropy": "entropy"}
 WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 
 

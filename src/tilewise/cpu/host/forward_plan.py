@@ -119,7 +119,6 @@ class ForwardPlan(OutputPlan):
         words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
         return Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
 
-
     def watch(self, block: Block, results: Results) -> Results | Watched:
         if not self.statistics:
             return results

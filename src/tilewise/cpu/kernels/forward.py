@@ -15,7 +15,7 @@ all tiles of the item use them:
 Statistics of the weights that are wanted come with it: the largest score, and the entropy
 
             e     = c (e + l (m - m_new)) + sum over keys of p_t (s_t - m_new)   of the old l
-    entropy = log l - e / l                                                      two terms that are not negative
+    entropy = log l - e / l                                              of which no term is negative
 
 The block grid starts at key 0 for every item, so a tile's result depends neither on the number of tiles
 in its item nor on which thread computes it.
@@ -50,7 +50,6 @@ from tilewise.cpu.kernels.tiles import (
     store_rows,
     transpose_rows,
 )
-
 
 LEAST = 1e4  # the exponential of -LEAST is 0 in every type
 Sums = tuple[list[Var], list[Var]]
@@ -249,7 +248,7 @@ class ForwardKernel:
         return l, e
 
     def new_sums(self) -> Sums:
-        """0, for sums over keys of p and, where the entropy is wanted, of p times what p is the exponential of."""
+        """0, for sums over keys of p and, for the entropy, of p times what p is the exponential of."""
         columns = self.shape.columns()
         l, e = ([Var(self.shape.constant(0.0)) for _ in of] for of in (columns, columns * self.has_entropy))
         return l, e

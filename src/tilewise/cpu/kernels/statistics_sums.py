@@ -1,9 +1,9 @@
 """What the statistics kernel gathers from one tile of scores and weights, and what it writes in the end.
 
-Queries stand in lanes, as everywhere. A tile's sums of rows have one entry a lane; the sums of a block's columns
-have a vector of lanes a key, which is folded once all tiles have seen the block. Of the k largest scores each
-lane has a sorted list, in which a new score of a key moves the smaller ones down: keys ascend, so of equal
-scores the lower key is met first and stays in front.
+Queries stand in lanes, as everywhere. A tile's sums of rows have one entry a lane; the sums of a block's
+columns have a vector of lanes a key, which is folded once all tiles have seen the block. Of the k largest
+scores each lane has a sorted list, in which a larger score moves the smaller ones down: keys ascend, so of
+equal scores the lower key is met first and stays in front.
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ class Sums:
 
     # ---- weights
 
-    def weigh(
-        self, tile: Tile, positions: list[Value], j0: Value, first: Value, n: Value
-    ) -> None:
+    def weigh(self, tile: Tile, positions: list[Value], j0: Value, first: Value, n: Value) -> None:
         """p_t = exp(s_t - lse), and what is summed of them. `positions` of the queries among the keys."""
         shape, wanted = self.shape, self.wanted
         for v, c in enumerate(shape.columns()):
@@ -225,7 +223,9 @@ class Sums:
     def _divide(self, head: Head, tile: Tile, c: int) -> None:
         """What belongs to a row is divided by the sum of its weights, that of its sink included."""
         shape, lanes = self.shape, self.shape.lanes
-        total, lse, residual = (area[0, c].load(lanes) for area in (tile.found["total"], tile.lse, tile.residual))
+        total, lse, residual = (
+            area[0, c].load(lanes) for area in (tile.found["total"], tile.lse, tile.residual)
+        )
         entropy = tile.found["entropy"][0, c].load(lanes) if "entropy" in self.wanted else None
         if shape.config.has_sinks:
             below = (head.sink() - lse) - residual
