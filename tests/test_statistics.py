@@ -192,7 +192,7 @@ def test_each_statistic_comes_from_the_first_backend_that_has_it():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_the_forward_gives(dtype):
-    """Maxima do not count sinks, entropies do; rows without keys; weights of one outcome; dropout after all."""
+    """Maxima do not count sinks, entropies do; rows without keys, rows of one outcome; before dropout."""
     q, k = torch.randn(2, 150, 4, 24).to(dtype), torch.randn(2, 140, 2, 24).to(dtype)
     mask, aux = torch.rand(2, 1, 150, 140) > 0.2, Aux(row_max=True, max_logit=True, entropy=True)
     mask[:, :, 7] = False

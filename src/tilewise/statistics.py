@@ -54,9 +54,10 @@ def attention_statistics(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `tilewise.attention_varlen`.
         batch: the sequences of a `PagedKVCache`, as of `tilewise.attention_with_cache`.
 
-            raise NotImplementedError("mask_mod and score_mod must be None with a cache: mask or bias serves")
-    W queries attend alike without those before them, so `query[:, -W:]` is all that statistics of these rows
-    need.
+        causal, window, mask, bias, mask_mod, score_mod, alibi_slopes, softcap, sinks, scale, layout, precision,
+            backend: as of `tilewise.attention`. A cache takes no functions.
+
+    The last W queries attend alike without those before them: `query[:, -W:]` is all that their statistics need.
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.

@@ -293,7 +293,7 @@ class ForwardKernel:
             cell = area[0, c]
             x = cell.load(self.shape.lanes)
             if name == "entropy":
-                cell.store(select(l.equals(0.0), 0.0, log(l)[0] - x / l))
+                cell.store(select(l.equals(0.0), 0.0, maximum(0.0, log(l)[0] - x / l)))
             else:
                 cell.store(x * self.unit)
 

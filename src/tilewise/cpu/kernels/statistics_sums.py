@@ -234,7 +234,7 @@ class Sums:
             entropy = None if entropy is None else weighted(p, below, entropy)
         total = select(total.equals(0.0), 1.0, total)
         if entropy is not None:
-            tile.found["entropy"][0, c].store(log(total)[0] - entropy / total)
+            tile.found["entropy"][0, c].store(maximum(0.0, log(total)[0] - entropy / total))
         if "expected_distance" in self.wanted:
             cell = tile.found["expected_distance"][0, c]
             cell.store(cell.load(lanes) / total)
