@@ -144,7 +144,11 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         None if data.dout is None else cut(data.dout, heads_q),
         _rows_of_mask(case, data, index),
         data.option.bias[0, heads_q] if case.option in ("alibi", "bias", "relative") else None,
-        {name: cut(t, heads_k if name in ("dk", "dv") else heads_q) for name, t in results.items()},
+        {
+            name: cut(t, heads_k if name in ("dk", "dv") else heads_q)
+            for name, t in results.items()
+            if name not in STATISTICS
+        },
     )
 
 
