@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise import reference
@@ -92,15 +93,18 @@ def _check_statistics(case: Case, data: Data, results: dict[str, Tensor], head: 
     key = data.key[0, :, head // (case.num_heads // case.num_kv_heads)].double()
     parts = []
     for start in range(0, len(query), CHUNK):
-        s = (query[start : start + CHUNK] @ key.mT * case.head_dim**-0.5)[None, None]
+        seen = key[: start + CHUNK] if case.causal else key
+        s = (query[start : start + CHUNK] @ seen.mT * case.head_dim**-0.5)[None, None]
         if case.causal:
-            s.masked_fill_(
-                torch.ones(s.shape[2:], dtype=torch.bool, device=s.device).triu(start + 1), -torch.inf
-            )
+            hidden = torch.ones(s.shape[2:], dtype=torch.bool, device=s.device).triu(start + 1)
+            s.masked_fill_(hidden, -torch.inf)
         parts.append(formula(case.statistics, s, torch.softmax(s, -1)))
     worst = Verdict(0.0, 1.0, None)
     for name in parts[0]:
         of_rows = [part[name] for part in parts]
+        if name in ("column_sum", "block_sum"):  # of the keys that each block of rows sees
+            width = of_rows[-1].shape[-1]
+            of_rows = [F.pad(t, (0, width - t.shape[-1])) for t in of_rows]
         exact = _JOINED.get(name, lambda t: torch.cat(t, 2))(of_rows)
         found = results[name].double()
         found = found[head : head + 1] if name == "max_logit" else found[0, head][None, None]
