@@ -54,8 +54,8 @@ def attention_statistics(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `tilewise.attention_varlen`.
         batch: the sequences of a `PagedKVCache`, as of `tilewise.attention_with_cache`.
 
-    The other arguments are those of `tilewise.attention`; a cache takes no functions. The last W queries attend
-    alike without those before them: `query[:, -W:]` is all that their statistics need.
+    The other arguments are those of `tilewise.attention`; a cache takes no functions. The last W queries
+    attend alike without those before them: `query[:, -W:]` is all that their statistics need.
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.

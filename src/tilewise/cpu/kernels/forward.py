@@ -189,22 +189,25 @@ class ForwardKernel:
             correction = [exp((old - new) * self.unit, shape.exp_degree) for old, new in zip(m, m_finite)]
             dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
             l, e = self.weigh(m_finite, dropout, first, n)
+            self.watch(tile, m, m_finite, highest, correction, e)
             for v, c in enumerate(shape.columns()):
-                if "row_max" in tile.found:
-                    cell = tile.found["row_max"][0, c]
-                    cell.store(maximum(cell.load(shape.lanes), highest[v]))
-                if self.has_entropy:
-                    step = select(m[v].equals(-INF), 0.0, (m[v] - m_finite[v]) * self.unit)
-                    self.add_entropy(tile, c, step, correction[v], e[v])
                 tile.m[0, c].store(m_new[v])
                 tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
             self.add_values(head, tile, correction, first, n)
 
-    def add_entropy(self, tile: Tile, c: int, step: Value, correction: Value, e: Operand) -> None:
-        """Fold a block's sum of p (s - m) into the tile's, whose maximum has changed by -step."""
-        cell, l = tile.found["entropy"][0, c], tile.l[0, c].load(self.shape.lanes)
-        before = fma(l, step, cell.load(self.shape.lanes))
-        cell.store(fma(before, correction, e * self.exponent_unit))
+    def watch(
+        self, tile: Tile, m: Sequence[Operand], m_new: Sequence[Operand],
+        highest: Sequence[Operand], correction: Sequence[Operand], e: Sequence[Operand],
+    ) -> None:  # fmt: skip
+        """Fold a block's largest scores and sums of p (s - m_new) into the tile's, before l changes."""
+        for v, c in enumerate(self.shape.columns()):
+            old = {name: area[0, c].load(self.shape.lanes) for name, area in tile.found.items()}
+            if "row_max" in old:
+                tile.found["row_max"][0, c].store(maximum(old["row_max"], highest[v]))
+            if "entropy" in old:
+                step = select(m[v].equals(-INF), 0.0, (m[v] - m_new[v]) * self.unit)
+                before = fma(tile.l[0, c].load(self.shape.lanes), step, old["entropy"])
+                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.exponent_unit))
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; their maximum over keys."""
