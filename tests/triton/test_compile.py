@@ -49,7 +49,7 @@ def check(rows: list[Row], capability: int) -> None:
 def test_headline_shapes_compile_without_spills(capability: int, compiled_by: Compiler):
     rows = compiled_by(SCRIPT, str(capability), *QUICK, *QUICK_DECODING, "combine")
     assert {row["case"] for row in rows} == {*QUICK, *QUICK_DECODING, "combine"}
-    assert len(rows) == 6 * len(QUICK) + 1 + 2 * len(QUICK_DECODING) + 4
+    assert len(rows) == 8 * len(QUICK) + 1 + 2 * len(QUICK_DECODING) + 4
     check(rows, capability)
 
 
