@@ -113,7 +113,7 @@ def _make(signature: Signature) -> plans.Entry:
     passes = tuple(
         load(name).plan(problem, signature._replace(aux=aux.only(names))) for name, names in shares.items()
     )
-    plan = passes[0] if len(passes) == 1 else Passes(problem, passes)
+    plan: Any = passes[0] if len(passes) == 1 else Passes(problem, passes)
     return plans.Entry(plan, signature, ", ".join(shares), plans.Saves(False))
 
 

@@ -173,8 +173,8 @@ class Sums:
 
     def sum_blocks(self, head: Head, tile: Tile, chunk: Value, j0: Value, first: Value, n: Value) -> None:
         """Add the weights of the keys j0 + [first, n) to the blocks of `block_sum` that they lie in."""
-        shape, args, size = self.shape, self.args, self.args.block_size
-        start, count = self.first_key(head, j0), minimum(head.seqlen_q - tile.q0, shape.block_q)
+        shape, args, size, q0 = self.shape, self.args, self.args.block_size, as_int(tile.q0)
+        start, count = self.first_key(head, j0), minimum(head.seqlen_q - q0, shape.block_q)
         target = args.ptr("block_sum", shape.kind)[chunk % args.block_parts * args.block_p]
         target = target[head.batch * args.block_b + head.head * args.block_h]
         for block in loop((start + first) // size, (start + n - 1) // size + 1):
@@ -185,9 +185,9 @@ class Sums:
                     total.set(total + self.p_t[j, c].load(shape.lanes))
             for total, c in zip(sums, shape.columns()):
                 self.row_sums[0, c].store(total)
-            for row in loop(tile.q0 // size, (tile.q0 + count - 1) // size + 1):
+            for row in loop(q0 // size, (q0 + count - 1) // size + 1):
                 total = Var(number(0.0, shape.kind))
-                for i in loop(maximum(0, row * size - tile.q0), minimum(count, (row + 1) * size - tile.q0)):
+                for i in loop(maximum(0, row * size - q0), minimum(count, (row + 1) * size - q0)):
                     total.set(total + self.row_sums[0, i].load())
                 cell = target[row * args.block_i + block]
                 cell.store(cell.load() + total)

@@ -104,7 +104,8 @@ class Heads:
         grid = figure.subplots(
             layers, 2 * heads, squeeze=False, sharey=True, gridspec_kw={"width_ratios": [3, 1] * heads}
         )
-        norm, image = LogNorm(FAINTEST, 1.0), None
+        norm = LogNorm(FAINTEST, 1.0)
+        image: Any = None  # any of them: they share their colours
         for layer in range(layers):
             for head in range(heads):
                 picture, strip = grid[layer, 2 * head : 2 * head + 2]
