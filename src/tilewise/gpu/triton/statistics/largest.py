@@ -68,7 +68,7 @@ def attn_top_k_kernel(
     best = tl.zeros((BLOCK_M, PADDED), tl.float32) + no_place
     keys = tl.full((BLOCK_M, PADDED), -1, tl.int32)
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
-    lo, _, _, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
+    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)  # all tiles are taken as edges
     i = row[:, None]
     for j0 in range(lo, hi, BLOCK_N):
         k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
