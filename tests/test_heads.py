@@ -28,6 +28,9 @@ def test_shares_are_of_a_query():
     assert heads.shares.shape == (2, 3, 5, 5) and heads.seqlen == 70
     torch.testing.assert_close(heads.shares.sum(-1), torch.ones(2, 3, 5))  # the last tile has fewer queries
     assert not heads.shares.triu(1).any()
+    same = torch.zeros(1, 70, 1, 8)
+    alike = Heads([tilewise.attention_statistics(same, same, ASK, causal=True)], block=16)
+    torch.testing.assert_close(alike.shares[0, 0], alike.uniform)
     by_tile = heads.shares[1, 2]
     near = sum(by_tile[i, j] for i in range(5) for j in range(5) if j in (i, i - 1)) / 5
     assert math.isclose(heads.local[1, 2], near, rel_tol=1e-5)
@@ -105,5 +108,5 @@ def test_wrong_layers(layers, block, error, message):
 
 def test_a_wrong_block_is_told():
     q = torch.randn(1, 70, 1, 8)
-    with pytest.raises(ValueError, match=r"block=8 must be the request's: 5 tiles"):
+    with pytest.raises(ValueError, match=r"block=8 must be the request's: 5 x 5 tiles"):
         Heads([tilewise.attention_statistics(q, q, ASK)], block=8)

@@ -22,7 +22,7 @@ from tilewise.lab.heads.picture import Heads
 DEFAULT_OUT = Path("heads.png")
 ENDINGS = (".png", ".svg", ".pdf")
 LEAST_TOKENS, MOST_TOKENS = 256, 1 << 18
-SCALE = replace(CPU, layers=2, context=1024, batch=2, steps=150)
+SCALE = replace(CPU, layers=2, context=1024, batch=2, steps=400, learning_rate=4e-3)
 
 
 class Drawn(NamedTuple):

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FAINTEST = 1e-4  # share of a query's attention
+RANGE = 10.0  # of the colours: a tenth of uniform attention to ten times as much
 WIDTH, HEIGHT = 3.4, 2.6  # inches of a head
 RESOLUTION = 110
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one sequence, a row of them a layer. A notebook shows the picture.
+    """The heads of causal self-attention in one sequence, a row a layer. A notebook shows the picture.
 
-    Of each head an image of its tiles, and beside it the entropy of each query's weights.
+    Of each head an image of its tiles, and beside it the entropy of each query's weights. A tile's colour
+    compares its attention with that of a head which attends to all earlier keys alike.
 
     Args:
         layers: of each layer the `Statistics` that `Aux(block_sum=block, entropy=True)` asks for, of a batch
@@ -70,10 +71,9 @@ class Heads:
         )
         seqlen = entropy.shape[-1]
         tiles = -(-seqlen // self.block)
-        if sums.shape[2] != tiles:
-            raise ValueError(
-                f"block={self.block} must be the request's: {sums.shape[2]} tiles of {seqlen} queries"
-            )
+        if sums.shape[2:] != (tiles, tiles):
+            found = " x ".join(map(str, sums.shape[2:]))
+            raise ValueError(f"block={self.block} must be the request's: {found} tiles of {seqlen} queries")
         rows = torch.full((tiles, 1), float(self.block))
         rows[-1] = seqlen - (tiles - 1) * self.block
         object.__setattr__(self, "shares", sums / rows)
@@ -82,6 +82,14 @@ class Heads:
     @property
     def seqlen(self) -> int:
         return self.entropy.shape[-1]
+
+    @property
+    def uniform(self) -> Tensor:
+        """`shares` of a head that attends to all keys up to the query's own alike, (tiles, tiles)."""
+        seen = torch.arange(1, self.seqlen + 1)[:, None]  # keys of each query
+        first = torch.arange(0, self.seqlen, self.block)
+        of_queries = (seen - first).clamp(0, self.block) / seen
+        return torch.stack([rows.mean(0) for rows in of_queries.split(self.block)])
 
     @property
     def local(self) -> Tensor:
@@ -104,7 +112,7 @@ class Heads:
         grid = figure.subplots(
             layers, 2 * heads, squeeze=False, sharey=True, gridspec_kw={"width_ratios": [3, 1] * heads}
         )
-        norm = LogNorm(FAINTEST, 1.0)
+        norm = LogNorm(1 / RANGE, RANGE)
         image: Any = None  # any of them: they share their colours
         for layer in range(layers):
             for head in range(heads):
@@ -116,17 +124,16 @@ class Heads:
                     strip.set_xlabel("entropy, nats")
             grid[layer, 0].set_ylabel(f"layer {layer}\nquery")
         bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.6, pad=0.01)
-        bar.set_label(f"share of a query's attention in a tile of {self.block} keys")
+        bar.set_label(f"attention to {self.block} keys, uniform attention to all earlier ones = 1")
         figure.suptitle(self.title or f"{layers} layers of {heads} heads, {self.seqlen} queries")
         return figure
 
     def _draw_tiles(self, axes: Axes, layer: int, head: int, norm: Any) -> Any:
-        shares = self.shares[layer, head]
-        extent = (0, shares.shape[1] * self.block, shares.shape[0] * self.block, 0)
-        shown = shares.masked_fill(shares == 0, math.nan).numpy()
-        image = axes.imshow(
-            shown, norm=norm, cmap="magma_r", extent=extent, aspect="auto", interpolation="nearest"
-        )
+        ratios = self.shares[layer, head] / self.uniform
+        end = len(ratios) * self.block
+        colours: Any = {"norm": norm, "cmap": "RdBu_r", "interpolation": "nearest"}
+        image = axes.imshow(ratios.clamp(min=1e-9).numpy(), extent=(0, end, end, 0), aspect="auto", **colours)
+        axes.set_facecolor("lightgray")  # keys that come later
         axes.set_title(
             f"head {head}: {self.local[layer, head]:.0%} near, {self.first[layer, head]:.0%} first",
             fontsize=9,
