@@ -191,6 +191,32 @@ def test_eight_bits(given):
     torch.testing.assert_close(packed.double(), exact[0].flatten(0, 1), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_eight_bit_products_where_a_kernel_has_them(causal, monkeypatch):
+    """As FlashAttention-3 computes: the numbers as they stand, weights rounded to a sixteenth."""
+    monkeypatch.setattr("tilewise.faces.fp8.has_kernels", lambda problem: True)
+    (q, q64), (k, k64), (v, v64) = (
+        eight_bit(2, 150, 4, 64),
+        eight_bit(2, 200, 2, 64),
+        eight_bit(2, 200, 2, 40),
+    )
+    scales = {f"{name}_descale": torch.rand(2, 2) + 0.5 for name in "qkv"}
+    q64, k64, v64 = (
+        t * scale.double().repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
+        for t, scale in zip((q64, k64, v64), scales.values())
+    )
+    out, lse = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True, **scales)
+    exact, exact_lse = reference.attention(q64, k64, v64, causal=causal)
+    bound, _ = reference.attention(q64, k64, v64.abs(), causal=causal)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
+    assert ((out - exact).abs() <= bound / 16 + exact.abs() / 256 + bound.amax() * 2**-18).all()
+    assert (out - exact).square().mean() > 1e-4 * exact.square().mean()  # rounded they are
+    starts = torch.tensor([0, 150, 300]), torch.tensor([0, 200, 400])
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    packed = flash_attn_varlen_func(*flat, *starts, 150, 200, causal=causal, **scales)
+    assert torch.equal(packed, out.flatten(0, 1))
+
+
 def test_eight_bits_that_do_not_fit():
     q, (f, _), scale = torch.ones(1, 3, 2, 8), eight_bit(1, 3, 2, 8), torch.ones(1, 2)
     refused(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import fp8, reference
+from tilewise import reference
+from tilewise.core import fp8
 
 LENGTH, DIM = 1024, 128
 
@@ -59,7 +60,7 @@ def test_rotation_changes_no_product(dim: int):
 
 def test_a_rounded_number_is_within_a_sixteenth():
     x = torch.randn(2, 300, 40) * torch.tensor([1e-3, 1.0, 1e4, 1e30])[torch.randint(4, (2, 300, 1))]
-    rounded = fp8.quantize(x)
+    rounded = fp8.round_rows(x)
     mantissa, _ = torch.frexp(rounded.factors)
     assert rounded.factors.shape == (2, 3) and (mantissa == 0.5).all()  # powers of two
     largest = torch.stack([x[:, i : i + 128].abs().amax((1, 2)) for i in (0, 128, 256)], 1)
@@ -73,9 +74,9 @@ def test_zeros_infinities_and_nan():
     x[:128] = 0
     x[130], x[260, 3] = float("inf"), float("nan")
     x[384:512] = 1e-40
-    assert fp8.quantize(x).factors.isnan().tolist() == [False, True, True, False, False]
-    assert fp8.quantize(x).factors[0] == 1 and fp8.quantize(x).dequantize()[512:].eq(1).all()
-    assert fp8.quantize(torch.zeros(0, 8)).factors.shape == (0,)
+    assert fp8.round_rows(x).factors.isnan().tolist() == [False, True, True, False, False]
+    assert fp8.round_rows(x).factors[0] == 1 and fp8.round_rows(x).dequantize()[512:].eq(1).all()
+    assert fp8.round_rows(torch.zeros(0, 8)).factors.shape == (0,)
 
 
 def test_what_is_not_finite_stays_in_its_blocks():
@@ -145,40 +146,70 @@ def test_rows_without_keys():
     assert out[:, LENGTH - 5 :].ne(0).any(-1).all() and lse[..., LENGTH - 5 :].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", [None, "tiled"])
+@pytest.mark.parametrize("name", ["causal", "softcap", "sinks"])
+def test_gradients_are_the_formula_s_with_the_weights_of_the_forward(name: str, backend: str | None):
+    options = OPTIONS[name]
+    inputs = [t[:, :300].clone().requires_grad_() for t in draw()]
+    out, lse = tilewise.attention(*inputs, precision="fp8", return_lse=True, backend=backend, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    expected = straight_through(*inputs, out, lse, dout, dlse, options)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.bfloat16 and rms(a - b) < 0.01 * rms(b)
+    exact = reference.attention_backward(dout, *inputs, dlse=dlse, **options)
+    for a, b in zip(found, exact[:3], strict=True):
+        assert rms(a - b) < 0.1 * rms(b)
+
+
+def straight_through(*tensors: Any) -> list[Tensor]:
+    """dq, dk, dv in float64 from q, k, v, out and lse (batch, rows, heads, dim): P = exp(S - lse)."""
+    *tensors, lse, dout, dlse, options = tensors
+    q, k, v, out, do = (t.detach().double().transpose(1, 2) for t in (*tensors, dout))
+    s, cap, tanh = q @ k.mT * DIM**-0.5, options.get("softcap", 0.0), 0.0
+    if cap:
+        tanh = torch.tanh(s / cap)
+        s = cap * tanh
+    p = torch.exp(s - lse.detach().double()[..., None])
+    p = p.tril() if options.get("causal") else p
+    delta = (do * out).sum(-1) - dlse
+    ds = p * (do @ v.mT - delta[..., None]) * (1 - tanh**2) * DIM**-0.5
+    return [t.transpose(1, 2) for t in (ds @ k, ds.mT @ q, p.mT @ do)]
+
+
+def test_compiled_and_transformed_gradients():
+    x = draw()[0][:, :50, :1]
+
+    def run(q: Tensor) -> Tensor:
+        return tilewise.attention(q, x, x, precision="fp8").float().square().sum()
+
+    y = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(run(y), y)
+    assert torch.equal(torch.func.grad(run)(x), expected)
+    compiled = torch.compile(run, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(y), y)[0], expected)
+
+
 class TestRefused:
     def test_dtypes(self):
         x = torch.ones(1, 4, 1, 64)
         with pytest.raises(TypeError, match=r"query\.dtype=torch\.float32 must be bfloat16 or float16"):
             tilewise.attention(x, x, x, precision="fp8")
 
-    def test_gradients(self):
-        x = torch.ones(1, 4, 1, 64, dtype=torch.half, requires_grad=True)
-        y = x.detach()
-        message = "precision='fp8' has no gradient"
-        for q, k in ((x, y), (y, x)):
+    def test_forward_mode_and_second_derivatives(self):
+        x = torch.ones(1, 4, 1, 64, dtype=torch.half)
+
+        def run(q: Tensor) -> Tensor:
+            return tilewise.attention(q, x, x, precision="fp8").float().square().sum()
+
+        message = "precision='fp8' has gradients in reverse mode, once"
+        for transform in (torch.func.hessian, lambda run: lambda q: torch.func.jvp(run, (q,), (q,))):
             with pytest.raises(NotImplementedError, match=message):
-                tilewise.attention(q, k, y, precision="fp8")
+                transform(run)(x)
+        y = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(run(y), y, create_graph=True)
         with pytest.raises(NotImplementedError, match=message):
-            torch.func.grad(lambda q: tilewise.attention(q, y, y, precision="fp8").sum())(y)
-        with pytest.raises(NotImplementedError, match=message):
-            torch.func.jvp(lambda q: tilewise.attention(q, y, y, precision="fp8"), (y,), (y,))
-        with torch.no_grad():
-            assert tilewise.attention(x, x, x, precision="fp8").shape == x.shape
-
-    def test_compiled_gradients(self):
-        x = torch.ones(1, 4, 1, 64, dtype=torch.half, requires_grad=True)
-        run = torch.compile(lambda q: tilewise.attention(q, q, q, precision="fp8"), backend="aot_eager")
-        with pytest.raises(Exception, match="precision='fp8' has no gradient"):
-            run(x).sum().backward()
-        with torch.no_grad():
-            assert torch.equal(run(x), tilewise.attention(x, x, x, precision="fp8"))
-
-    def test_a_cache_which_stays_as_it_was(self):
-        cache = tilewise.KVCache(1, 8, 1, 64, dtype=torch.half)
-        x = torch.ones(1, 3, 1, 64, dtype=torch.half)
-        with pytest.raises(NotImplementedError, match="precision='fp8' takes no cache"):
-            tilewise.attention_with_cache(x, cache, x, x, precision="fp8")
-        assert cache.lengths.tolist() == [0]
+            gradient.sum().backward()
 
     @pytest.mark.parametrize("backend", ["llvm", "aten"])
     def test_other_backends(self, backend: str):

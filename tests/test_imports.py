@@ -22,6 +22,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
+    ["fp8"],
     ["explain", "faces", "nn", "statistics", "testing", "warmup"],
     ["distributed"],
     ["compat"],

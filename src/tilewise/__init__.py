@@ -37,7 +37,7 @@ __all__ = [
     "warmup",
 ]
 
-_LAZY = ("compat", "distributed", "testing")
+_LAZY = ("compat", "distributed", "fp8", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -16,7 +16,6 @@ MODULES = {
     "tilewise.flash_attn": "tilewise.faces.flash_attn",
     "tilewise.flash_attn_3": "tilewise.faces.flash_attn_3",
     "tilewise.flex_attention": "tilewise.faces.flex_attention",
-    "tilewise.fp8": "tilewise.core.fp8",
     "tilewise.integrations": "tilewise.faces",
     "tilewise.learn": "tilewise.lab.learn",
     "tilewise.merge": "tilewise.core.merge",

@@ -31,6 +31,7 @@ from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
 from tilewise.core.statistics import Aux
 
 Window = tuple[int | None, int | None]
@@ -39,9 +40,9 @@ Answer = Any  # out, or a tuple of out, lse if asked for, and `Statistics` if as
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Quantized,
+    key: Tensor | Quantized,
+    value: Tensor | Quantized,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -68,7 +69,8 @@ def attention(
     Args:
         query: (batch, seqlen_q, num_heads, head_dim) of float64, float32, bfloat16 or float16. head_dim is
             1 to 576. PyTorch's SDPA has (batch, num_heads, seqlen_q, head_dim): such tensors want
-            layout="bhsd", as without it heads are taken for positions.
+            layout="bhsd", as without it heads are taken for positions. query, key and value may be
+            `tilewise.fp8.Quantized` together.
         key: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads (GQA, MQA).
         value: (batch, seqlen_k, num_kv_heads, head_dim_v).
         causal: hide the future; the last query is aligned with the last key (bottom-right).
@@ -93,7 +95,9 @@ def attention(
         precision: of the products. "ieee" is exact to the dtype. "tf32" lets a GPU's matrix units round
             float32 inputs to 10 bits of mantissa, for several times the speed; other dtypes and CPUs compute
             the same with both. "fp8" is approximate: bfloat16 and float16 inputs are rounded to 4 significant
-            bits, query and key after a rotation, and so are the weights; no gradient. See `tilewise.fp8`.
+            bits, query and key after a rotation, and so are the weights. "int8" has integers for query and
+            key, and less error. Their gradients are straight-through: the exact formula's, with the
+            weights of the 8-bit forward's lse. See `tilewise.fp8`.
         generator: draws the dropout seed.
         backend: a backend's name; None lets `tilewise.explain` choose. One asked for never falls back.
 
@@ -125,6 +129,7 @@ def attention(
     if (mask is not None or bias is not None) and inputs.query.ndim == inputs.key.ndim == 4:
         batch, seqlen_q, heads, _ = inputs.query.shape
         check_broadcastable((batch, heads, seqlen_q, inputs.key.shape[1]), mask=mask, bias=bias)
+    precision = products_of(inputs, precision)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     if mask_mod is not None or score_mod is not None:
         inputs, options = with_functions(inputs, options, mask_mod, score_mod)
@@ -139,9 +144,9 @@ def attention(
 
 
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Quantized,
+    key: Tensor | Quantized,
+    value: Tensor | Quantized,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
@@ -200,6 +205,8 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
+    precision = products_of(inputs, precision)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
@@ -325,9 +332,9 @@ def attention_with_cache(
 
 
 def canonical_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Quantized,
+    key: Tensor | Quantized,
+    value: Tensor | Quantized,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -339,13 +346,29 @@ def canonical_inputs(
 ) -> Inputs:
     """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
     and a dropout seed if one is needed."""
-    if layout != "bshd":
-        query, key, value = to_bshd(layout, query=query, key=key, value=value)
+    blocks = None
+    if is_quantized(query, key, value):
+        blocks = inputs_of(query, key, value)
+        query, key, value = blocks[:3]
+        to_bshd(layout)
+    elif layout != "bshd":
+        query, key, value = to_bshd(layout, query=query, key=key, value=value)  # type: ignore[arg-type]
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
-        seed = _draw_seed(query, dropout_p, generator)
+        seed = _draw_seed(query, dropout_p, generator)  # type: ignore[arg-type]
     mask, bias = _four_dimensions(mask), _four_dimensions(bias)
-    return Inputs(query, key, value, None, None, None, None, None, mask, bias, alibi_slopes, sinks, seed)
+    options = mask, bias, alibi_slopes, sinks, seed
+    if blocks is not None:
+        return Inputs(*blocks[:8], *options, *blocks[13:])
+    return Inputs(query, key, value, None, None, None, None, None, *options)  # type: ignore[arg-type]
+
+
+def products_of(inputs: Inputs, precision: str) -> str:
+    """The precision of a call: of tensors in 8 bits it need not be said."""
+    blocks = inputs.query_blocks
+    if blocks is None or precision != "ieee":
+        return precision
+    return "int8" if blocks.dtype == torch.int8 else "fp8"
 
 
 def _draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor | None:

@@ -75,7 +75,7 @@ def device_for(device: torch.device, dtype: torch.dtype, precision: str = "ieee"
 def _tensor_cores(known: Device, dtype: torch.dtype, precision: str) -> Device | None:
     """With the rate of the products that inputs and precision ask for; None if the datasheet has none."""
     if dtype in HALF:
-        if precision != "fp8" or known.name == "A100":
+        if precision not in ("fp8", "int8") or known.name == "A100":
             return known
         factor, kind = 2.0, "8-bit"
     elif dtype == torch.float32 and precision == "tf32":

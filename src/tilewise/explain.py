@@ -15,6 +15,7 @@ from tilewise.api import (
     attention_varlen,
     attention_with_cache,
     canonical_inputs,
+    products_of,
     read_length,
     to_bshd,
     window_bounds,
@@ -24,7 +25,8 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.functions.call import with_functions
-from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, spans
+from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, of_gradient, spans
+from tilewise.core.quantized import is_quantized
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
 from tilewise.dispatch import choice as dispatch
@@ -132,10 +134,11 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
         (1044480, 263168)
     """
     given = _arguments(_call(args, options), query, args, options)
-    check_tensors(query=query)
+    check_tensors(**({} if is_quantized(query) else {"query": query}))
     check_flag("return_lse", given["return_lse"])
     inputs = _cached_inputs(given) if "cache" in given else _inputs(given)
     call = _options(given)
+    call = call._replace(precision=products_of(inputs, call.precision))
     if given.get("mask_mod") is not None or given.get("score_mod") is not None:
         inputs, call = with_functions(inputs, call, given["mask_mod"], given["score_mod"])
     backend = given["backend"]
@@ -145,7 +148,7 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     sequences = spans(problem, inputs)
     return Explanation(
         backend=dispatch.choose(problem, backend),
-        backward_backend=dispatch.choose(problem, backend, is_backward=True),
+        backward_backend=dispatch.choose(of_gradient(problem), backend, is_backward=True),
         reasons=dispatch.refusals(problem),
         flops=_flops(problem, sequences),
         bytes=_bytes(problem, inputs, sequences),
@@ -184,7 +187,7 @@ def _arguments(
 def _inputs(given: dict[str, Any]) -> Inputs:
     names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
     tensors = {name: given[name] for name in names if name in given}
-    check_tensors(**tensors)
+    check_tensors(**{name: t for name, t in tensors.items() if not is_quantized(t)})
     query, key, value, *offsets = tensors.values()
     layout = given.get("layout", "bshd")
     inputs = canonical_inputs(
@@ -252,6 +255,8 @@ def _bytes(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> 
     lse = queries * problem.compute_dtype.itemsize
     dims = problem.head_dim + (0 if problem.is_value_in_key else problem.head_dim_v)
     keys = _visible_keys(problem, inputs, sequences)
+    if inputs.query_blocks is not None and inputs.key_blocks is not None:
+        inputs = inputs._replace(query=inputs.query_blocks, key=inputs.key_blocks)
     visible = keys * problem.num_kv_heads * dims * inputs.key.element_size()
     others = (getattr(inputs, name) for name in READ_WHOLE)
     return sum(t.numel() * t.element_size() for t in others if t is not None) + visible + out + lse

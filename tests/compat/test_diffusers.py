@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,8 +116,14 @@ def test_refusals(dispatch):
     q, k, v = tensors(kv_heads=2)
     with pytest.raises(ValueError, match=r"key\.shape\[2\]=2 \(heads\) must equal query\.shape\[2\]=4"):
         compat_diffusers.attention(q, k, v)
-    with pytest.raises(NotImplementedError, match=r"_parallel_config='ring'.*native"):
-        compat_diffusers.attention(q, q, q, _parallel_config="ring")
+    config = SimpleNamespace(context_parallel_config=SimpleNamespace(ring_degree=2))
+    for name, value in {
+        "dropout_p": 0.5,
+        "window_size": (3, 0),
+        "attn_mask": torch.ones(1, 1, 1, 13),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{name} is not served under .* context parallelism"):
+            compat_diffusers.attention(q, q, q, _parallel_config=config, **{name: value})
 
 
 def test_versions_are_named(monkeypatch):
@@ -196,3 +206,18 @@ def test_models_give_the_same(dispatch, calls, make):
     assert counts[0] == counts[1] >= 2  # all of them in the first run
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-6, rtol=1e-4)
+
+
+# ---- a sequence in shards
+
+
+def test_context_parallelism(dispatch):
+    """Two processes: outputs and gradients of ring and Ulysses are those of one."""
+    if not hasattr(dispatch, "_templated_context_parallel_attention"):
+        pytest.skip("this diffusers has no context parallelism")
+    script = Path(__file__).with_name("diffusers_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("same") == 2 * 4  # ranks and cases

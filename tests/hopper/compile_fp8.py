@@ -36,11 +36,15 @@ CASES = {
     ),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_d64": Case(64, 64, extras=("packed", "int64")),
+    "int8_d64": Case(64, 64, options={"precision": "int8"}),
+    "int8_d128_causal": Case(128, 128, options={"causal": True, "precision": "int8"}),
+    "int8_d256": Case(256, 256, options={"precision": "int8"}),
+    "int8_packed": Case(128, 128, options={"causal": True, "precision": "int8"}, extras=("packed",)),
 }
 
 
 def run(name: str, inputs: Inputs) -> None:
-    problem = describe(inputs, Options(**CASES[name].options, precision="fp8"))
+    problem = describe(inputs, Options(**{"precision": "fp8"} | CASES[name].options))
     plan.forward(problem, inputs)
 
 

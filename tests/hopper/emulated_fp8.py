@@ -15,9 +15,10 @@ import torch
 emulator.install()
 emulator.TIMEOUT = 20.0
 
-from fp8_blocks import exact_of_rounded, in_blocks
+from fp8_blocks import exact_of_rounded
 
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.quantized import round_tensor
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
@@ -41,9 +42,16 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "left_window": (300, 500, 1, 1, 64, 64, {"window_left": 20}),
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
     "sinks": (200, 150, 4, 2, 64, 64, {"sinks": True, "causal": True}),
+    "int8": (300, 290, 4, 2, 128, 128, {"precision": "int8"}),
+    "int8_causal": (300, 300, 2, 2, 64, 64, {"causal": True, "precision": "int8", "growing": 1.5}),
+    "int8_d256": (200, 300, 2, 1, 256, 256, {"precision": "int8"}),
     "packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1, 300], [100, 200, 3, 290], 2, 2, 128, 128, {"causal": True}),
 }
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
 
 
 def check(name: str) -> str:
@@ -69,7 +77,7 @@ def check(name: str) -> str:
     if options.pop("sinks", False):
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
-    problem = describe(inputs, Options(**options, precision="fp8"))
+    problem = describe(inputs, Options(**{"precision": "fp8"} | options))
     found = plan.forward(problem, inputs)
     same_maths = tiled.forward(problem, inputs)
     exact = exact_of_rounded(problem, inputs)
@@ -79,6 +87,10 @@ def check(name: str) -> str:
         report = compare(part, a, e, b)
         errors.append(f"{report}")
         assert report.is_within, f"{name}: {report}"
+    errors.append(f"of tiled: {rms(found[0] - same_maths[0]) / rms(found[0] - exact[0]):.3f} of the error")
+    assert rms(found[0] - same_maths[0]) < 0.05 * rms(found[0] - exact[0]), (
+        name
+    )  # the same numbers are rounded
     return "; ".join(errors)
 
 
@@ -86,7 +98,7 @@ def main() -> None:
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     host.scheduler_counter = lambda device: torch.zeros(2, dtype=torch.int32)
-    fp8_launch.round_tensor = in_blocks
+    fp8_launch.round_tensor = lambda problem, *given: round_tensor(*given, problem.precision)
     for case in emulator.chosen(CASES):
         print(f"{case}: {check(case)}", flush=True)
 

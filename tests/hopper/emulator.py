@@ -503,7 +503,7 @@ def start(launched: Any, num_programs: int) -> None:
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
     if layout == "mbarrier":
         return Shared(torch.zeros(*shape), [Barrier() for _ in range(shape[0])])
-    filler = float("nan") if dtype.is_floating_point else -(1 << 20)
+    filler = float("nan") if dtype.is_floating_point else max(-(1 << 20), torch.iinfo(dtype).min)
     return Shared(torch.full(tuple(shape), filler, dtype=dtype))
 
 
@@ -590,7 +590,7 @@ def install() -> None:
     gl = types.SimpleNamespace(
         constexpr=constexpr, tensor=Tile, shared_memory_descriptor=Shared,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64,
+        float8e4nv=torch.float8_e4m3fn, int8=torch.int8, int32=torch.int32, int64=torch.int64,
         uint32=torch.int64, uint64=torch.int64,  # whose products keep the low 64 bits
         where=_both(lambda c, a, b: torch.where(c, a, b)),
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),

@@ -1,56 +1,27 @@
-"""What the 8-bit kernels of Hopper are compared with: `tilewise.fp8`, put into their blocks, and float64."""
+"""What the 8-bit kernels of Hopper are compared with: float64 attention of the same 8-bit numbers."""
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 from torch import Tensor
 
-from tilewise import fp8, reference
+from tilewise import reference
+from tilewise.core import fp8
 from tilewise.core.problem import AttentionProblem, Inputs, spans
-from tilewise.gpu.hopper.fp8.launch import Rounded
 
 
-def stored_keys() -> Tensor:
-    """The key of each position of a block of V^T: column 8c + 2t + b becomes column 4t + 2c + b."""
-    keys = torch.arange(fp8.BLOCK_ROWS)
-    first, c, t, b = keys // 16 * 16, keys % 16 // 8, keys % 8 // 2, keys % 2
-    return torch.empty_like(keys).index_put((first + 4 * t + 2 * c + b,), keys)
-
-
-def in_blocks(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
-    """What the quantizing kernels make of a tensor on the CPU."""
-    heads, dim = t.shape[-2:]
-    if cu_seqlens is None:
-        per_sequence = -(-t.shape[1] // fp8.BLOCK_ROWS)
-        sequences = [(t[b], b * per_sequence) for b in range(len(t))]
-        blocks = len(t) * per_sequence
-    else:
-        starts = cu_seqlens.tolist()
-        sequences = [(t[i:j], i // fp8.BLOCK_ROWS + b) for b, (i, j) in enumerate(itertools.pairwise(starts))]
-        blocks = len(t) // fp8.BLOCK_ROWS + problem.batch
-    width = fp8.padded_dim(dim)
-    values = torch.zeros(heads, blocks, fp8.BLOCK_ROWS, width).to(fp8.FP8)
-    factors = torch.ones(heads, blocks)
-    for x, block in sequences:
-        x = x.transpose(0, 1)
-        rounded = fp8.quantize(torch.nn.functional.pad(x, (0, width - dim)) if is_value else fp8.rotate(x))
-        count = rounded.factors.shape[-1]
-        rows = torch.zeros(heads, count * fp8.BLOCK_ROWS, width)
-        rows[:, : x.shape[1]] = rounded.values.float()
-        values[:, block : block + count] = rows.view(heads, count, fp8.BLOCK_ROWS, width).to(fp8.FP8)
-        factors[:, block : block + count] = rounded.factors
-    if is_value:
-        values = values.view(torch.uint8)[:, :, stored_keys()].transpose(2, 3).contiguous().view(fp8.FP8)
-    return Rounded(values, factors)
+def rounded_operands(precision: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What 8-bit numbers of q, k and v (..., rows, dim) stand for; q and k rotated, q over the size."""
+    dtype = fp8.OPERANDS[precision]
+    q, k = (fp8.round_rows(fp8.rotate(x), dtype).dequantize() for x in (q, k))
+    return q / q.shape[-1], k, fp8.round_rows(v).dequantize()
 
 
 def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """float64 attention of the numbers that the 8-bit ones stand for."""
     parts: list[tuple[Tensor, ...]] = []
     for tensors in sequences(problem, inputs):
-        rounded = fp8.rounded_operands(*tensors)
+        rounded = rounded_operands(problem.precision, *tensors)
         parts.append(tuple(t.transpose(0, 1).double() for t in rounded))
     join = torch.cat if problem.is_packed else torch.stack
     q, k, v = (join(tensors) for tensors in zip(*parts, strict=True))
@@ -71,7 +42,7 @@ def lse_of_torch_products(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     group = problem.num_heads // problem.num_kv_heads
     parts = []
     for query, key, _ in sequences(problem, inputs):
-        q, k = fp8.quantize(fp8.rotate(query)), fp8.quantize(fp8.rotate(key))
+        q, k = fp8.round_rows(fp8.rotate(query)), fp8.round_rows(fp8.rotate(key))
         s = torch.stack(
             [
                 torch_product(q.values[h], q.factors[h], k.values[h // group], k.factors[h // group])

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import tilewise
 from backends import Backend
-from tilewise import fp8
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.quantized import round_tensor
+from tilewise.fp8 import quantize
 from tilewise.testing import compare
 from tilewise.tiled import backend as tiled
 
@@ -37,10 +38,12 @@ def hold(inputs: Inputs, **options: Any) -> None:
 
     from tilewise.gpu.hopper import plan
 
-    problem = describe(inputs, Options(**options, precision="fp8"))
+    problem = describe(inputs, Options(**{"precision": "fp8"} | options))
     assert Backend("hopper").supports(problem) is None
     exact = exact_of_rounded(problem, inputs)
-    baseline = tiled.forward(problem, inputs)[0], lse_of_torch_products(problem, inputs)
+    baseline = tiled.forward(problem, inputs)
+    if problem.precision == "fp8":  # sums of integers are exact
+        baseline = baseline[0], lse_of_torch_products(problem, inputs)
     for part, a, e, b in zip(("out", "lse"), plan.forward(problem, inputs), exact, baseline, strict=True):
         report = compare(part, a, e, b)
         assert report.is_within, report
@@ -106,11 +109,26 @@ def test_rounded_as_defined(dim: int):
 
     x = draw(2, 384, 3, dim)
     problem = describe(Inputs(x, x, x), Options(precision="fp8"))
-    values, factors = fp8_launch.round_tensor(problem, x, None, is_value=False)
-    expected = fp8.quantize(fp8.rotate(x.transpose(1, 2)))
-    assert torch.equal(factors.view(3, 2, 3).transpose(0, 1), expected.factors)
-    found = values.view(3, 2, 384, -1).transpose(0, 1).float()
-    assert torch.equal(found, expected.values.float())
+    for kind in ("query", "key", "value"):
+        found, expected = fp8_launch.round_tensor(problem, kind, x, None), round_tensor(kind, x)
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.blocks.float(), expected.blocks.float())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tensors_that_come_in_8_bits(dim: int, precision: str):
+    q, k, v = draw(2, 300, 4, dim), draw(2, 400, 2, dim), draw(2, 400, 2, dim)
+    options = {"causal": True, "backend": "hopper"}
+    expected = tilewise.attention(q, k, v, precision=precision, **options)
+    assert torch.equal(tilewise.attention(*quantize(q, k, v, precision=precision), **options), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_integers(dim: int, causal: bool):
+    q, k, v = draw(2, 701, 4, dim), draw(2, 858, 2, dim), draw(2, 858, 2, dim)
+    hold(Inputs(q, k, v), causal=causal, precision="int8")
 
 
 def test_what_is_not_finite_reaches_no_other_sequence():

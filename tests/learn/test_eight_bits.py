@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import fp8
 from tilewise.cli import _app
+from tilewise.core import fp8
 from tilewise.lab.learn import eight_bits
 
 NODE = shutil.which("node")
@@ -51,10 +51,11 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_rotated_is_what_the_library_computes():
+@pytest.mark.parametrize(("name", "precision"), [("rotated", "fp8"), ("integers", "int8")])
+def test_rotated_is_what_the_library_computes(name: str, precision: str):
     q, k, v = eight_bits.example(outlier=8)
-    expected = tilewise.attention(*(x.half()[None, :, None] for x in (q, k, v)), precision="fp8")
-    found = eight_bits.walk(q, k, v).rotated.out
+    expected = tilewise.attention(*(x.half()[None, :, None] for x in (q, k, v)), precision=precision)
+    found = getattr(eight_bits.walk(q, k, v), name).out
     torch.testing.assert_close(found, expected[0, :, 0].double(), rtol=2e-3, atol=1e-4)
 
 
@@ -114,7 +115,7 @@ def test_factors():
     for largest in (0.0, 1.0, 448.0, 448.0000305, 449.0, 0.875, 2.0**-130, 3e38):
         x = torch.tensor([[largest, -largest / 3]])
         found = javascript("return quantize(given[0])", x.double().tolist())
-        expected = fp8.quantize(x)
+        expected = fp8.round_rows(x)
         assert found["factor"] == expected.factors.item(), largest
         assert torch.equal(tensor(found["values"]), expected.values.double()), largest
 
@@ -132,6 +133,10 @@ def test_what_is_printed():
         plain, rotated = errors[f"plain {name}"], errors[f"rotated {name}"]
         assert f"{plain:.4g} as they are, {rotated:.4g} rotated: " in output
     assert f"rotated: {errors['plain scores'] / errors['rotated scores']:.2f} times less\n" in output
+    assert f"{errors['integers scores']:.4g} in integers: " in output
+    assert errors["integers scores"] < errors["rotated scores"]
+    integers = walk.integers.q8.values[3, :3].tolist()
+    assert re.search("int8 .*" + " +".join(map(str, integers)), output), output
     assert re.search(r"difference .* 0\.0e\+00\n", output)
     rounded = walk.plain.q8.values[3, :3].tolist()
     assert ", ".join(eight_bits.bits(x) for x in rounded) in output
@@ -143,7 +148,7 @@ def test_what_is_printed():
 
 def test_where_there_is_no_error():
     zeros = str(eight_bits.walk(*torch.zeros(3, 2, 4)))
-    assert zeros.count("the same") == 2 and "nan" not in zeros
+    assert zeros.count("the same") == 4 and "nan" not in zeros
     exact = eight_bits.walk(torch.eye(4)[:2] + 0.0625, torch.eye(4)[:2], torch.ones(2, 1))
     assert "nan" not in str(exact)
     assert eight_bits._gain(1.0, 2.0) == "2.00 times more" and eight_bits._gain(1.0, 0.0) == "inf times less"

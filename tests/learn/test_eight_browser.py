@@ -6,7 +6,7 @@ import pytest
 import torch
 from browser import as_text
 
-from tilewise import fp8
+from tilewise.core import fp8
 from tilewise.lab.learn import eight_bits, page
 
 

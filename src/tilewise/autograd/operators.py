@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from tilewise.core.checks import refuse_gradient
+from tilewise.core.checks import refuse_other_derivatives
 from tilewise.core.functions.expression import decode
 from tilewise.core.lazy import all_resolved
 from tilewise.core.plan import Results
@@ -34,7 +34,8 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
     "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale, Tensor? captured_floats, "
-    "Tensor? captured_integers, Tensor? captured_layout"
+    "Tensor? captured_integers, Tensor? captured_layout, Tensor? query_scale, Tensor? query_blocks, "
+    "Tensor? key_blocks, Tensor? value_blocks"
 )
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
@@ -122,6 +123,7 @@ def _no_none(tensors: Any, like: Tensor) -> tuple[Tensor, ...]:
 def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tangents, (dout, dlse, *results) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 5]
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 5 :])
+    refuse_other_derivatives(options.precision)
     problem = describe(inputs, options)
     directions = _fill_tangents(inputs, tangents)
     out, lse, residual = results
@@ -139,7 +141,7 @@ def _attention_double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def _attention_jvp(*arguments: Any) -> tuple[Tensor, Tensor]:
     tangents, (out, lse, residual) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 3]
     inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 3 :])
-    refuse_gradient(options.precision)
+    refuse_other_derivatives(options.precision)
     problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
     with own_dtypes(problem.device_type):
         return second_order.jvp(problem, inputs, out, lse, directions, residual)

@@ -12,7 +12,7 @@ from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results, Watched
-from tilewise.core.problem import Gradients, Inputs, Options, describe
+from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import LazyTensor, NoMemory
 from tilewise.core.statistics import Aux, Measured, Statistics, check_request
 from tilewise.core.torch_private import is_plain_eager, own_dtypes, while_tracing
@@ -147,7 +147,7 @@ class AttentionWithStatistics(torch.autograd.Function):
             total = plans.differentiate(inputs, results, *arguments)  # type: ignore[arg-type]
         if any(g is not None for g in grads):
             assert results.lse is not None
-            problem = describe(inputs, options)
+            problem = of_gradient(describe(inputs, options))
             with own_dtypes(problem.device_type):
                 found = tiled.backward(
                     problem,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tilewise.core.torch_private import while_tracing
 
-PRECISIONS = ("ieee", "tf32", "fp8")
+PRECISIONS = ("ieee", "tf32", "fp8", "int8")
+EIGHT_BIT = ("fp8", "int8")  # query, key, weights and value are rounded to 8 bits
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 MAX_WINDOW = 1 << 40  # longer than any sequence
@@ -32,7 +33,9 @@ def check_dtypes_and_devices(s: Any) -> None:
             raise TypeError(f"{name}=None must be a torch.Tensor")
     if s.query.dtype not in DTYPES:
         raise TypeError(f"query.dtype={s.query.dtype} must be float64, float32, bfloat16 or float16")
+    in_blocks = s.query_blocks is not None
     for name, t, scale in (("key", s.key, s.key_scale), ("value", s.value, s.value_scale)):
+        scale = None if in_blocks else scale
         if scale is not None and t.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.dtype={t.dtype} must be float8_e4m3fn when {name}_scale is given")
         if scale is None and t.dtype != s.query.dtype:
@@ -91,7 +94,8 @@ def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
         raise ValueError("seqlens_k=None must give each sequence's length when page_table is given")
     for name in ("key_scale", "value_scale"):
         t = getattr(s, name)
-        if t is not None and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
+        in_pages = t is not None and s.key_blocks is None
+        if in_pages and (not is_paged or tuple(t.shape) != (k[0], kv_heads)):
             raise ValueError(
                 f"{name}.shape={tuple(t.shape)} must be (pages, KV heads)=({k[0]}, {kv_heads}), with pages"
             )
@@ -263,28 +267,58 @@ def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
     if options.precision not in PRECISIONS:
-        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32' or 'fp8'")
+        raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32', 'fp8' or 'int8'")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(options, name)
         if bound is not None and bound < 0:
             raise ValueError(f"{name}={bound} must be at least 0")
 
 
-def check_fp8(s: Any) -> None:
+def check_8_bit(s: Any, precision: str) -> None:
     """What 8-bit products are not made of."""
     if s.query.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision='fp8'")
-    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
-        raise NotImplementedError("precision='fp8' takes no cache: 'ieee' does, with pages of float8_e4m3fn")
-    if any(t is not None and t.needs_grad for t in s):
-        refuse_gradient("fp8")
-
-
-def refuse_gradient(precision: str) -> None:
-    """Raises NotImplementedError if products of this precision have no derivative."""
-    if precision == "fp8":
+        raise TypeError(
+            f"query.dtype={s.query.dtype} must be bfloat16 or float16 when precision={precision!r}"
+        )
+    if s.page_table is not None and s.key_scale is not None and s.leftpad_k is not None:
         raise NotImplementedError(
-            "precision='fp8' has no gradient: 'ieee' has, and torch.no_grad() needs none"
+            f"precision={precision!r} takes no left padding of 8-bit pages: 'ieee' does"
+        )
+
+
+def check_blocks(s: Any, precision: str) -> None:
+    """What tensors in 8 bits (`core.quantized.Quantized`) go with."""
+    rounded = "int8" if s.query_blocks.dtype == torch.int8 else "fp8"
+    if precision != rounded:
+        raise ValueError(
+            f"precision={precision!r} must be {rounded!r}, as the tensors were quantized, or left out"
+        )
+    parts = [
+        getattr(s, f"{name}_{part}") for name in ("query", "key", "value") for part in ("blocks", "scale")
+    ]
+    if any(t is None for t in parts):
+        raise TypeError("query, key and value must all be Quantized, or none")
+    for name in ("query", "key", "value"):
+        t, scale = getattr(s, f"{name}_blocks"), getattr(s, f"{name}_scale")
+        heads = getattr(s, name).shape[-2]
+        if t.ndim != 4 or t.shape[0] != heads or tuple(scale.shape) != tuple(t.shape[:2]):
+            raise ValueError(
+                f"{name}_blocks.shape={tuple(t.shape)} and {name}_scale.shape={tuple(scale.shape)} must be "
+                f"(heads={heads}, blocks, rows, columns) and (heads, blocks)"
+            )
+    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
+        raise NotImplementedError("a cache takes no Quantized query: attention_with_cache takes tensors")
+    if any(t is not None and t.needs_grad for t in s):
+        raise NotImplementedError(
+            "Quantized tensors give no gradients: precision='fp8' does, of bfloat16 and float16 tensors"
+        )
+
+
+def refuse_other_derivatives(precision: str) -> None:
+    """Raises NotImplementedError if products of this precision have first gradients only."""
+    if precision in EIGHT_BIT:
+        raise NotImplementedError(
+            f"precision={precision!r} has gradients in reverse mode, once: 'ieee' has more derivatives"
         )
 
 

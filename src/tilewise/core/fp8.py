@@ -1,7 +1,8 @@
-"""8-bit attention with incoherent processing: what `precision="fp8"` computes, in PyTorch.
+"""8-bit attention with incoherent processing: what `precision="fp8"` and `"int8"` compute, in PyTorch.
 
     q' = q H,  k' = k H            H: random signs times a Hadamard matrix, entries +-1, H H^T = d I
     q8, k8, v8 = e4m3(q'), e4m3(k'), e4m3(v)                  with a factor for each 128 rows of a head
+    "int8": q8, k8 = int8(q'), int8(k')
     S  = scale / d * q8 k8^T       (in exact arithmetic q' k'^T = d q k^T: the rotation changes nothing)
     O  = e4m3(P) v8 / l,           P = exp(S - m), l = sum P and all else in float32
 
@@ -9,12 +10,16 @@ float8_e4m3fn numbers have 4 significant bits: rounding has a relative error of 
 numbers much larger than the others meet in q and in k, a score's error is that of few products; the rotation
 spreads them over all columns. FlashAttention-3 (Shah et al., 2024), section 3.3; QuIP (Chee et al., 2023).
 
+Rotated numbers are about normal, the largest of a block some 4.5 times their RMS. Integers, whose steps are
+all equal, then err by 1.0% of it in RMS and e4m3 by 2.6%. Weights span many powers of two, so they are e4m3.
+SageAttention (Zhang et al., 2024) has integers for q and k.
+
 Example:
     >>> _ = torch.manual_seed(0)
     >>> x, y = torch.randn(2, 64, 128)
     >>> x[:, 0] *= 30; y[:, 0] *= 30
     >>> def error(a, b, factor):
-    ...     products = quantize(a).dequantize() @ quantize(b).dequantize().T / factor
+    ...     products = round_rows(a).dequantize() @ round_rows(b).dequantize().T / factor
     ...     return (products - x @ y.T).square().mean().sqrt()
     >>> bool(error(rotate(x), rotate(y), 128) < 0.3 * error(x, y, 1))
     True
@@ -29,15 +34,17 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn: 0.875 * 2^9
+LARGEST_INTEGER = 127.0
+OPERANDS = {"fp8": FP8, "int8": torch.int8}  # of Q K^T, by the precision
 BLOCK_ROWS = 128
 SMALLEST_FACTOR = 2.0**-126
 WEIGHT_FACTOR = 2.0**8  # of the largest weight: those down to 2^-14 of it keep all their bits
 
 
-class Quantized(NamedTuple):
+class Rounded(NamedTuple):
     """8-bit numbers and what each block of 128 rows is to be multiplied by."""
 
-    values: Tensor  # float8_e4m3fn (..., rows, dim)
+    values: Tensor  # float8_e4m3fn or int8 (..., rows, dim)
     factors: Tensor  # float32 (..., ceil(rows / 128))
 
     def dequantize(self) -> Tensor:
@@ -90,16 +97,19 @@ def rotate(x: Tensor) -> Tensor:
     return x @ hadamard(dim, x.device)
 
 
-def quantize(x: Tensor) -> Quantized:
+def round_rows(x: Tensor, dtype: torch.dtype = FP8) -> Rounded:
     """x (..., rows, dim) in 8 bits, with a factor for each 128 rows.
 
-    A factor is the least power of two that brings the block to at most 448, so it rounds nothing itself.
-    Numbers keep 4 significant bits; those below 2^-14 of the block's largest become multiples of less than
-    2^-16 of it. A block with a NaN or an infinity has the factor NaN; one of zeros 1.
+    float8_e4m3fn: a factor is the least power of two that brings the block to at most 448, so it rounds
+    nothing itself. Numbers keep 4 significant bits; those below 2^-14 of the block's largest become multiples
+    of less than 2^-16 of it. int8: a factor is the block's largest magnitude over 127, and numbers become
+    multiples of it.
+
+    A block with a NaN or an infinity has the factor NaN; one of zeros 1.
 
     Example:
         >>> x = torch.tensor([[1.0, 17.0, 1000.0]])
-        >>> values, factors = quantize(x)
+        >>> values, factors = round_rows(x)
         >>> values.tolist(), factors
         ([[0.25, 4.0, 256.0]], tensor([4.]))
     """
@@ -107,25 +117,18 @@ def quantize(x: Tensor) -> Quantized:
     x = x.float()
     largest = torch.nn.functional.pad(x.abs(), (0, 0, 0, -rows % BLOCK_ROWS))
     largest = largest.unflatten(-2, (-1, BLOCK_ROWS)).amax((-2, -1))  # NaN if one is
-    mantissa, exponent = torch.frexp(largest)
-    exponent = exponent - 9 + (mantissa > LARGEST / 2**9).int()
-    factors = torch.ldexp(torch.ones_like(largest), exponent).clamp(min=SMALLEST_FACTOR)
+    if dtype == torch.int8:
+        factors = largest / LARGEST_INTEGER
+    else:
+        mantissa, exponent = torch.frexp(largest)
+        exponent = exponent - 9 + (mantissa > LARGEST / 2**9).int()
+        factors = torch.ldexp(torch.ones_like(largest), exponent)
+    factors = factors.clamp(min=SMALLEST_FACTOR)
     factors = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), factors, float("nan")))
-    values = x / factors.repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
-    return Quantized(values.to(FP8), factors)
-
-
-def rounded_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What 8-bit numbers of q, k and v (..., rows, dim) stand for, float32; q and k rotated, q over the size.
-
-    Example:
-        >>> q, k, v = torch.ones(3, 2, 64)
-        >>> q8, k8, v8 = rounded_operands(q, k, v)
-        >>> ((q8 @ k8.T) / 64).flatten().tolist(), torch.equal(v8, v)
-        ([1.0, 1.0, 1.0, 1.0], True)
-    """
-    q, k, v = (quantize(x).dequantize() for x in (rotate(q), rotate(k), v))
-    return q / q.shape[-1], k, v
+    values = x * factors.reciprocal().repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
+    if dtype == torch.int8:
+        values = values.nan_to_num(0.0).round()
+    return Rounded(values.to(dtype), factors)
 
 
 def round_weights(p: Tensor) -> Tensor:

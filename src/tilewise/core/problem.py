@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import (
+    EIGHT_BIT,
+    check_8_bit,
+    check_blocks,
     check_dtypes_and_devices,
-    check_fp8,
     check_scalars,
     check_score_tensors,
     check_shapes,
@@ -49,11 +51,15 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
     sinks: Tensor | None = None  # (num_heads,) logits
     dropout_seed: Tensor | None = None  # () int64
-    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): what float8 keys in pages stand for
+    key_scale: Tensor | None = None  # (num_pages, num_kv_heads): of float8 keys in pages; or (heads, blocks)
     value_scale: Tensor | None = None
     captured_floats: Tensor | None = None  # of mask and score functions: see `core.functions.captured`
     captured_integers: Tensor | None = None
     captured_layout: Tensor | None = None  # on the CPU
+    query_scale: Tensor | None = None  # (heads, blocks)
+    query_blocks: Tensor | None = None  # 8-bit numbers, see `core.quantized`: query, key and value
+    key_blocks: Tensor | None = None  # are then stand-ins, that show shapes and dtype and hold nothing
+    value_blocks: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -114,6 +120,7 @@ class AttentionProblem:
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
+    is_in_blocks: bool = False  # query, key and value come in 8 bits: `core.quantized`
     is_value_in_key: bool = False  # the values are a view of the keys' first columns: latent attention
     needs_grad: bool = False  # of anything
     bias_needs_grad: bool = False
@@ -137,6 +144,11 @@ class AttentionProblem:
     def compute_dtype(self) -> torch.dtype:
         """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def is_8_bit(self) -> bool:
+        """Both products are of 8-bit numbers."""
+        return self.precision in EIGHT_BIT
 
     @property
     def has_packed_keys(self) -> bool:
@@ -199,12 +211,22 @@ def describe_signature(signature: Signature) -> AttentionProblem:
     problem = describe_tensors(tensors, signature.options, is_value_in_key)
     if signature.direction != "backward":
         return problem
-    return replace(
-        problem,
-        bias_needs_grad=signature.needs_bias_gradient,
-        lse_needs_grad=signature.results[-1] is not None,
-        is_partial=signature.is_partial,
+    return of_gradient(
+        replace(
+            problem,
+            bias_needs_grad=signature.needs_bias_gradient,
+            lse_needs_grad=signature.results[-1] is not None,
+            is_partial=signature.is_partial,
+        )
     )
+
+
+def of_gradient(problem: AttentionProblem) -> AttentionProblem:
+    """The problem whose formula gives the gradients: rounding to 8 bits passes them straight through.
+
+    Its weights come from the 8-bit forward's lse, so they need not add up to 1.
+    """
+    return replace(problem, precision="ieee", is_partial=True) if problem.is_8_bit else problem
 
 
 def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
@@ -238,8 +260,10 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     else:
         pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
         seqlen_k = pages * key.shape[1]
-    if options.precision == "fp8":
-        check_fp8(signatures)
+    if options.precision in EIGHT_BIT:
+        check_8_bit(signatures, options.precision)
+    if signatures.query_blocks is not None:
+        check_blocks(signatures, options.precision)
     check_score_tensors(signatures, batch, num_heads, seqlen_q, seqlen_k, is_packed)
     return AttentionProblem(
         batch=batch,
@@ -268,7 +292,8 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
         has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
-        is_quantized=signatures.key_scale is not None,
+        is_quantized=signatures.key_scale is not None and signatures.key_blocks is None,
+        is_in_blocks=signatures.query_blocks is not None,
         is_value_in_key=is_value_in_key,
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,

@@ -72,7 +72,7 @@ ROWS = (
     Row("float32", lambda p: p.dtype == torch.float32, {
         "hopper": "takes bfloat16 and float16, not {p.dtype}",
     }),
-    Row("8-bit products", lambda p: p.precision == "fp8", {
+    Row("8-bit products", lambda p: p.is_8_bit, {
         "triton": "has no 8-bit products", "llvm": "has no 8-bit products", "aten": "has no 8-bit products",
     }),
     Row("8-bit pages", lambda p: p.is_quantized, {
@@ -101,9 +101,12 @@ ROWS = (
     Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
     }, is_rare=True),
-    Row("mask with 8-bit products", lambda p: _has_mask(p) and p.precision == "fp8", dict.fromkeys(
+    Row("mask with 8-bit products", lambda p: _has_mask(p) and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
+    Row("8-bit products with a cache", lambda p: p.is_cached and p.is_8_bit, dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    ) | {"hopper": "does not take a cache with 8-bit products"}, is_rare=True),
     Row("bias", _has_bias, {}),
     Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
         "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",
@@ -114,7 +117,7 @@ ROWS = (
     Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a bias in dense calls only",
     }, is_rare=True),
-    Row("bias with 8-bit products", lambda p: _has_bias(p) and p.precision == "fp8", dict.fromkeys(
+    Row("bias with 8-bit products", lambda p: _has_bias(p) and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a bias with 8-bit products"}, is_rare=True),
     Row("gradient with a bias, head_dim over 128", lambda p: _has_bias(p) and p.head_dim > 128, {
@@ -137,7 +140,7 @@ ROWS = (
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
     Row("ALiBi with a cache", lambda p: p.has_alibi and p.is_cached, {"aten": "has no ALiBi"}),
     Row("ALiBi without a cache", lambda p: p.has_alibi and not p.is_cached, {"aten": "has no ALiBi"}),
-    Row("ALiBi with 8-bit products", lambda p: p.has_alibi and p.precision == "fp8", dict.fromkeys(
+    Row("ALiBi with 8-bit products", lambda p: p.has_alibi and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take ALiBi slopes with 8-bit products"}, is_rare=True),
     Row("gradient with ALiBi, head_dim over 128", lambda p: p.has_alibi and p.head_dim > 128, {
@@ -147,7 +150,7 @@ ROWS = (
     Row("dropout with a cache", lambda p: p.dropout_p > 0 and p.is_cached, {
         "aten": NO_CACHE, "hopper": "does not take dropout with a cache",
     }, is_rare=True),
-    Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.precision == "fp8", dict.fromkeys(
+    Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take dropout with 8-bit products"}, is_rare=True),
     Row("gradient with dropout, head_dim over 128", lambda p: p.dropout_p > 0 and p.head_dim > 128, {

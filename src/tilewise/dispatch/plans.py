@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import refuse_gradient
 from tilewise.core.plan import Plan, Results, Retry, Saves
-from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe_signature
+from tilewise.core.problem import (
+    AttentionProblem,
+    Gradients,
+    Inputs,
+    Options,
+    describe_signature,
+    of_gradient,
+)
 from tilewise.core.signature import Request, Signature, look
 from tilewise.core.values import check_values
 from tilewise.dispatch.choice import choose, load
@@ -98,7 +104,7 @@ def _make_forward(signature: Signature) -> Entry:
 
 def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
     """What the backward of a problem reads of its forward's results, if lse gets no gradient."""
-    backward = replace(problem, needs_grad=False, lse_needs_grad=False)
+    backward = replace(of_gradient(problem), needs_grad=False, lse_needs_grad=False)
     return load(choose(backward, backend, is_backward=True)).saves(backward)  # type: ignore[no-any-return]
 
 
@@ -127,7 +133,6 @@ def _share_memory(inputs: Inputs) -> bool:
 
 def _make_backward(signature: Signature) -> Entry:
     problem = describe_signature(signature)
-    refuse_gradient(problem.precision)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
     return Entry(module.plan(problem, signature), signature, name, module.saves(problem))

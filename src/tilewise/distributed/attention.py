@@ -322,8 +322,10 @@ def _check(inputs: Inputs, options: Options, tokens: Layout, is_packed: bool, ba
             f"key has {key.shape[1]} tokens, must have those of query, {query.shape[1]}: each rank holds "
             "the same tokens of both"
         )
-    if problem.precision == "fp8":
-        raise NotImplementedError("precision='fp8' is not served over several ranks: 'ieee' is")
+    if problem.is_8_bit:
+        raise NotImplementedError(
+            f"precision={problem.precision!r} is not served over several ranks: 'ieee' is"
+        )
     for name, t, right in (("mask", inputs.mask, "bool"), ("bias", inputs.bias, "floating point")):
         if t is None:
             continue

@@ -15,7 +15,9 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
   and no copy of q, k and v unless the strides of batch and sequence do not fold. 0 is off. Gradients follow,
   which those of FlashAttention-3 do not yet. Source: its `hopper/mask.h`.
 - q_descale, k_descale, v_descale: float32 (batch, KV heads), what float8_e4m3fn q, k and v are multiplied by;
-  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3.
+  None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3. On
+  Hopper GPUs the products are of 8 bits, and so weights are rounded too; elsewhere, with a cache, in chunks
+  and in compiled code they are of bfloat16, which is nearer to exact.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
   Tensors of one integer are read, which waits for their device.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.
@@ -141,11 +143,15 @@ def flash_attn_func(
     is_fp8 = descale.is_needed(q, k)
     if qv is not None:
         q, k = flash_attn_call.with_qv(q, qv, k, v)
-    if is_fp8:
-        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
+    blocks = descale.in_blocks(q, k, v, options) if is_fp8 and chunk == 0 else None
+    if blocks is not None:
+        out, lse = chunks.attention(*blocks, chunk)
+        return (out, lse) if return_attn_probs else out
+    if is_fp8:
+        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
     out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
     out = descale.output(out) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
@@ -202,12 +208,17 @@ def flash_attn_varlen_func(
     is_fp8 = descale.is_needed(q, k, cu_seqlens_q)
     if qv is not None:
         q, k = flash_attn_call.with_qv(q, qv, k, v)
-    if is_fp8:
-        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    is_whole = chunk == 0 and seqused_q is None and seqused_k is None
+    blocks = descale.in_blocks(q, k, v, options, cu_seqlens_q, cu_seqlens_k) if is_fp8 and is_whole else None
+    if blocks is not None:
+        out, lse = chunks.attention(*blocks, chunk)
+        return (out, lse) if return_attn_probs else out
+    if is_fp8:
+        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
     inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if seqused_q is None and seqused_k is None:
         out, lse = chunks.attention(inputs, options, chunk)

@@ -1,7 +1,8 @@
 """FlashAttention-3's 8-bit form: float8_e4m3fn tensors, and factors for each sequence and KV head.
 
-A score is q k q_descale k_descale, so both factors go to q, in bfloat16; v_descale goes to out. What is in k
-and v is a bfloat16 number as it stands.
+Where a kernel has 8-bit products, the numbers are put into its blocks as they stand, and weights are rounded
+to 8 bits too. Elsewhere products are of bfloat16, which holds every 8-bit number: a score is q k q_descale
+k_descale, so both factors go to q; v_descale goes to out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.core.quantized import KINDS, arrange, inputs_of
+from tilewise.dispatch.capability import FORWARD, refusal
 
 FP8 = torch.float8_e4m3fn
 
@@ -51,6 +56,34 @@ class Descale(NamedTuple):
                 )
         return is_fp8
 
+    def in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, *cu_seqlens: Tensor | None
+    ) -> tuple[Inputs, Options] | None:
+        """The call with 8-bit products, None where no kernel has them.
+
+        Args:
+            q, k, v: float8_e4m3fn, (batch, seqlen, heads, dim) or packed.
+            cu_seqlens: of q and of k, packed.
+        """
+        if (
+            any(not isinstance(t, Tensor) or t.dtype != FP8 for t in (q, k, v))
+            or torch.compiler.is_compiling()
+        ):
+            return None
+        options = options._replace(precision="fp8", deterministic=False)
+        offsets = cu_seqlens or (None, None)
+        shapes = Inputs(*(t.new_empty(1, dtype=torch.bfloat16).expand(t.shape) for t in (q, k, v)), *offsets)
+        if not has_kernels(describe(shapes, options)):
+            return None
+        group = q.shape[-2] // k.shape[-2]
+        scales = (None if self.q is None else self.q.repeat_interleave(group, 1), self.k, self.v)
+        arranged = (
+            arrange(kind, t, scale, torch.bfloat16, n)
+            for kind, t, scale, n in zip(KINDS, (q, k, v), scales, (*offsets, offsets[1]))
+        )
+        inputs = inputs_of(*arranged)
+        return inputs._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), options
+
     def query(self, q: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """q in bfloat16, times its factor and k's."""
         factor = self.q if self.k is None else self.k if self.q is None else self.q * self.k
@@ -59,6 +92,11 @@ class Descale(NamedTuple):
     def output(self, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """out times v's factor."""
         return _times(out, self.v, cu_seqlens)
+
+
+def has_kernels(problem: AttentionProblem) -> bool:
+    """Whether a kernel multiplies 8-bit numbers in this call."""
+    return refusal("hopper", problem, FORWARD) is None
 
 
 NO_FACTORS = Descale(None, None, None)

@@ -26,7 +26,7 @@ from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order
 from tilewise.core.torch_private import own_dtypes
-from tilewise.tiled import statistics
+from tilewise.tiled import fp8, statistics
 from tilewise.tiled.functions import new_captured_gradient
 from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
 
@@ -70,9 +70,8 @@ class OnlineSoftmaxStep(NamedTuple):
 
 
 def online_softmax_step(
-    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None,
-    round_weights: Callable[[Tensor], Tensor] | None = None,
-) -> OnlineSoftmaxStep:  # fmt: skip
+    s: Tensor, v: Tensor, m: Tensor, l: Tensor, acc: Tensor, keep: Tensor | None = None
+) -> OnlineSoftmaxStep:
     """Fold one tile of scores and values into the running softmax.
 
     Args:
@@ -81,7 +80,6 @@ def online_softmax_step(
         m, l, acc: the state so far; start from -inf, 0, 0. acc is updated in place.
         keep: dropout factor, 0 or 1 / (1 - rate(dropout_p)), shaped like s. It multiplies what reaches acc;
             the softmax denominator is that of the undropped weights.
-        round_weights: what weights go through before they are multiplied by v.
 
     A row that has seen only -inf keeps m = -inf and l = 0. NaN and +inf propagate.
     """
@@ -91,8 +89,7 @@ def online_softmax_step(
     correction = torch.exp(m - m_finite)
     p = s.sub_(m_finite).exp_()
     l = l * correction + p.sum(-1, keepdim=True)
-    weights = p if keep is None else p * keep
-    acc.mul_(correction).baddbmm_(weights if round_weights is None else round_weights(weights), v)
+    acc.mul_(correction).baddbmm_(p if keep is None else p * keep, v)
     return OnlineSoftmaxStep(m_new, l, acc, m_tile, correction, p)
 
 
@@ -180,14 +177,22 @@ def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> t
 def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and its residual."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
+    if tiles.problem.is_8_bit:
+        m, l, acc = fp8.softmax_sums(tiles, q, i0, i1)
+    else:
+        m, l, acc = _softmax_sums(tiles, q, i0, i1)
+    acc /= l.masked_fill(l == 0, 1.0)
+    return acc, *log_sum_exp(m, l)
+
+
+def _softmax_sums(tiles: Tiles, q: Tensor, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
     m, l = tiles.initial_statistics(i0, i1)
     acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
     for j0, j1 in tiles.key_tiles(i0, i1):
         s = tiles.scores(q, i0, i1, j0, j1).s
         keep = tiles.keep(i0, i1, j0, j1)
-        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep, tiles.round_weights)
-    acc /= l.masked_fill(l == 0, 1.0)
-    return acc, *log_sum_exp(m, l)
+        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep)
+    return m, l, acc
 
 
 def backward(

@@ -7,15 +7,15 @@ needs neither a copy of the keys nor a sum over heads afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.core import fp8
 from tilewise.core.dropout import keep_mask, rate
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.core.problem import AttentionProblem, Inputs, spans
+from tilewise.tiled import fp8
 from tilewise.tiled.config import tiled_plan
 from tilewise.tiled.functions import FunctionTile, SegmentFunctions
 
@@ -71,11 +71,9 @@ class Tiles:
         if problem.functions is not None:
             lengths = self.visibility.seqlen_q, self.visibility.seqlen_k
             self.functions = SegmentFunctions(problem, inputs, segment.sequences, lengths)
-        self.round_weights = None
-        if problem.precision == "fp8":
-            views: Any = self.query_rows, self.key_view, self.value_view
-            self.query_rows, self.key_view, self.value_view = fp8.rounded_operands(*views)
-            self.round_weights = fp8.round_weights
+        if problem.is_8_bit:
+            self.rounded = self._rounded()
+            self.query_rows, self.key_view, self.value_view = self.rounded[:3]
 
     def query_tiles(self) -> Iterator[tuple[int, int]]:
         seqlen_q, step = self.visibility.seqlen_q, self.config.block_q
@@ -92,8 +90,9 @@ class Tiles:
         if self.functions is not None:
             yield from self.functions.visible_tiles(i0, k0, k1)
             return
-        for j0 in range(k0, k1, step):
-            yield j0, min(j0 + step, k1)
+        first = k0 // step * step if self.problem.is_8_bit else k0  # no tile has keys of two scales
+        for j0 in range(first, k1, step):
+            yield max(j0, k0), min(j0 + step, k1)
 
     def rows(self, t: Tensor) -> Tensor:
         """This segment's part of a query-shaped tensor, as a view (batch, heads, seqlen_q, dim)."""
@@ -155,6 +154,27 @@ class Tiles:
     def value(self, j0: int, j1: int) -> Tensor:
         inputs = self.inputs
         return self._key_tile(inputs.value, self.value_view, inputs.value_scale, j0, j1)  # [..., head_dim_v]
+
+    def value_scale(self, j0: int) -> Tensor:
+        """Of 8-bit values: that of the tile from j0 on [n, 1, 1]."""
+        return self.rounded.value_scale[:, :, j0 // self.rounded.block_rows].reshape(-1, 1, 1)
+
+    def _rounded(self) -> fp8.Operands:
+        """The segment's rows in 8 bits."""
+        problem, inputs, query = self.problem, self.inputs, self.query_rows
+        if problem.is_in_blocks:
+            return fp8.operands_in_blocks(problem, inputs, self.segment)
+        key, value, seqlen_k = self.key_view, self.value_view, self.visibility.seqlen_k
+        if key is not None and value is not None:
+            return fp8.operands(problem.precision, query, key, value)
+        key = self._gather_pages(inputs.key, inputs.key_scale, 0, seqlen_k)
+        value = self._gather_pages(inputs.value, None, 0, seqlen_k)
+        if inputs.value_scale is None:
+            return fp8.operands(problem.precision, query, key, value)
+        size = problem.page_size or 1
+        pages = inputs.page_table[self.segment.sequences.start, : -(-seqlen_k // size)]  # type: ignore[index]
+        scale = inputs.value_scale[pages.long()]
+        return fp8.operands_of_pages(problem.precision, query, key, value, scale, size)
 
     def _key_tile(self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int) -> Tensor:
         tile = self._gather_pages(pages, scale, j0, j1) if view is None else view[:, :, j0:j1]

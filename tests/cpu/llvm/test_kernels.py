@@ -35,6 +35,7 @@ from tilewise.testing import check_attention
 
 HERE = Path(__file__).parent
 DEFAULT_ISA = getattr(kernels.target(), "isa", "")
+AVX512 = ("avx512", "avx512_bf16", "amx")
 
 
 def groups_of(*dtypes: torch.dtype) -> list[int]:
@@ -60,7 +61,7 @@ def test_random_problems_meet_the_error_budget(group):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="needs products of bfloat16")
+@pytest.mark.skipif(DEFAULT_ISA not in AVX512[1:], reason="needs AVX-512's products of bfloat16")
 @pytest.mark.parametrize("group", CUT_GROUPS)
 def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
     """Numbers are cut for long calls; here for all, as the kernels' edges and tails are met by short ones."""
@@ -187,17 +188,13 @@ def run_script(*args: str, **environment: str) -> str:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.skipif(
-    DEFAULT_ISA not in ("avx512", *configs.BF16_PRODUCTS), reason="the default target is AVX2 already"
-)
+@pytest.mark.skipif(DEFAULT_ISA not in AVX512, reason="the default target is AVX2 already, or NEON")
 @pytest.mark.parametrize(("count", "first"), [(20, 5), (8, DROPOUT_GROUP * random_cases.CASES_A_KERNEL)])
 def test_avx2_code_meets_the_error_budget(count, first):
     run_script(str(HERE / "random_cases.py"), str(count), str(first), TILEWISE_CPU_ISA="avx2")
 
 
-@pytest.mark.skipif(
-    DEFAULT_ISA not in ("avx512", *configs.BF16_PRODUCTS), reason="the default target is AVX2 already"
-)
+@pytest.mark.skipif(DEFAULT_ISA not in AVX512, reason="the default target is AVX2 already, or NEON")
 def test_decoding_with_avx2_meets_the_error_budget():
     run_script(str(HERE / "random_cases.py"), "20", "300", "decoding", TILEWISE_CPU_ISA="avx2")
 
@@ -205,7 +202,8 @@ def test_decoding_with_avx2_meets_the_error_budget():
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="the default target has none already")
 def test_code_without_products_of_bfloat16_meets_the_error_budget():
     first = BFLOAT16_GROUPS[0] * random_cases.CASES_A_KERNEL
-    run_script(str(HERE / "random_cases.py"), "12", str(first), TILEWISE_CPU_ISA="avx512")
+    without = "neon" if DEFAULT_ISA == "neon_bf16" else "avx512"
+    run_script(str(HERE / "random_cases.py"), "12", str(first), TILEWISE_CPU_ISA=without)
 
 
 def test_no_amx_where_the_system_refuses_it(monkeypatch):
@@ -227,11 +225,18 @@ def test_amx_code_compiles(builder, vectors, kind, terms):
 
 
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
-def test_dot_products_of_bfloat16_compile(builder):
-    epyc = kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit")
-    ir_text, _ = builder.build(Config("bf16", 40, 64, 2, has_dropout=True, terms=1), epyc)
-    code = kernels.generate(ir_text, epyc, triple="x86_64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 62
+@pytest.mark.parametrize(
+    ("target", "triple", "machine"),
+    [
+        (kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit"), "x86_64-unknown-linux-gnu", 62),
+        (kernels.Target("neon_bf16", 16, 8, "generic", "+bf16"), "aarch64-unknown-linux-gnu", 183),
+    ],
+)
+def test_dot_products_of_bfloat16_compile(builder, target, triple, machine):
+    vectors = 32 * 4 // target.vector_bytes
+    ir_text, _ = builder.build(Config("bf16", 40, 64, vectors, has_dropout=True, terms=1), target)
+    code = kernels.generate(ir_text, target, triple=triple)
+    assert code[:4] == b"\x7fELF" and code[18] == machine
 
 
 @pytest.mark.sample(5)

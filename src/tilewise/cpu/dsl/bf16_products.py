@@ -1,10 +1,11 @@
-"""Matrix products of bfloat16 with float32 sums, by two instructions: AMX's tiles and AVX-512's dot product.
+"""Matrix products of bfloat16 with float32 sums: by AMX's tiles, or by the dot products of AVX-512 and NEON.
 
 A tile register is 16 rows of 64 bytes. One instruction (`tdpbf16ps`) adds a[16, 32] b[32, 16] to c[16, 16]:
 
     c[i, n] += sum over p < 16 of  a[i, 2p] b[2p, n] + a[i, 2p + 1] b[2p + 1, n]
 
-The dot product (`vdpbf16ps`) adds one term of that sum, of one pair of a and 16 pairs of b, to a vector.
+The dot product (`vdpbf16ps`, `bfdot`) adds one term of that sum, of one pair of a and 16 (4) pairs of b, to a
+vector.
 
 A left factor is stored as rows along the summed axis; a right factor as rows of *pairs*, two rows of the
 matrix interleaved, so that word (p, n) holds b[2p, n] and b[2p + 1, n]. Transposing words turns one kind
@@ -14,6 +15,7 @@ words move as float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import llvmlite.ir as ir
 
 from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.lanes import any_lane
+from tilewise.cpu.dsl.lanes import any_lane, concatenated
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
     F32,
@@ -39,13 +41,15 @@ from tilewise.cpu.dsl.vector import (
     emitter,
     maximum,
     minimum,
+    number,
 )
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.tiles import Scratch, Shape, column_chunks, load_rows
+from tilewise.cpu.kernels.tiles import BF16_STEP, Scratch, Shape, column_chunks, load_rows
 
-TILE = 32  # keys or queries that a product takes at once: two tile registers each way
+TILE = BF16_STEP  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
-LANES, HEIGHT = 16, 8
+LANES = 16  # words of a tile's row; memory is moved by as many, whatever vectors the processor has
+HEIGHT, WIDTH = 8, 2  # rows and vectors of sums that dot products keep in registers
 C, A, B = 0, 4, 6  # tile registers: four sums, two left and two right factors
 # Which terms of a and b are multiplied, so that each product loads one of them anew. What is left out is of
 # either sign and small beside a rounding of the number itself: of three terms the middle one times the last,
@@ -69,8 +73,8 @@ class _BFloat(ir.Type):
         return "bfloat"
 
 
-BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
-HALF_BFLOATS = ir.VectorType(BFLOATS.element, LANES)
+BFLOAT = _BFloat()
+DOTS = {16: "llvm.x86.avx512bf16.dpbf16ps.512", 4: "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}  # by lanes
 
 
 @contextmanager
@@ -97,7 +101,7 @@ def tile_registers(
 
 def product_of(target: Target) -> Product:
     """The instruction set's product; see `tile_sums`."""
-    return tile_sums if target.isa == "amx" else dot_sums
+    return tile_sums if target.isa == "amx" else functools.partial(dot_sums, target.vector_bytes // 4)
 
 
 def tile_sums(
@@ -131,33 +135,34 @@ def tile_sums(
 
 
 def dot_sums(
-    out: Rows, a: Sequence[Rows], b: Sequence[Rows], k: tuple[Scalar, Scalar], columns: int, adds: bool
-) -> None:
-    """The same in vectors: `vdpbf16ps` adds to 16 sums the products of a pair of a with 16 pairs of b."""
-    first, last = k[0] // 2, (k[1] + 1) // 2
-    at = [LANES * c for c in range(columns)]
-    for r0 in loop(0, TILE, HEIGHT):
-        cells = [[out.at(r0, 0)[r, c] for c in at] for r in range(HEIGHT)]
-        zero = Value(ir.Constant(ir.VectorType(F32, LANES), [0.0] * LANES))
-        sums = [[Var(cell.load(LANES) if adds else zero) for cell in row] for row in cells]
-        for i, j in TERMS[len(a)]:
-            left, right = words(a[i]).at(r0, 0), b[j]
-            for p in loop(first, last):
-                pairs = [right[p, c].load(LANES) for c in at]
-                for r, row in enumerate(sums):
-                    x = left[r, p].splat(LANES)
-                    for total, y in zip(row, pairs):
-                        total.set(_dot(total, x, y))
-        for out_row, totals in zip(cells, sums):
-            for cell, total in zip(out_row, totals):
-                cell.store(total)
+    lanes: int,
+    out: Rows, a: Sequence[Rows], b: Sequence[Rows], k: tuple[Scalar, Scalar], columns: int, adds: bool,
+) -> None:  # fmt: skip
+    """The same in vectors: one instruction adds to each lane's sum the products of a pair of a and of b."""
+    for first in range(0, columns, WIDTH):
+        at = [lanes * c for c in range(first, min(first + WIDTH, columns))]
+        for r0 in loop(0, TILE, HEIGHT):
+            cells = [[out.at(r0, 0)[r, c] for c in at] for r in range(HEIGHT)]
+            zero = number(0.0, lanes=lanes)
+            sums = [[Var(cell.load(lanes) if adds else zero) for cell in row] for row in cells]
+            for i, j in TERMS[len(a)]:
+                left, right = words(a[i]).at(r0, 0), b[j]
+                for p in loop(k[0] // 2, (k[1] + 1) // 2):
+                    pairs = [right[p, c].load(lanes) for c in at]
+                    for r, row in enumerate(sums):
+                        x = left[r, p].splat(lanes)
+                        for total, y in zip(row, pairs):
+                            total.set(_dot(total, x, y))
+            for out_row, totals in zip(cells, sums):
+                for cell, total in zip(out_row, totals):
+                    cell.store(total)
 
 
 def _dot(total: Operand, x: Operand, y: Operand) -> Value:
     """total + x y, in each lane the two products of a pair."""
-    pairs = (builder().bitcast(z.raw, BFLOATS) for z in (x, y))
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return Value(emitter().intrinsic(name, total.type, total.raw, *pairs))
+    lanes = total.type.count
+    pairs = (builder().bitcast(z.raw, ir.VectorType(BFLOAT, 2 * lanes)) for z in (x, y))
+    return Value(emitter().intrinsic(DOTS[lanes], total.type, total.raw, *pairs))
 
 
 def _steps(start: Scalar, stop: Scalar) -> Iterator[Any]:
@@ -269,24 +274,28 @@ def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., Non
 
 
 def rounded(low: Operand, high: Operand) -> Value:
-    """Two float32 vectors as 32 bfloat16 numbers, low's first, rounded to nearest even."""
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    both = emitter().intrinsic(name, BFLOATS, high.raw, low.raw)
-    return Value(builder().bitcast(both, ir.VectorType(I16, 2 * LANES)))
+    """Two float32 vectors as twice as many bfloat16 numbers, low's first, rounded to nearest even."""
+    count = 2 * low.type.count
+    bfloats = ir.VectorType(BFLOAT, count)
+    if count == 32:
+        both = emitter().intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", bfloats, high.raw, low.raw)
+    else:
+        both = builder().fptrunc(concatenated(low, high).raw, bfloats)
+    return Value(builder().bitcast(both, ir.VectorType(I16, count)))
 
 
 def rounded_words(x: Operand) -> Value:
     """A float32 vector rounded to bfloat16, a number in the low half of each word."""
-    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", HALF_BFLOATS, x.raw)
+    half = emitter().intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES), x.raw)
     bits = builder().bitcast(half, ir.VectorType(I16, LANES))
     return Value(builder().zext(bits, ir.VectorType(I32, LANES)))
 
 
 def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
-    """Two float32 vectors as 16 pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
+    """Two float32 vectors as pairs of bfloat16: lane by lane, (low, high). Exact: they are bfloat16."""
     if is_exact:
         return bitcast((bitcast(low, I32) >> 16) | bitcast(high, I32), F32)
-    both = rounded(low, high)
-    order = [x for lane in range(LANES) for x in (lane, lane + LANES)]
-    mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
-    return Value(builder().bitcast(mixed, ir.VectorType(F32, LANES)))
+    both, lanes = rounded(low, high), low.type.count
+    order = [x for lane in range(lanes) for x in (lane, lane + lanes)]
+    mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * lanes), order))
+    return Value(builder().bitcast(mixed, ir.VectorType(F32, lanes)))

@@ -35,6 +35,11 @@ def lanes_of(x: Operand, first: int, count: int) -> Value:
     return _shuffle(x, x, list(range(first, first + count)))
 
 
+def concatenated(low: Operand, high: Operand) -> Value:
+    """The lanes of one vector, and then those of another."""
+    return _shuffle(low, high, list(range(2 * low.type.count)))
+
+
 def first_lane(x: Operand) -> Value:
     """The first lane of a vector, as a number."""
     return Value(builder().extract_element(x.raw, ir.Constant(I32, 0)))

@@ -46,22 +46,23 @@ LN_2 = math.log(2)
 LN_2_LOW = 2.3190468138462996e-17  # what a float64 lacks of it
 FLOOR = 9  # of `vreduceps` and `vrndscaleps`: towards -inf, silently
 SMALL = 0.625  # tanh of less is a polynomial
+AVX512_LANES = 16
 FLOAT32_DEGREE = 6  # of exp in full float32
 FORMATS = {F32: FloatFormat(I32, 23, 127, 6), F64: FloatFormat(I64, 52, 1023, 12)}
 
 
-def exp_parts(x: Operand, degree: int) -> tuple[Value, Value]:
-    """(2^n, 2^f - 1) with x / ln 2 = n + f and |f| <= 1/2; n stops where 2^n is exactly 0.
+def exp_parts(x: Operand, degree: int, unit: float = LN_2) -> tuple[Value, Value]:
+    """(2^n, 2^f - 1) with x / unit = n + f and |f| <= 1/2; n stops where 2^n is exactly 0.
 
-    Adding 1.5 * 2^mantissa + bias rounds x / ln 2 to an integer and leaves n + bias in the low bits, where
+    Adding 1.5 * 2^mantissa + bias rounds x / unit to an integer and leaves n + bias in the low bits, where
     a shift turns it into the floating-point number 2^n. The polynomial is off by 5e-9 (degree 6), 7e-6
     (degree 4), 4e-17 (degree 11). NaN stays NaN.
     """
     f = FORMATS[element_of(x.type)]
-    magic, log2_e = like(1.5 * 2.0**f.mantissa + f.bias, x), like(1 / math.log(2), x)
-    x = maximum(like(-f.bias * math.log(2), x), x)
-    shifted = fma(x, log2_e, magic)
-    fraction = fma(x, log2_e, magic - shifted)
+    magic, units = like(1.5 * 2.0**f.mantissa + f.bias, x), like(1 / unit, x)
+    x = maximum(like(-f.bias * unit, x), x)
+    shifted = fma(x, units, magic)
+    fraction = fma(x, units, magic - shifted)
     power = bitcast(bitcast(shifted, f.bits) << f.mantissa, element_of(x.type))
     series = horner(polynomial(_power_rest, -0.5, 0.5, degree - 1), fraction)
     return power, series * fraction
@@ -85,8 +86,11 @@ def exp_of_difference(x: Operand, y: Operand, degree: int, factor: Operand) -> V
     return fma(power, select(low.equals(low), low, 0.0), power)
 
 
-def exp2_avx512(x: Operand, degree: int) -> Value:
-    """2^x in `degree` + 2 instructions of AVX-512: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN."""
+def exp2(x: Operand, degree: int) -> Value:
+    """2^x: 1 at 0 exactly, 0 at -inf and far below, NaN for NaN. With AVX-512 `degree` + 2 instructions."""
+    if x.type.count < AVX512_LANES:
+        power, fraction = exp_parts(x, degree, unit=1.0)
+        return fma(power, fraction, power)
     return _scaled_power(_avx512("reduce", x, x, FLOOR), x, degree)  # f = x - floor(x)
 
 

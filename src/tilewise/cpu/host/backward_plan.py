@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import struct
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,10 @@ from tilewise.cpu.host.configs import (
 from tilewise.cpu.host.forward_plan import BLOCK_K
 from tilewise.cpu.host.pool import CPU, pool
 
-WANTED_ITEMS = 8  # work items of a backward, where the keys allow: enough for the threads of a small machine
-KEYS_OF_ITEM = 128  # at least, or nearly: each item converts all queries anew
+# Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SMALL_MACHINE, ITEMS_OF_CORE = 4, 2  # cores, on which as many work items are wanted, where the keys allow
+KEYS_OF_ITEM = 128, 64  # at least, or nearly, as each item converts all queries anew; on larger machines
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
@@ -107,7 +110,12 @@ class BackwardPlan(CallPlan):
     def divide(self, seqlen_q: int, seqlen_k: int) -> tuple[Division, Layout]:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
-        wanted = min(-(-WANTED_ITEMS // max(1, self.owners)), round(seqlen_k / KEYS_OF_ITEM))
+        keys = self.owners * seqlen_k  # of all items, as many times as they are read
+        if problem.is_packed:
+            keys = self.given.key.shape[0] * self.owners // max(1, problem.batch)
+        items = ITEMS_OF_CORE * max(SMALL_MACHINE, CORES)
+        fewest = KEYS_OF_ITEM[CORES > SMALL_MACHINE]
+        wanted = min(-(-items * seqlen_k // max(1, keys)), round(seqlen_k / fewest))
         split = seqlen_k / max(1, wanted, -(-seqlen_k // facts["key_block"]))
         split = max(1, math.ceil(split / BLOCK_K)) * BLOCK_K
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])

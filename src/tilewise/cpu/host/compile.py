@@ -72,29 +72,71 @@ def target(wanted: str = "") -> Target | str:
     import llvmlite.binding as llvm
 
     _initialize()
-    name, has = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
-    candidates = []
+    name, has = llvm.get_host_cpu_name(), _host_features()
+    candidates: list[Target] = []
     if platform.machine() in ("x86_64", "AMD64"):
-        wide = all(has.get(f) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
-        tiles = all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16"))
-        if wide and tiles and has.get("avx2") and may_use_amx():
-            candidates.append(Target("amx", 64, 8, name, f"{has.flatten()},-prefer-256-bit"))
-        if wide and has.get("avx2"):
-            plain = Target("avx512", 64, 8, name, f"{has.flatten()},-prefer-256-bit")
-            dots = [replace(plain, isa="avx512_bf16")] if has.get("avx512bf16") else []
-            # Twice as fast as multiply-adds on AMD's processors, no faster on Intel's.
-            candidates += [*dots, plain] if name.startswith("znver") else [plain, *dots]
-        if all(has.get(f) for f in ("avx2", "fma", "f16c")):
-            narrow = ",".join(f for f in has.flatten().split(",") if "avx512" not in f and "avx10" not in f)
-            candidates.append(Target("avx2", 32, 4, "x86-64-v3", f"{narrow},-avx512f"))
+        candidates = _x86_targets(name, has)
     elif platform.machine() in ("aarch64", "arm64"):
-        candidates.append(Target("neon", 16, 8, name, has.flatten()))
+        candidates = neon_targets(name, _flat(has), has.get("bf16", False) or _arm_has_bf16())
     for candidate in candidates:
         if wanted in ("", candidate.isa):
             return replace(candidate, l2_bytes=_l2_bytes())
     if wanted and candidates:
         return f"TILEWISE_CPU_ISA={wanted} is not one of {[c.isa for c in candidates]} that this machine has"
     return f"{platform.machine()} lacks AVX2 with FMA and F16C, or NEON"
+
+
+def _host_features() -> dict[str, bool]:
+    import llvmlite.binding as llvm
+
+    try:
+        return llvm.get_host_cpu_features()  # type: ignore[no-any-return]
+    except RuntimeError:  # LLVM does not ask some systems; the name of the processor implies what it has
+        return {}
+
+
+def _flat(features: dict[str, bool]) -> str:
+    return ",".join(("+" if has else "-") + name for name, has in sorted(features.items()))
+
+
+def _x86_targets(name: str, has: dict[str, bool]) -> list[Target]:
+    """Best first."""
+    candidates, features = [], _flat(has)
+    wide = all(has.get(f) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    tiles = all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16"))
+    if wide and tiles and has.get("avx2") and may_use_amx():
+        candidates.append(Target("amx", 64, 8, name, f"{features},-prefer-256-bit"))
+    if wide and has.get("avx2"):
+        plain = Target("avx512", 64, 8, name, f"{features},-prefer-256-bit")
+        dots = [replace(plain, isa="avx512_bf16")] if has.get("avx512bf16") else []
+        # Twice as fast as multiply-adds on AMD's processors, no faster on Intel's.
+        candidates += [*dots, plain] if name.startswith("znver") else [plain, *dots]
+    if all(has.get(f) for f in ("avx2", "fma", "f16c")):
+        narrow = ",".join(f for f in features.split(",") if "avx512" not in f and "avx10" not in f)
+        candidates.append(Target("avx2", 32, 4, "x86-64-v3", f"{narrow},-avx512f"))
+    return candidates
+
+
+def neon_targets(name: str, features: str, has_bf16: bool) -> list[Target]:
+    """Best first. Without SVE, which LLVM would take for a few operations of NEON's vectors."""
+    plain = Target("neon", 16, 8, name, f"{features},-sve")
+    dots = [replace(plain, isa="neon_bf16", features=f"{plain.features},+bf16")] if has_bf16 else []
+    return [*dots, plain]
+
+
+def _arm_has_bf16() -> bool:
+    """What Linux and macOS say of `bfdot`: LLVM asks neither."""
+    if sys.platform == "linux":
+        hardware, bf16 = 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
+        getauxval = ctypes.CDLL(None).getauxval
+        getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return bool(getauxval(hardware) & bf16)
+    if sys.platform == "darwin":
+        found, size, name = ctypes.c_int(0), ctypes.c_size_t(4), b"hw.optional.arm.FEAT_BF16"
+        sysctl = ctypes.CDLL(None).sysctlbyname
+        failed = sysctl(name, ctypes.byref(found), ctypes.byref(size), None, ctypes.c_size_t(0))
+        return not failed and found.value == 1
+    return False
 
 
 def _l2_bytes(size_file: Path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) -> int:
@@ -167,6 +209,10 @@ def _load(name: str, config: Any, machine: Target) -> Kernel:
         stored = facts, generate(ir_text, machine)
         _write(path, text, *stored)
     facts, code = stored
+    return _kernel(name, code, facts, machine)
+
+
+def _kernel(name: str, code: bytes, facts: dict[str, int], machine: Target) -> Kernel:
     engine = _link(code, machine)
     address = engine.get_function_address(name)
     kernel = Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), facts)

@@ -14,11 +14,11 @@ from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import current_target
 
 KINDS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-BF16_PRODUCTS = ("amx", "avx512_bf16")  # instruction sets that multiply bfloat16
+BF16_PRODUCTS = ("amx", "avx512_bf16", "neon_bf16")  # instruction sets that multiply bfloat16
 CUTTING = ("amx",)  # and those so fast at it that float32 and float16 are cut into bfloat16 numbers
-VECTORS = 3  # of a tile of queries; with products of bfloat16, by terms:
-BF16_FORWARD = {1: (1, 2), 2: (2,), 3: (2,)}  # numbers are cut for 32 queries or more
-BF16_BACKWARD = {1: (2, 4, 8), 2: (2, 4), 3: (2, 4)}
+VECTORS = 3  # of a tile of queries; with products of bfloat16 a tile has so many queries, by terms:
+BF16_FORWARD = {1: (16, 32), 2: (32,), 3: (32,)}  # numbers are cut for 32 queries or more
+BF16_BACKWARD = {1: (32, 64, 128), 2: (32, 64), 3: (32, 64)}
 CUT = {torch.float32: 3, torch.float16: 2}  # terms of bfloat16, for products in tile registers
 # The fewest queries, keys and keys of a window that make up for cutting. One rule for forward and backward:
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
@@ -90,14 +90,14 @@ def _terms(problem: AttentionProblem, may_cut: bool) -> int:
 
 
 def _tile_config(
-    problem: AttentionProblem, inputs: Inputs, bf16_vectors: Mapping[int, tuple[int, ...]], terms: int
+    problem: AttentionProblem, inputs: Inputs, bf16_queries: Mapping[int, tuple[int, ...]], terms: int
 ) -> Config:
     """Of a kernel whose tiles of queries are, with products of bfloat16, as wide as suits their number."""
     if not terms:
         return _config(problem, inputs, VECTORS)
     lanes = current_target().vector_bytes // problem.compute_dtype.itemsize
-    wide_enough = (v for v in bf16_vectors[terms] if 0 < problem.seqlen_q <= v * lanes)
-    return _config(problem, inputs, next(wide_enough, bf16_vectors[terms][-1]), terms)
+    wide_enough = (n for n in bf16_queries[terms] if 0 < problem.seqlen_q <= n)
+    return _config(problem, inputs, next(wide_enough, bf16_queries[terms][-1]) // lanes, terms)
 
 
 def has_bf16_products(problem: AttentionProblem) -> bool:

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from tilewise.cpu.dsl.bf16_products import (
     LANES,
-    ROWS,
     TILE,
     cut,
     pair_rows,
@@ -32,7 +31,7 @@ from tilewise.cpu.dsl.bf16_products import (
 )
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2_avx512, exp_avx512, product
+from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2, exp_avx512, product
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
@@ -53,7 +52,8 @@ class BFloat16BackwardKernel(BackwardKernel):
         shape, block_q = self.shape, self.shape.block_q
         self.product = product_of(shape.target)
         self.key_group = TILE
-        self.part = part = Shape(replace(shape.config, vectors=2), shape.target, self.key_blocks)
+        self.wide = TILE // shape.lanes  # vectors
+        self.part = part = Shape(replace(shape.config, vectors=self.wide), shape.target, self.key_blocks)
 
         def matrices(rows: int, width: int, kind: str = "") -> list[Rows]:
             return [scratch.rows(rows, width, kind) for _ in range(shape.config.terms)]
@@ -64,7 +64,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.q, self.do = (matrices(block_q, width, "i16") for width in (shape.pad, shape.pad_v))
         self.q_t, self.do_t = (matrices(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (matrices(block_q // 2, width) for width in (shape.pad, shape.pad_v))
-        self.out, self.do_rows = (scratch.rows(ROWS, shape.pad_v) for _ in range(2))
+        self.out, self.do_rows = (scratch.rows(shape.lanes, shape.pad_v) for _ in range(2))
         self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
         self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
         self.p, self.ds = (matrices(shape.block_k, block_q, "i16") for _ in range(2))
@@ -101,9 +101,9 @@ class BFloat16BackwardKernel(BackwardKernel):
             for rows, rows_t, row_pairs in zip(parts, turned, pairs):
                 transpose_rows(shape, rows_t, words(rows), count, rows.stride // 2)
                 pair_rows(row_pairs, rows, count)
-        for i in loop(0, count, ROWS):
+        for i in loop(0, count, shape.lanes):
             for rows, name in ((self.out, "out"), (self.do_rows, "do")):
-                load_rows(shape, rows, head.query_rows(name, q0 + i), n - i, ROWS, config.head_dim_v)
+                load_rows(shape, rows, head.query_rows(name, q0 + i), n - i, shape.lanes, config.head_dim_v)
             self.store_delta(i, self.out, self.do_rows)
         return count
 
@@ -131,8 +131,8 @@ class BFloat16BackwardKernel(BackwardKernel):
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
             s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            self.product(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), 2, False)
-            self.product(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), 2, False)
+            self.product(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), self.wide, False)
+            self.product(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), self.wide, False)
             self.round_weights(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
@@ -175,7 +175,8 @@ class BFloat16BackwardKernel(BackwardKernel):
                     ds_terms.append(list(cut(ds, len(self.ds))))
                     for areas, parts in ((self.p, cut(p, len(self.p))), (self.ds, ds_terms[-1])):
                         for area, term in zip(areas, parts):
-                            area.at(r, c)[k, 0].store(rounded(*term))
+                            for x, low, high in zip(columns[::2], term[::2], term[1::2]):
+                                area.at(r, c)[k, x].store(rounded(low, high))
                 for area, low, high in zip(self.ds_pairs, *ds_terms):
                     is_exact = area is not self.ds_pairs[-1]
                     for v, x in enumerate(columns):
@@ -184,14 +185,14 @@ class BFloat16BackwardKernel(BackwardKernel):
     def weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """factor * exp(s - lse), s without its scale if there are no options."""
         s = s if self.scores.has_options else s * self.scale
-        return exp2_avx512((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
+        return exp2((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
 
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
         return lse, exp(-residual, self.shape.exp_degree)
 
     def near_weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """The same where lse is so small that bfloat16 needs nothing beside it."""
-        return exp2_avx512(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
+        return exp2(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds between the derivatives of score function and softcap, which ds gets here."""
@@ -208,7 +209,8 @@ class BFloat16BackwardKernel(BackwardKernel):
         for start, stop in ((0, minimum(a, all_end)), (maximum(0, seen_end), all_end)):
             for r in loop(start, stop):
                 for rows in (*self.p, *self.ds):
-                    words(rows)[r, c // 2].store(zero)
+                    for x in range(0, TILE // 2, self.shape.lanes):
+                        words(rows).at(r, c // 2)[0, x].store(zero)
 
     def add_over_queries(self, queries: tuple[Value, Value], j: Value, end: Value) -> None:
         """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
@@ -218,7 +220,7 @@ class BFloat16BackwardKernel(BackwardKernel):
                     self.add_sums(gradient.at(j + r, c), at(weights, r, 0), at(pairs, 0, c), queries)
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
-        self.product(target, a, b, k, 2, True)
+        self.product(target, a, b, k, self.wide, True)
 
 
 class CutBackwardKernel(BFloat16BackwardKernel):
@@ -245,7 +247,7 @@ class CutBackwardKernel(BFloat16BackwardKernel):
     def weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """factor * exp(s - lse), in units of log 2 factor * 2^(s - lse / log 2)."""
         degree = DEGREES[self.config.kind]
-        power = exp_avx512(s - lse, degree) if self.unit == 1.0 else exp2_avx512(s - lse * LOG2_E, degree)
+        power = exp_avx512(s - lse, degree) if self.unit == 1.0 else exp2(s - lse * LOG2_E, degree)
         return power * factor
 
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
@@ -254,14 +256,14 @@ class CutBackwardKernel(BFloat16BackwardKernel):
             return super().shift_and_factor(lse, residual)
         high, low = product(lse, LOG2_E)
         low = select(absolute(high) < INF, fma(residual, like(LOG2_E, residual), low), 0.0)
-        return lse, exp2_avx512(-low, DEGREES[self.config.kind])
+        return lse, exp2(-low, DEGREES[self.config.kind])
 
     def dk_scale(self) -> Value:
         return self.args.vector("softcap", self.shape) if self.config.has_softcap else self.scale * self.unit
 
     def add_sums(self, target: Rows, a: list[Rows], b: list[Rows], k: tuple[Value, Value]) -> None:
         """Sums of a block start from 0: float32 rounds less in two levels of sums."""
-        self.product(self.sums, a, b, k, 2, False)
+        self.product(self.sums, a, b, k, self.wide, False)
         for r in loop(0, TILE):
             for c in (0, LANES):
                 cell = target[r, c]

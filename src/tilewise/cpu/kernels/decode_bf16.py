@@ -35,7 +35,7 @@ from tilewise.cpu.dsl.bf16_products import (
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.lanes import across, any_lane, deinterleaved, interleaved, repeated
 from tilewise.cpu.dsl.memory import L1, Ptr, Rows, prefetch_row
-from tilewise.cpu.dsl.numerics import LOG2_E, exp2_avx512
+from tilewise.cpu.dsl.numerics import LOG2_E, exp2
 from tilewise.cpu.dsl.vector import (
     I32,
     Operand,
@@ -198,7 +198,7 @@ class AmxDecodeKernel(SplitKernel):
             for j in loop(0, self.whole(block.n), ROWS):
                 self.ask(part, 1, j)
                 scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
-                p = [exp2_avx512(s * LOG2_E, DEGREE) for s in scores]
+                p = [exp2(s * LOG2_E, DEGREE) for s in scores]
                 l.set(l + combined(p, lambda a, b: a + b))
                 for r, weights in enumerate(deinterleaved(p)[: self.rows - part * ROWS], part * ROWS):
                     word, even = rounded_words(weights), r // self.half * self.half + r
@@ -210,7 +210,7 @@ class AmxDecodeKernel(SplitKernel):
         """Weights count from m_new from here on: l and acc follow."""
         lanes = self.shape.lanes
         m_finite = select(m_new.equals(-INF), 0.0, m_new)
-        correction = exp2_avx512((m_old - m_finite) * LOG2_E, DEGREE)
+        correction = exp2((m_old - m_finite) * LOG2_E, DEGREE)
         self.correction[part, 0].store(correction)
         self.m[part, 0].store(m_new)
         self.l[part, 0].store(self.l[part, 0].load(lanes) * correction)

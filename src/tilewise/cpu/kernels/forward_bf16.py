@@ -29,7 +29,7 @@ from tilewise.cpu.dsl.bf16_products import (
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Rows
-from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2_avx512, exp_avx512, quotient
+from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2, exp_avx512, quotient
 from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
@@ -159,7 +159,7 @@ class BFloat16ForwardKernel(ForwardKernel):
         return DEGREES["f32" if self.has_entropy else self.shape.config.kind]
 
     def power(self, x: Operand) -> Value:
-        return exp2_avx512(x, self.degree)
+        return exp2(x, self.degree)
 
     def sum_weights(
         self,
@@ -218,7 +218,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
         self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def power(self, x: Operand) -> Value:
-        exp = exp_avx512 if self.unit == 1.0 else exp2_avx512
+        exp = exp_avx512 if self.unit == 1.0 else exp2
         return exp(x, self.degree)
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
@@ -275,7 +275,7 @@ class OneBlockForwardKernel(BFloat16ForwardKernel):
             transpose_rows(shape, words(p), p_t, height, shape.block_q)
         for c in loop(0, shape.pad_v, 2 * LANES):
             v = [pairs.at(0, c) for pairs in self.pairs]
-            self.product(self.out.at(0, c), self.p, v, (first, n), 2, False)
+            self.product(self.out.at(0, c), self.p, v, (first, n), TILE // shape.lanes, False)
         for column in shape.columns():
             for area, x in zip((self.divisor, self.inverse), self.divide(tile, column)):
                 area[0, column].store(x)

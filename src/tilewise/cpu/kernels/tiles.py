@@ -34,6 +34,7 @@ from tilewise.cpu.host.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOT
 from tilewise.cpu.host.compile import Target
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
+BF16_STEP = 32  # rows, columns and terms that a product of bfloat16 takes at a time
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
 KeyBlocks = tuple[tuple[int, int], ...]  # by terms, from 0: keys of a block, head sizes under 128 and over
@@ -51,7 +52,7 @@ class Shape:
         self.rows = target.rows
         self.vectors = config.vectors
         self.block_q = self.lanes * config.vectors  # queries of a tile
-        step = 2 * self.lanes if config.has_bf16_products else max(self.lanes, self.rows)
+        step = BF16_STEP if config.has_bf16_products else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         sizes = key_blocks[min(config.terms, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]

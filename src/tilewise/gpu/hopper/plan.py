@@ -44,7 +44,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves(residual=problem.precision != "fp8")
+    return Saves(residual=not problem.is_8_bit)
 
 
 # ---- what is served
@@ -206,7 +206,7 @@ def _again_decode(
 
 FORWARD = (  # the first that serve a problem
     Kernels(
-        lambda problem: problem.precision == "fp8",
+        lambda problem: problem.is_8_bit,
         lambda problem, inputs, order, residual: fp8_launch.forward(problem, inputs),
         _never_again,
         _given_dense,

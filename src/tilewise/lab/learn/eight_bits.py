@@ -45,14 +45,15 @@ class Way:
     k: Tensor  # float32 (seqlen_k, dim)
     value: Tensor
     scale: float  # of q k^T
+    dtype: torch.dtype = fp8.FP8  # of q and k in 8 bits
 
     @cached_property
-    def q8(self) -> fp8.Quantized:
-        return fp8.quantize(self.q)
+    def q8(self) -> fp8.Rounded:
+        return fp8.round_rows(self.q, self.dtype)
 
     @cached_property
-    def k8(self) -> fp8.Quantized:
-        return fp8.quantize(self.k)
+    def k8(self) -> fp8.Rounded:
+        return fp8.round_rows(self.k, self.dtype)
 
     @cached_property
     def scores(self) -> Tensor:
@@ -67,7 +68,7 @@ class Way:
     @cached_property
     def out(self) -> Tensor:
         """8-bit weights times 8-bit values, over the sum of the weights."""
-        p8, v8 = fp8.round_weights(self.weights.float()).double(), fp8.quantize(self.value).dequantize()
+        p8, v8 = fp8.round_weights(self.weights.float()).double(), fp8.round_rows(self.value).dequantize()
         return p8 @ v8.double() / self.weights.sum(-1, keepdim=True)
 
     def error_shares(self) -> Tensor:
@@ -83,16 +84,17 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Both ways beside exact attention. `str()` prints the first query's numbers."""
+    """All ways beside exact attention. `str()` prints the first query's numbers."""
 
     plain: Way
     rotated: Way
+    integers: Way  # rotated, q and k in int8
     scores: Tensor  # float64 (seqlen_q, seqlen_k), exact
     out: Tensor  # float64 (seqlen_q, dim_v), exact
 
     def rms_errors(self) -> dict[str, float]:
         """Root mean squares of the errors of the scores and of the output, each way."""
-        ways = {"plain": self.plain, "rotated": self.rotated}
+        ways = {"plain": self.plain, "rotated": self.rotated, "integers": self.integers}
         scores = {f"{name} scores": rms(way.scores - self.scores) for name, way in ways.items()}
         return scores | {f"{name} out": rms(way.out - self.out) for name, way in ways.items()}
 
@@ -120,9 +122,10 @@ def walk(query: Tensor, key: Tensor, value: Tensor) -> Walk:
     _check(query, key, value)
     scale, dim = query.shape[-1] ** -0.5, fp8.padded_dim(query.shape[-1])
     plain = Way(query, key, value, scale)
-    rotated = Way(fp8.rotate(query), fp8.rotate(key), value, scale / dim)
+    turned = fp8.rotate(query), fp8.rotate(key), value, scale / dim
+    rotated, integers = Way(*turned), Way(*turned, torch.int8)
     scores = scale * (query.double() @ key.double().T)
-    return Walk(plain, rotated, scores, torch.softmax(scores, -1) @ value.double())
+    return Walk(plain, rotated, integers, scores, torch.softmax(scores, -1) @ value.double())
 
 
 def bits(x: float) -> str:
@@ -145,17 +148,20 @@ def sections(walk: Walk, query: int = 0) -> list[Section]:
     return [
         _way("q and k as they are", "q", walk.plain, walk, query),
         _way("rotated: q H and k H, random signs times a Hadamard matrix", "q H", walk.rotated, walk, query),
+        _integers(walk, query),
         _unchanged(walk),
         _weights(walk.rotated, query),
-        Section("root mean square errors of all queries", [_errors(walk, "scores"), _errors(walk, "out")]),
+        Section("root mean square errors of all queries", [*_errors(walk, "scores"), *_errors(walk, "out")]),
     ]
 
 
-def _errors(walk: Walk, name: str) -> Line:
+def _errors(walk: Walk, name: str) -> list[Line]:
     exact, errors = rms(getattr(walk, name)), walk.rms_errors()
     plain, rotated = errors[f"plain {name}"], errors[f"rotated {name}"]
     compared = f"{plain:.4g} as they are, {rotated:.4g} rotated: {_gain(plain, rotated)}"
-    return Line(name, f"of {exact:.4g}", compared)
+    in_integers = errors[f"integers {name}"]
+    others = f"{rotated:.4g} rotated, {in_integers:.4g} in integers: {_gain(rotated, in_integers)}"
+    return [Line(name, f"of {exact:.4g}", compared), Line("", "", others)]
 
 
 def _gain(plain: float, rotated: float) -> str:
@@ -181,6 +187,16 @@ def _way(title: str, name: str, way: Way, walk: Walk, query: int) -> Section:
         Line("squared errors", "largest share of one column", f"{way.error_shares().max().item():.1%}"),
     ]
     return Section(title, lines, f"columns 0 to {min(SHOWN, way.q.shape[1]) - 1} of {way.q.shape[1]}")
+
+
+def _integers(walk: Walk, query: int) -> Section:
+    way = walk.integers
+    lines = [
+        Line("factors", "of q and of k", f"{way.q8.factors.item():.4g}, {way.k8.factors.item():.4g}"),
+        Line("int8", "of q H / factor", way.q8.values[query, :SHOWN].float()),
+        Line("errors", "of the scores", way.scores[query] - walk.scores[query]),
+    ]
+    return Section('rotated, q and k in integers: precision="int8"', lines)
 
 
 def _unchanged(walk: Walk) -> Section:

@@ -127,6 +127,7 @@ class FP8Config:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
+    HAS_INTEGERS: bool  # Q and K are int8, else float8_e4m3fn
 
     @property
     def IS_ORDERED(self) -> bool:

@@ -221,6 +221,9 @@ def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Layout of a TMA box in shared memory, swizzled."""
     from tilewise.gpu.hopper.common.compat import gl
 
-    elements = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+    elements = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8,
+    }  # fmt: skip
     element = elements[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), element)

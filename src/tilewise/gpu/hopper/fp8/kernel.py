@@ -1,17 +1,18 @@
-"""Attention forward in 8 bits for Hopper: the roles of `forward.kernel`, products of float8_e4m3fn.
+"""Attention forward in 8 bits for Hopper: the roles of `forward.kernel`, products of float8_e4m3fn or int8.
 
     S = q_factor k_factor scale * Q K^T,  P = exp(S + log v_factor - m),  O = P V / l
 
 What differs from `forward.kernel`:
 
-- Q, K and V come from `fp8.quantize`: heads apart, in blocks of 128 rows with a factor each. V is
+- Q, K and V come in the blocks of `core.quantized`: heads apart, 128 rows with a factor each. V is
   transposed, as 8-bit operands must have the summed dimension last.
+- Q and K may be integers: their products are sums without rounding, and become float32 as they are read.
 - V's factor joins the exponent, so that O is one sum over tiles of different factors. l takes it out again.
 - m is the running maximum: 8-bit P has no room for a reference that stays.
 - The tensor cores add 8-bit products with few bits: sums over thousands of keys would lose up to a fifth. So
   each tile's P V is a sum of its own, added to O in float32, where O is rescaled anyway.
 - P as an accumulator has other columns in a thread than P as an operand. V's keys are permuted within every
-  sixteen instead (`quantize.stored_key`), so that nothing moves.
+  sixteen instead (`core.quantized.key_order`), so that nothing moves.
 - A warpgroup does one thing after the other: two others fill in, or one where registers are short.
 
 FlashAttention-3 (Shah et al., 2024), section 3.3.
@@ -142,11 +143,14 @@ def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
     k_ring.wait(use)
     q = q_ring.chunk(q_use, 0).reshape([64, cfg.HEAD_DIM])
     k = k_ring.chunk(use, 0).reshape([cfg.BLOCK_N, cfg.HEAD_DIM])
-    s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N, 32))
+    if cfg.HAS_INTEGERS:
+        s = gl.full([64, cfg.BLOCK_N], 0, gl.int32, accumulator_layout(cfg.BLOCK_N, 32))
+    else:
+        s = gl.full([64, cfg.BLOCK_N], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_N, 32))
     s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
     k_ring.release(use)
-    return s
+    return s.to(gl.float32)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Host side of the 8-bit forward: tensors are rotated and rounded by one kernel each, then multiplied."""
+"""Host side of the 8-bit forward: tensors are rounded by one kernel each, or come so, and multiplied."""
 
 from __future__ import annotations
 
@@ -10,28 +10,37 @@ from torch import Tensor
 
 from tilewise.core import fp8
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.quantized import KINDS, Quantized, num_blocks
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Sizes
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 
-class Rounded(NamedTuple):
-    """One tensor in blocks of 128 rows, see `fp8.quantize`."""
+class Blocks(NamedTuple):
+    """The numbers and the scales of a `core.quantized.Quantized`."""
 
-    values: Tensor  # float8_e4m3fn [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
+    values: (
+        Tensor  # float8_e4m3fn or int8 [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
+    )
     factors: Tensor  # float32 [heads, blocks]
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    q = round_tensor(problem, inputs.query, inputs.cu_seqlens_q, is_value=False)
-    k = round_tensor(problem, inputs.key, inputs.cu_seqlens_k, is_value=False)
-    v = round_tensor(problem, inputs.value, inputs.cu_seqlens_k, is_value=True)
-    return attend(problem, inputs, q, k, v)
+    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)
+    blocks = []
+    for kind, t, cu_seqlens in zip(KINDS, inputs[:3], offsets):
+        if problem.is_in_blocks:
+            given = getattr(inputs, f"{kind}_blocks"), getattr(inputs, f"{kind}_scale")
+        else:
+            rounded = round_tensor(problem, kind, t, cu_seqlens)
+            given = rounded.blocks, rounded.scale
+        blocks.append(Blocks(*given))
+    return attend(problem, inputs, *blocks)
 
 
 def attend(
-    problem: AttentionProblem, inputs: Inputs, q: Rounded, k: Rounded, v: Rounded
+    problem: AttentionProblem, inputs: Inputs, q: Blocks, k: Blocks, v: Blocks
 ) -> tuple[Tensor, Tensor]:
     """out and lse of tensors in blocks."""
     query = inputs.query
@@ -49,29 +58,27 @@ def attend(
     return out, lse
 
 
-def round_tensor(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
-    """A 16-bit tensor in blocks; q and k are rotated."""
+def round_tensor(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Tensor | None) -> Quantized:
+    """A 16-bit tensor in blocks; a query or key is rotated."""
     t = _with_dense_rows(t)
-    rounded = _empty_blocks(problem, t, cu_seqlens, is_value)
+    is_value = kind == "value"
+    blocks = _empty_blocks(t, cu_seqlens, fp8.FP8 if is_value else fp8.OPERANDS[problem.precision], is_value)
     matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
-    run(_quantize_launch, problem, (t, matrix, cu_seqlens), fresh=rounded)
-    return rounded
+    run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=blocks)
+    return Quantized(*blocks, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
 
 
 def _with_dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _empty_blocks(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None, is_value: bool) -> Rounded:
-    *rows, heads, dim = t.shape
-    if cu_seqlens is None:
-        blocks = rows[0] * -(-rows[1] // fp8.BLOCK_ROWS)
-    else:
-        blocks = rows[0] // fp8.BLOCK_ROWS + problem.batch
+def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_value: bool) -> Blocks:
+    heads, dim = t.shape[-2:]
+    blocks = num_blocks(t.shape, cu_seqlens)
     width = fp8.padded_dim(dim)
     shape = (heads, blocks, width, fp8.BLOCK_ROWS) if is_value else (heads, blocks, fp8.BLOCK_ROWS, width)
-    return Rounded(
-        torch.empty(shape, dtype=fp8.FP8, device=t.device),
+    return Blocks(
+        torch.empty(shape, dtype=dtype, device=t.device),
         torch.empty((heads, blocks), dtype=torch.float32, device=t.device),
     )
 
@@ -81,7 +88,7 @@ def _matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return fp8.hadamard(dim, device=device).to(dtype)
 
 
-def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+def _quantize_launch(problem: AttentionProblem, tensors: Tensors, kind: str) -> Launch:
     from tilewise.gpu.hopper.fp8.quantize import quantize_rows_kernel, quantize_values_kernel
 
     t, matrix, cu_seqlens, values, factors = tensors
@@ -98,7 +105,8 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     if cu_seqlens is not None:
         ctas = 4  # or as many as fit
     programs = min(host.num_sms(t.device.index) * ctas, blocks * heads)
-    arguments = (t, matrix, values, factors, *where, blocks, heads, width, cu_seqlens is not None, stages)
+    flags = (kind == "query", cu_seqlens is not None)
+    arguments = (t, matrix, values, factors, *where, blocks, heads, width, *flags, stages)
     return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
 
 
@@ -138,7 +146,6 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         num_pages=0,
     )
     scale, two_over_softcap, softcap, _ = host.factors(problem)
-    unrotated = 1 / cfg.HEAD_DIM  # H H^T is HEAD_DIM times the identity
     arguments = (
         _rows_descriptor(q),
         _block_descriptor(k),
@@ -147,7 +154,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
         *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
         *sizes,
-        *((scale, two_over_softcap * unrotated, softcap) if softcap else (scale * unrotated, 0.0, 0.0)),
+        *((scale, two_over_softcap, softcap) if softcap else (scale, 0.0, 0.0)),
         cfg,
     )
     programs = min(host.num_sms(out.device.index), bound * num_bh)
@@ -195,4 +202,5 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
         HAS_RIGHT=visibility.right is not None,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
+        HAS_INTEGERS=problem.precision == "int8",
     )

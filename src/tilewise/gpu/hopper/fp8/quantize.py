@@ -1,18 +1,14 @@
-"""Q, K and V in 8 bits for `fp8.kernel`: heads apart, in blocks of 128 rows with a factor each.
+"""Q, K and V in 8 bits for `fp8.kernel`, in the blocks of `core.quantized`.
 
-    Q, K   [heads, blocks, 128, BLOCK_D]     rotated: x H, H = +-1 (`tilewise.fp8.hadamard`)
-    V      [kv heads, blocks, BLOCK_DV, 128]  transposed, its keys permuted: see `stored_key`
-
-A sequence begins with a block of its own: block b * ceil(seqlen / 128) of a dense tensor, and of a packed one
-cu_seqlens[b] // 128 + b, also if it is empty. What a block has beyond its sequence is zeros, and so are
-columns beyond the head. Factors are powers of two (`tilewise.fp8.quantize`): they round nothing. Where NaN or
-infinity is among its rows, a factor is NaN.
+Factors of float8_e4m3fn are powers of two (`core.fp8.round_rows`): they round nothing. Where NaN or infinity
+is among a block's rows, its factor is NaN.
 """
 
 import triton
 import triton.language as tl
 
 BLOCK_ROWS = tl.constexpr(128)
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 numbers about as large are integers
 
 
 @triton.jit
@@ -59,6 +55,24 @@ def factor_of(largest):
 
 
 @triton.jit
+def integer_factor_of(largest):
+    """(factor, 1 / factor) of a block whose largest magnitude has the bits `largest`: it becomes 127."""
+    factor = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0), 2.0**-126)
+    factor = tl.where(largest == 0, 1.0, factor)
+    return tl.where(largest >= 0x7F800000, float("nan"), factor), tl.div_rn(1.0, factor)
+
+
+@triton.jit
+def rounded(y, inverse, dtype: tl.constexpr):
+    """y / factor in 8 bits, to the nearest, of two the even one."""
+    if dtype == tl.int8:
+        y = ((y * inverse + TO_INTEGER) - TO_INTEGER).to(tl.int8)
+    else:
+        y = (y * inverse).to(dtype)
+    return y
+
+
+@triton.jit
 def largest_of(y):
     """Bits of the largest magnitude; as integers NaN comes after infinity, and that after all numbers."""
     return tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
@@ -83,12 +97,13 @@ def combined(chunks):
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "heads"])
 def quantize_rows_kernel(
     x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, blocks, heads,
-    BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_QUERY: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of Q or K, one after the other: the next one's rows are on their way while one is computed.
 
     Each chunk of 64 columns is multiplied by its own 64 rows of `matrix`, which has the signs: that is a
-    quarter of the products and of the matrix at head size 256.
+    quarter of the products and of the matrix at head size 256. A query's factor is over BLOCK_D, as H H^T is
+    BLOCK_D times the identity.
     """
     WIDTH: tl.constexpr = 64
     CHUNKS: tl.constexpr = BLOCK_D // WIDTH
@@ -114,17 +129,21 @@ def quantize_rows_kernel(
         largest = tl.zeros([BLOCK_ROWS, WIDTH], tl.int32)
         for chunk in tl.static_range(CHUNKS):
             largest = tl.maximum(largest, y[chunk].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        factor, inverse = factor_of(tl.max(tl.max(largest, 1), 0))
+        largest = tl.max(tl.max(largest, 1), 0)
+        if values.dtype.element_ty == tl.int8:
+            factor, inverse = integer_factor_of(largest)
+        else:
+            factor, inverse = factor_of(largest)
         ptr = values + (head * blocks + block).to(tl.int64) * BLOCK_ROWS * BLOCK_D
         ptr = ptr + i[:, None] * BLOCK_D + d[None, :]
         for chunk in tl.static_range(CHUNKS):
-            tl.store(ptr + chunk * WIDTH, (y[chunk] * inverse).to(tl.float8e4nv))
-        tl.store(factors + head * blocks + block, factor)
+            tl.store(ptr + chunk * WIDTH, rounded(y[chunk], inverse, values.dtype.element_ty))
+        tl.store(factors + head * blocks + block, factor * (1 / BLOCK_D) if IS_QUERY else factor)
 
 
 @triton.jit
 def stored_key(position):
-    """The key of a block that stands at a position of V^T: see `fp8.kernel.as_operand`."""
+    """The key of a block that stands at a position of V^T: `core.quantized.key_order`."""
     t, c, b = position % 16 // 4, position % 4 // 2, position % 2
     return position // 16 * 16 + 8 * c + 2 * t + b
 
