@@ -14,6 +14,7 @@ import tilewise
 from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import BenchError, Refusal
+from tilewise.lab.bench.inputs.options import RELATIVE
 from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
 from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard, mask_mod_of
 
@@ -97,7 +98,7 @@ class Tilewise(Peer):
             return _out(tilewise.attention(q, k, v, layout=layout, **options))
 
         canonical = as_is if layout == "bshd" else from_bhsd
-        prepared = prepare_call(case, tensors, dout, attend, canonical)
+        prepared = prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
         if case.kind == "memory":
             return prepared
         explanation = tilewise.explain(*tensors, layout=layout, **options)
@@ -144,7 +145,7 @@ class TilewiseOption(Tilewise):
         self.name = "tilewise-option"
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if case.mask or case.option == "relative" or not case.has_functions:
+        if case.mask or case.option in RELATIVE or not case.has_functions:
             raise Refusal("is for functions that an option says too")
         return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
 
