@@ -31,7 +31,7 @@ from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
-from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
+from tilewise.core.quantized import Quantized, check_offsets, inputs_of
 from tilewise.core.statistics import Aux
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def attention(
     if (mask is not None or bias is not None) and inputs.query.ndim == inputs.key.ndim == 4:
         batch, seqlen_q, heads, _ = inputs.query.shape
         check_broadcastable((batch, heads, seqlen_q, inputs.key.shape[1]), mask=mask, bias=bias)
-    precision = products_of(inputs, precision)
+    if inputs.query_blocks is not None:
+        precision = products_of(inputs, precision)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     if return_aux is not None:
@@ -211,8 +212,9 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
-    precision = products_of(inputs, precision)
+    if inputs.query_blocks is not None:
+        check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
+        precision = products_of(inputs, precision)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
@@ -361,7 +363,7 @@ def canonical_inputs(
     """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
     and a dropout seed if one is needed."""
     blocks = None
-    if is_quantized(query, key, value):
+    if type(query) is Quantized or type(key) is Quantized or type(value) is Quantized:
         blocks = inputs_of(query, key, value)
         query, key, value = blocks[:3]
         to_bshd(layout)

@@ -53,6 +53,7 @@ def functions(documents, slopes, table):
     return {"mask_mod": mask_mod, "score_mod": score_mod}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bias", [(2, 4, 40, 50), (1, 4, 40, 50), (1, 1, 1, 50)], ids=str)
 def test_with_other_options(bias):
     """Tiles that are empty, full and partial; the bias's gradient in each of its kernels."""

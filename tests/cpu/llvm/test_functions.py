@@ -118,6 +118,7 @@ def test_every_operation_of_few_queries():
     check_forward((q, k, v), **every_operation(), window=(30, 3), sinks=torch.randn(4).double())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_errors_stay_in_budget(dtype):
     """With all other options; several items of work, and blocks of keys that take turns."""

@@ -17,9 +17,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
+from tilewise.lab.bench.inputs import statistics
 from tilewise.lab.bench.inputs.masks import MASKS
 from tilewise.lab.bench.inputs.options import LEARNED
-from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
+from tilewise.lab.bench.peer import (
+    Data,
+    Peer,
+    Prepared,
+    as_is,
+    dense_tensors,
+    from_bhsd,
+    prepare_call,
+    prepare_statistics,
+)
 
 
 class Standard(Peer):
@@ -38,6 +48,12 @@ class Standard(Peer):
         hidden = None if case.kind == "varlen" or data.mask is None else ~data.mask
         learned, distances = data.option.leaves, data.option.distances if case.option == LEARNED else None
 
+        def watch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            s = (q @ k.repeat_interleave(group, 1).mT).float() * scale
+            s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+            p = torch.softmax(s, -1)
+            return p.to(q.dtype) @ v.repeat_interleave(group, 1), statistics.formula(case.statistics, s, p)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -51,6 +67,8 @@ class Standard(Peer):
                 s = s.masked_fill(unseen, -math.inf)
             return torch.softmax(s, -1) @ v
 
+        if case.statistics:
+            return prepare_statistics(case, tensors, watch, from_bhsd, dict)
         if case.kind == "varlen":
             return prepare_call(case, tensors, dout, _by_document(case.lengths, attend), as_is)
         return prepare_call(case, tensors, dout, attend, from_bhsd, others=learned)
