@@ -67,7 +67,7 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.has_few_rows = is_decoding(problem)
+        self.has_few_rows = is_decoding(problem, is_backward=True)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
         shared_batches, shared_heads = _sharing(problem)
@@ -84,6 +84,7 @@ class BackwardPlan(CallPlan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        self.has_captured_gradient = problem.functions is not None and decode(problem.functions).wants_grad
         self.may_hide_rows = problem.functions is not None and bool(decode(problem.functions).hiding)
         self.writes_dbias = self.writes_all_of_bias(visible)
         if self.has_few_rows:  # keys that no query sees are left out
@@ -169,15 +170,29 @@ class BackwardPlan(CallPlan):
                 dbias.zero_()
         if self.problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
+        division, layout = self._divided(inputs)
+        dcaptured = None
+        if self.has_captured_gradient:  # a sum for each head's split of keys: the same bits for any threads
+            sums = self.problem.batch * self.problem.num_kv_heads * division.words["splits"]
+            dcaptured = torch.zeros((sums, self.problem.num_captured), dtype=torch.float64, device=CPU)
         dout = rows_dense(dout)
         out, lse = rows_dense(out), lse.contiguous()
         residual = None if residual is None else residual.contiguous()
-        if not self._launch(inputs, Results(out, lse, residual), dout, gradients, dlse, dbias, delta):
+        results = Results(out, lse, residual)
+        sums_of = dbias, delta, dcaptured
+        if not self._launch(inputs, results, dout, gradients, dlse, sums_of, division, layout):
             return Retry(self.uncut)
         if dbias is not None:
             dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
         dq, dk, dv = gradients
-        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs.sinks, lse, residual, delta))
+        if dcaptured is not None:
+            dcaptured = dcaptured.sum(0).to(inputs.captured_floats.dtype)  # type: ignore[union-attr]
+        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs.sinks, lse, residual, delta), dcaptured)
+
+    def _divided(self, inputs: Inputs) -> tuple[Division, Layout]:
+        if self.division is not None:
+            return self.division, self.layout
+        return self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
 
     def _launch(
         self,
@@ -186,17 +201,20 @@ class BackwardPlan(CallPlan):
         dout: Tensor,
         gradients: list[Tensor],
         dlse: Tensor | None,
-        dbias: Tensor | None,
-        delta: Tensor | None,
+        sums_of: tuple[Tensor | None, Tensor | None, Tensor | None],
+        division: Division,
+        layout: Layout,
     ) -> bool:
-        """Fill the block and run the kernel; False if its numbers cannot be cut."""
-        block = pool.block
+        """Fill the block and run the kernel; False if its numbers cannot be cut.
+
+        sums_of: of dbias, delta and captured floats.
+        """
+        block, (dbias, delta, dcaptured) = pool.block, sums_of
         block.fill(self.template)
         if self.division is None:
-            division, layout = self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
             block.update(**division.words)
-        else:
-            division, layout = self.division, self.layout
+        if dcaptured is not None:
+            block.update(dcaptured=dcaptured.data_ptr(), num_captured=self.problem.num_captured)
         if not division.items:
             return True
         q, k, v = self.rows_of(inputs)

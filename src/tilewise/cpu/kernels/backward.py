@@ -310,6 +310,9 @@ class BackwardKernel:
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if not self.config.is_partial:
             self.balance(head, q0, j0 + j, end)
+        functions = self.scores.functions
+        if functions is not None and functions.load_slopes:
+            functions.at(shape, head, q0, j0 + j).add_captured(self.ds_t, end)
         if self.scores.function_slope is not None:
             self.change_ds(self.scores.before_function, end)
         if self.config.dbias_kind:

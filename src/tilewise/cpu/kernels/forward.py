@@ -101,8 +101,9 @@ class ForwardKernel:
 
     def run(self) -> None:
         args, block_q, load_k = self.args, self.shape.block_q, self.load_k
+        heads = args.items // args.chunks
         for item in claim(args.counter, args.items):
-            batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
+            batch_head, chunk = item % heads, args.chunks - 1 - item // heads  # longest first
             head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
             q0 = chunk * args.tiles * block_q
             q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)

@@ -1,6 +1,6 @@
 """The forward with products of bfloat16: `forward.py` with other factors, sums and weights.
 
-K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
+K, and Q and V transposed, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
 float32 and float16 each of these is several matrices, the numbers' terms (`CutForwardKernel`):
 
     q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
@@ -208,7 +208,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
 
 
 class OneBlockForwardKernel(BFloat16ForwardKernel):
-    """All keys are in one block: P is turned around instead of V, and out comes as rows.
+    """All keys are in one block: P is transposed instead of V, and out comes as rows.
 
     v   : pairs of v                                                             [block_k / 2, head_dim_v]
     p   : rows of p                                                              [block_q, block_k]

@@ -121,7 +121,7 @@ class Scores:
                             area.at(j, i)[r, 0].store(column)
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] = ds, turned back; += where others share the row."""
+        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back; += where others share the row."""
         shape, rows, lanes, args = self.shape, self.by_query, self.shape.lanes, head.args
         assert rows is not None
         with either(args.dbias_i.equals(0)) as (one_row, own_rows):
