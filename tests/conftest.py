@@ -23,7 +23,7 @@ settings.register_profile(
     max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=5)
 
 
 # They take longest, so they start first: else one worker would be left alone with them. One worker has all
