@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -43,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
     settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
     config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now is no garbage: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
