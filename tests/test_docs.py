@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 OUTER = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 PROSE = [*(ROOT / name for name in OUTER), *PAGES]
-QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn"}
+QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn", "mask"}
 
 
 def load(name: str):

@@ -30,6 +30,12 @@ SCORES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def as_written(monkeypatch):
+    """PyTorch's eager mode compiles for some seconds a call, unless it is told that somebody looks."""
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
 def tensors(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=300, dim=16):
     return (
         torch.randn(batch, heads, seqlen_q, dim),
@@ -74,6 +80,13 @@ def check(mask_mod, score_mod, create_block_mask):
     found, found_aux = ours.flex_attention(q, k, v, score_mod, own, **options)
     torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found_aux.lse, aux.lse, rtol=1e-5, atol=1e-5)
+    again, lse = ours.flex_attention(
+        q, k, v, score_mod, own, 0.3, True, True, {"BLOCK_M": 32}
+    )  # in their order
+    assert torch.equal(again, found) and torch.equal(lse, found_aux.lse)
+    with torch.no_grad():
+        _, old = theirs.flex_attention(q, k, v, score_mod, their, 0.3, True, True, {"BLOCK_M": 32})
+    torch.testing.assert_close(lse, old, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_without_a_function():

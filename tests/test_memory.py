@@ -65,6 +65,11 @@ def test_forward_and_backward_at_16384_tokens(backend, heads):
     assert peak_extra_mib(16384, "both", backend, heads) <= 128
 
 
+def test_dq_is_summed_where_it_will_be():
+    """A copy of dq would take 4 MiB."""
+    assert peak_extra_mib(4096, "both", "llvm", MALLOC_MMAP_THRESHOLD_="65536") <= 3
+
+
 BROADCAST = """
 import json, torch, tilewise
 def status(field):
@@ -90,6 +95,36 @@ def test_a_bias_that_is_broadcast_over_keys_stays_as_it_is():
     """Expanded, (1, 8, 3000, 1) would take 288 MB."""
     done = subprocess.run([sys.executable, "-c", BROADCAST], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) <= 64 << 20
+
+
+FUNCTIONS = """
+import json, torch, tilewise
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
+
+def run(n):
+    q, k, v = (torch.randn(1, n, 1, 16, requires_grad=True) for _ in range(3))
+    document = torch.arange(n) // 500
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    before = status("VmRSS")
+    out = tilewise.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s - 0.01 * (i - j),
+        mask_mod=lambda b, h, i, j: (document[i] == document[j]) & (j <= i),
+    )
+    out.sum().backward()
+    return status("VmHWM") - before
+
+run(600)
+print(json.dumps(run(65536)))
+"""
+
+
+def test_functions_make_no_mask():
+    """Of 65,536 tokens it would take 4 GB; their tile map takes 0.7 MB, and its intervals come in parts."""
+    done = subprocess.run([sys.executable, "-c", FUNCTIONS], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) <= 128 << 20
 
 
 def test_growth_is_linear():

@@ -50,6 +50,7 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.doctor import doctor
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
+    from tilewise.lab.mask.command import mask
     from tilewise.lab.tune import tune
 
     app.command()(demo)
@@ -61,6 +62,7 @@ def _app():  # type: ignore[no-untyped-def]
     app.command()(io)
     app.command("roofline")(roofline_command)
     app.command("kv-memory")(kv_memory_command)
+    app.command()(mask)
     app.command()(distributed)
     app.command()(claims)
     app.command()(tune)

@@ -326,6 +326,15 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 130, 200), (2, 1, 130, 200)])
+def test_gradient_of_a_bias_under_one_key_head(shape, dtype):
+    """Stored where each entry has one score, added where the key head's query heads share it."""
+    inputs = qkv(2, 130, 200, 3, 1, 32, dtype)._replace(bias=torch.randn(shape).to(dtype).requires_grad_())
+    dout, dlse = torch.randn_like(inputs.query), torch.randn(2, 3, 130)
+    assert not random_cases.check(random_cases.Case(0, inputs, Options(), dout, dlse))
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 4, 130, 700), (3, 1, 130, 700), (3, 4, 1, 700), (1, 1, 1, 700)])
@@ -405,6 +414,20 @@ def test_more_keys_than_are_loaded_at_once(dim):
     assert not random_cases.check(case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 600])
+def test_what_a_mask_hides_from_all_is_not_computed(rows, dtype):
+    """Keys that no query sees may be NaN, which would show: 0 times NaN is NaN."""
+    q, k, v = (torch.randn(1, 600, 2, 16, dtype=dtype) for _ in range(3))
+    k[:, 128:384], v[:, 128:384] = torch.nan, torch.nan
+    mask = torch.ones(1, 1, rows, 600, dtype=torch.bool).tril(600 - rows + 500)
+    mask[..., 128:384] = False
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(q, k, v, mask=mask, backend="llvm")
+    gradients = torch.autograd.grad(out, tensors, torch.randn_like(out))
+    assert all(x.isfinite().all() for x in (out, *gradients))
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -426,6 +449,16 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     for other in results[1:]:
         for a, b in zip(results[0], other):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "mib"), [(torch.float32, 3), (torch.bfloat16, 20)])
+def test_a_long_backward_has_no_copy_of_dq_in_float32(dtype, mib):
+    """The copy would take 16 MiB; PyTorch's SDPA takes 2.25 in all."""
+    inputs = Inputs(*(torch.empty(1, 16384, 4, 64, dtype=dtype) for _ in range(3)))
+    problem, lse = describe(inputs, Options()), torch.empty(1, 4, 16384)
+    results = inputs.query, lse, lse, inputs.query, None
+    plan = backward_plan.BackwardPlan(problem, llvm.signature("backward", problem, inputs, results))
+    assert plan.layout.size - plan.layout.zeros + 2 * plan.division.thread_bytes <= mib << 20
 
 
 @pytest.mark.parametrize("window", [(None, None), (60, 30), (150, 0)])

@@ -88,7 +88,7 @@ class Play:
         return self.worked / (len(self.free) * max(self.free))
 
     def forward(self, item: int) -> Iterator[tuple[float, object]]:
-        head, chunk = divmod(item, self.words["chunks"])
+        chunk, head = divmod(item, self.items // self.words["chunks"])
         n, size = self.lengths[head // self.case.num_heads], self.words["tiles"] * self.facts["block_q"]
         q0 = (self.words["chunks"] - 1 - chunk) * size
         q1 = min(n[0], q0 + size)

@@ -15,6 +15,8 @@ time on as many threads.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Ptr
@@ -23,57 +25,35 @@ from tilewise.cpu.dsl.vector import Scalar, Value, Var, fma, maximum, minimum, n
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP
-from tilewise.cpu.kernels.scores import Scores
-from tilewise.cpu.kernels.tiles import (
-    INF,
-    Arguments,
-    Head,
-    KeyBlocks,
-    Scratch,
-    Shape,
-    build_kernel,
-    fitting,
-    load_rows,
-    narrowed,
-    outer_sums,
-    round_up,
-    transpose_rows,
-)
+from tilewise.cpu.kernels.forward import ForwardKernel, Tile
+from tilewise.cpu.kernels.tiles import INF, Arguments, Head, Scratch, Shape, build_kernel, fitting
 
 
-class Tile:
-    """One tile of queries; what belongs to a query has one entry a lane."""
+class StatisticsTile(Tile):
+    """One tile of queries: m and l of its forward, and what else belongs to a query, one entry a lane."""
 
     def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
-        self.q0 = q0
-        self.scratch = Scratch(shape, base)
-        self.q_t = self.scratch.rows(shape.pad, shape.block_q)
-        self.lse, self.residual = (self.scratch.rows(1, shape.block_q) for _ in range(2))
+        super().__init__(shape, base, q0)
+        self.lse, self.residual, self.entropy = (self.scratch.rows(1, shape.block_q) for _ in range(3))
         self.counted = self.scratch.rows(1, shape.block_q)  # 1, or 0 where column sums leave a query out
-        self.row_max, self.total, self.entropy = (self.scratch.rows(1, shape.block_q) for _ in range(3))
 
 
-class StatisticsKernel:
-    """The kernel's steps, in the order in which they run."""
+class StatisticsKernel(ForwardKernel):
+    """The forward's steps up to the scores, and those of the statistics."""
 
     name = "statistics"
-    key_blocks: KeyBlocks = ((128, 128),)
+    make_tile = StatisticsTile
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         shape.exp_degree = max(shape.exp_degree, FLOAT32_DEGREE)  # of 16-bit inputs too: weights stay float32
-        self.shape, self.args, self.wanted = shape, args, shape.config.statistics
-        self.needs_weights = bool({"entropy", "column_sum"} & set(self.wanted))
-        self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.wanted = shape.config.statistics
+        super().__init__(shape, args)
+
+    def reserve(self, scratch: Scratch) -> None:
+        shape = self.shape
         self.k = scratch.rows(shape.block_k, shape.pad)
         self.p_t = scratch.rows(shape.block_k + shape.lanes, shape.block_q)  # s_t at first
         self.columns = scratch.rows(1, shape.block_k + shape.lanes)  # column sums of one block of keys
-        self.rows = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad)  # q coming in
-        self.scores = Scores(shape, scratch)
-        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
-        self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
-
-    def facts(self) -> dict[str, int]:
-        return {"tile_bytes": self.tile_bytes}
 
     def run(self) -> None:
         args = self.args
@@ -96,36 +76,28 @@ class StatisticsKernel:
         with when(q0 < q1):
             for j0 in loop(k0 & -shape.block_k, k1, shape.block_k):
                 n = minimum(k1 - j0, shape.block_k)
-                count = (n + (shape.rows - 1)) & -shape.rows
-                load_rows(shape, self.k, head.key_rows("k", j0), n, count, shape.config.head_dim)
+                self.load_keys(head, j0, n)
                 for c in loop(0, shape.block_k + shape.lanes, shape.lanes):
                     self.columns[0, c].store(shape.constant(0.0))
                 for t in loop(0, tiles):
                     tile = self.tile(q0, t)
                     for kernel in fitting(self, head, tile.q0):
-                        kernel.reduce(head, tile, j0)
+                        kernel.attend(head, tile, j0)
                 if "column_sum" in self.wanted:
                     self.add_columns(head, part, j0, n)
         for t in loop(0, tiles):
             self.finish(head, self.tile(q0, t))
 
-    def tile(self, q0: Value, t: Value) -> Tile:
-        base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
-        return Tile(self.shape, base, q0 + t * self.shape.block_q)
-
-    def start(self, head: Head, tile: Tile) -> None:
-        """q_t, scaled; lse, which is infinite beyond the last query, so that weights are 0 there."""
-        shape, args, n = self.shape, self.args, head.seqlen_q - tile.q0
-        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim)
-        factor = args.vector("q_factor", shape)
-        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
+    def start(self, head: Head, tile: Any) -> None:
+        """q_t; lse, which is infinite beyond the last query, so that weights are 0 there."""
+        shape, args = self.shape, self.args
+        self.load_queries(head, tile)
+        starts = ((tile.lse, INF), (tile.residual, 0.0), (tile.counted, 0.0), (tile.m, -INF), (tile.l, 0.0))
         for c in shape.columns():
-            for area, x in ((tile.lse, INF), (tile.residual, 0.0), (tile.counted, 0.0)):
-                area[0, c].store(shape.constant(x))
-            for area, x in ((tile.row_max, -INF), (tile.total, 0.0), (tile.entropy, 0.0)):
+            for area, x in (*starts, (tile.entropy, 0.0)):
                 area[0, c].store(shape.constant(x))
         first = head.seqlen_q - args.last_rows
-        count = minimum(n, shape.block_q)
+        count = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for i in loop(0, count):
             lse = head.statistic("lse", tile.q0 + i).load()
             is_hidden = lse.equals(-INF)
@@ -136,38 +108,21 @@ class StatisticsKernel:
         for i in loop(maximum(0, first - tile.q0), count):
             tile.counted[0, i].store(number(1.0, shape.kind))
 
-    def reduce(self, head: Head, tile: Tile, j0: Value) -> None:
+    def attend(self, head: Head, tile: Any, j0: Value) -> None:
         """Take the keys of one block that the tile can see into its statistics."""
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, n = maximum(0, k0 - j0) & -shape.rows, minimum(k1 - j0, shape.block_k)
-        first, n = self.scores.visible(head, tile.q0, j0, first, n)
+        first, n = self.scores.visible(head, tile.q0, shape.block_q, j0, first, n)
         with when(first < n):
-            self.score_keys(head, tile, j0, first, n)
-            if self.needs_weights:
-                self.weigh(tile, first, n)
+            for c, m in zip(shape.columns(), self.score_keys(head, tile, j0, first, n)):
+                tile.m[0, c].store(m)
+            if {"entropy", "column_sum"} & set(self.wanted):
+                self.sum_weights(tile, first, n)
             if "column_sum" in self.wanted:
                 self.sum_columns(first, n)
 
-    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> None:
-        """s_t = k q_t with every option, into p_t, and its maximum."""
-        shape = self.shape
-        self.scores.load(head, tile.q0, j0, n)
-        scores = self.scores.at(head, tile.q0, j0)
-        row_max = [Var(tile.row_max[0, c].load(shape.lanes)) for c in shape.columns()]
-        rows = shape.rows
-        for j in loop(first, n, rows):
-            s = outer_sums(shape, rows, shape.vectors, shape.config.head_dim, self.k.at(j, 0), tile.q_t)
-            scores.apply(s, j)
-            for r in range(rows):
-                for v, c in enumerate(shape.columns()):
-                    if self.needs_weights:
-                        self.p_t.at(j, c)[r, 0].store(s[r][v])
-                    row_max[v].set(maximum(row_max[v], s[r][v]))
-        for v, c in enumerate(shape.columns()):
-            tile.row_max[0, c].store(row_max[v])
-
-    def weigh(self, tile: Tile, first: Value, n: Value) -> None:
+    def sum_weights(self, tile: StatisticsTile, first: Value, n: Value) -> None:
         """p_t = exp(s_t - lse), its sums over keys, and the entropy's; then 0 where queries do not count."""
         shape = self.shape
         for c in shape.columns():
@@ -186,7 +141,7 @@ class StatisticsKernel:
                 if "column_sum" in self.wanted:
                     for cell, p_r in zip(cells, p):
                         cell.store(p_r * counted)
-            for area, of_block in ((tile.total, total), (tile.entropy, entropy)):
+            for area, of_block in ((tile.l, total), (tile.entropy, entropy)):
                 area[0, c].store(area[0, c].load(shape.lanes) + of_block)
 
     def sum_columns(self, first: Value, n: Value) -> None:
@@ -211,20 +166,20 @@ class StatisticsKernel:
         for j in loop(n & -lanes, n):
             target[j].store(target[j].load() + self.columns[0, j].load())
 
-    def finish(self, head: Head, tile: Tile) -> None:
+    def finish(self, head: Head, tile: Any) -> None:
         """Row statistics into memory. A query that saw no key has maximum -inf and entropy 0."""
         shape, n = self.shape, minimum(head.seqlen_q - tile.q0, self.shape.block_q)
         if "entropy" in self.wanted:
             for c in shape.columns():
                 self.finish_entropy(head, tile, c)
-        for name, area in (("row_max", tile.row_max), ("entropy", tile.entropy)):
+        for name, area in (("row_max", tile.m), ("entropy", tile.entropy)):
             if name in self.wanted:
                 for i in loop(0, n):
                     head.statistic(name, tile.q0 + i).store(area[0, i].load())
 
-    def finish_entropy(self, head: Head, tile: Tile, c: int) -> None:
+    def finish_entropy(self, head: Head, tile: StatisticsTile, c: int) -> None:
         shape = self.shape
-        total, entropy = (area[0, c].load(shape.lanes) for area in (tile.total, tile.entropy))
+        total, entropy = (area[0, c].load(shape.lanes) for area in (tile.l, tile.entropy))
         if shape.config.has_sinks:
             lse, residual = (area[0, c].load(shape.lanes) for area in (tile.lse, tile.residual))
             below = (head.sink() - lse) - residual

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 import tilewise
 from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
 from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard, mask_mod_of
@@ -45,6 +46,8 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
     known, found = all_peers(), {}
     if "tilewise-option" in names:
         known["tilewise-option"] = TilewiseOption()
+    if not set(names).isdisjoint(eight_bit_peers()):
+        known |= eight_bit_peers()
     for name in names:
         backend = name.removeprefix("tilewise:")
         if name == "all":
