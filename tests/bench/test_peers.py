@@ -88,6 +88,7 @@ def test_functions_say_what_options_say(name, extra):
     assert gate.check(case, data, peer.prepare(case, data, "bhsd").results()).fault is None
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_pass_the_gate_in_every_layout(name, case):
