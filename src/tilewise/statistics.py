@@ -58,9 +58,9 @@ def attention_statistics(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `tilewise.attention_varlen`.
         batch: the sequences of a `PagedKVCache`, as of `tilewise.attention_with_cache`.
 
-    The other arguments are those of `attention`; with a cache, functions count as in `attention_with_cache`.
-    The last W queries attend alike without those before them, so `query[:, -W:]` is all that statistics of
-    these rows need.
+    The other arguments are those of `tilewise.attention`; with a cache, functions count as in
+    `attention_with_cache`. The last W queries attend alike without those before them: `query[:, -W:]` is all
+    that their statistics need.
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.

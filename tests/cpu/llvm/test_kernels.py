@@ -69,7 +69,7 @@ def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
     monkeypatch.setattr(configs, "CUTTING", configs.BF16_PRODUCTS)
     monkeypatch.setattr(configs, "BF16_TOO_SHORT", 0)
     for module in (configs, backward_plan):
-        monkeypatch.setattr(module, "is_decoding", lambda problem: False)
+        monkeypatch.setattr(module, "is_decoding", lambda problem, is_backward=False: False)
     cut, load = set(), kernels.load
     for module in (forward_plan, backward_plan):
         monkeypatch.setattr(

@@ -49,8 +49,11 @@ def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tru
     return replace(_config(problem, inputs, 1, terms), rows=rows)
 
 
-def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+def forward_config(
+    problem: AttentionProblem, inputs: Inputs, may_cut: bool = True, statistics: tuple[str, ...] = ()
+) -> Config:
     config = _tile_config(problem, inputs, BF16_FORWARD, _terms(problem, may_cut))
+    config = replace(config, statistics=statistics)
     keys = 128 if problem.seqlen_k <= 128 else 256
     if (
         not config.terms
@@ -70,9 +73,11 @@ def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = T
     return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _terms(problem, may_cut))
 
 
-def statistics_config(problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...]) -> Config:
-    config = _config(problem, inputs, VECTORS)
-    return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics)
+def statistics_config(
+    problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...], top_k: int
+) -> Config:
+    config = _tile_config(problem, inputs, BF16_FORWARD, int(has_bf16_products(problem)))
+    return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics, top_k=top_k)
 
 
 def _terms(problem: AttentionProblem, may_cut: bool) -> int:

@@ -34,7 +34,7 @@ from tilewise.cpu.dsl.vector import Operand, Value, Var, fma, maximum, minimum, 
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
-from tilewise.cpu.kernels.forward import ForwardKernel, Tile
+from tilewise.cpu.kernels.forward import ForwardKernel, Sums, Tile, weighted
 from tilewise.cpu.kernels.scores import TileScores, has_options
 from tilewise.cpu.kernels.tiles import (
     INF,
@@ -118,7 +118,7 @@ class BFloat16ForwardKernel(ForwardKernel):
             super().attend(head, tile, j0 + j)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
-        """s_t = k q_t, with every option if there are some; the new running maximum."""
+        """s_t = k q_t, with every option if there are some; their maximum over keys."""
         shape = self.shape
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
@@ -134,30 +134,38 @@ class BFloat16ForwardKernel(ForwardKernel):
                         highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
         if self.scores.has_options:
             scale = shape.constant(1.0)
-        return [maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)]
+        return [x * scale for x in highest]
 
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
         """p_t = exp(s_t - m), in pairs of keys, and its sums over keys; then p_t = 0 where dropped."""
         shape = self.shape
         scale = shape.constant(1.0) if self.scores.has_options else self.scale
-        l = [Var(shape.constant(0.0)) for _ in m]
+        l, e = self.new_sums()
         for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
             kept = dropout and dropout.kept(j, GROUP)
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (self.power(fma(x, scale, -m[v])) for x in s)
+                    below = [fma(x, scale, -m[v]) for x in s]
+                    low, high = map(self.power, below)
                     l[v].set(l[v] + (low + high))
+                    if self.has_entropy:
+                        e[v].set(weighted(high, below[1], weighted(low, below[0], e[v])))
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
                     for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
                         pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
                         p_t.at(j // 2, 0)[i // 2, c].store(pairs)
-        return l
+        return l, e
+
+    @property
+    def degree(self) -> int:
+        """Of the exponential's polynomial."""
+        return DEGREES["f32" if self.has_entropy else self.shape.config.kind]
 
     def power(self, x: Operand) -> Value:
         """exp(x)."""
-        return exp2(x * LOG2_E, DEGREES[self.shape.config.kind])
+        return exp2(x * LOG2_E, self.degree)
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -192,7 +200,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
     def power(self, x: Operand) -> Value:
         """exp(x), of x in its unit."""
         exp = exp_avx512 if self.unit == 1.0 else exp2
-        return exp(x, DEGREES[self.shape.config.kind])
+        return exp(x, self.degree)
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""

@@ -92,6 +92,25 @@ def prepare_call(
     return Prepared(backward, lambda: _named(out, backward(), canonical), context)
 
 
+def prepare_statistics(
+    case: Case,
+    inputs: Sequence[Tensor],
+    attend: Callable[..., tuple[Tensor, Any]],
+    canonical: Callable[[Tensor], Tensor],
+    named: Callable[[Any], dict[str, Tensor]],
+) -> Prepared:
+    """Time a forward that gives its output and statistics; `named` says which tensors the latter are."""
+
+    def call() -> tuple[Tensor, Any]:
+        return attend(*inputs)
+
+    def results() -> dict[str, Tensor]:
+        out, found = call()
+        return {"out": canonical(out), **named(found)}
+
+    return Prepared(call, results)
+
+
 def _named(
     out: Tensor, gradients: Sequence[Tensor], canonical: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
