@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -23,7 +24,7 @@ settings.register_profile(
     max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=5)
 
 
 # They take longest, so they start first: else one worker would be left alone with them. One worker has all
@@ -43,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
     settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
     config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now is no garbage: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -123,6 +123,7 @@ def test_a_learned_bias_gets_its_gradient():
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_pass_the_gate_in_every_layout(name, case):

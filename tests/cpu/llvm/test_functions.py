@@ -279,6 +279,7 @@ def test_gradients_of_captured_tensors_of_packed_sequences():
           captured=captured, score_mod=score_mod, **options)  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_captured_tensors_are_the_same_bits_on_any_number_of_threads(dtype):
     """And with dropout about as near to float64 as those of tiles."""
