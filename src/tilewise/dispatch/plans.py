@@ -96,8 +96,8 @@ def _make_forward(signature: Signature) -> Entry:
     problem = describe_signature(signature)
     name = choose(problem, signature.backend)
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
-    lse, residual, order = signature.request
-    request = Request(lse or saves.results, residual or saves.residual, order)
+    request = signature.request
+    request = request._replace(lse=request.lse or saves.results, residual=request.residual or saves.residual)
     signature = signature._replace(request=request)
     return Entry(load(name).plan(problem, signature), signature, name, saves)
 
@@ -139,7 +139,7 @@ def _make_backward(signature: Signature) -> Entry:
 
 
 def run(entry: Entry, *arguments: Any) -> Any:
-    """`Results` of a forward, `Gradients` of a backward."""
+    """`Results` (or `Watched`) of a forward, `Gradients` of a backward."""
     found = entry.plan.run(*arguments)
     while type(found) is Retry:
         plan = found.by

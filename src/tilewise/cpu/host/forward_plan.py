@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.core.plan import Results, Retry
+from tilewise.core.plan import Results, Retry, Watched
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature, contiguous_strides
-from tilewise.cpu.host.arguments import CHANGING
+from tilewise.cpu.host.arguments import CHANGING, Block
 from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config
@@ -59,16 +59,17 @@ class OutputPlan(CallPlan):
 
     def run(
         self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
-    ) -> Results | Retry:
+    ) -> Results | Watched | Retry:
         q, k, v = self.rows_of(inputs)
         request, out = self.signature.request, self.new_out()
         lse = self.new_lse() if request.lse else None
         residual = self.new_lse() if request.residual else None
         division = self.division or self.divide(longest(inputs.cu_seqlens_q))
-        if not division.items:
-            return Results(out, lse, residual)
         block = pool.block
         block.fill(self.template)
+        watched = self.watch(block, Results(out, lse, residual))
+        if not division.items:
+            return watched
         if self.division is None:
             block.update(**division.words)
         partial_offset = division.threads * division.thread_bytes
@@ -86,7 +87,11 @@ class OutputPlan(CallPlan):
         kept = self.bind(block, inputs) if self.has_options else None
         is_done = self.launch(block, inputs, division.threads)
         del kept
-        return Results(out, lse, residual) if is_done else Retry(self.uncut)
+        return watched if is_done else Retry(self.uncut)
+
+    def watch(self, block: Block, results: Results) -> Results | Watched:
+        """Results, with tensors for the statistics that the kernel is to give."""
+        return results
 
     @functools.cached_property
     def uncut(self) -> OutputPlan:
@@ -99,7 +104,8 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)
-        self.kernel = load("forward", forward_config(problem, self.given, may_cut))
+        self.statistics = signature.request.statistics
+        self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.statistics))
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q)
             self.template.update(**self.division.words)
@@ -113,9 +119,18 @@ class ForwardPlan(OutputPlan):
         words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
         return Division(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
 
+    def watch(self, block: Block, results: Results) -> Results | Watched:
+        if not self.statistics:
+            return results
+        found = {name: self.new_lse() for name in self.statistics}
+        block.update(**{name: t.data_ptr() for name, t in found.items()})
+        return Watched(results, found.get("row_max"), found.get("entropy"))
+
 
 class DecodePlan(OutputPlan):
-    """Few queries, split over keys."""
+    """Few queries, split over keys. Which blocks of keys functions hide, the kernel finds as it goes."""
+
+    has_tile_map = False
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)

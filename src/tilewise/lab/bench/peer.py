@@ -39,6 +39,7 @@ class Peer(ABC):
     """One implementation of attention."""
 
     name: str
+    limit: float | None = None  # how far out may be off, of its norm; None: as the dtype says
 
     def unavailable(self, device: str) -> str | None:
         """Why this peer cannot run at all here, or None."""
@@ -89,6 +90,25 @@ def prepare_call(
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return Prepared(backward, lambda: _named(out, backward(), canonical), context)
+
+
+def prepare_statistics(
+    case: Case,
+    inputs: Sequence[Tensor],
+    attend: Callable[..., tuple[Tensor, Any]],
+    canonical: Callable[[Tensor], Tensor],
+    named: Callable[[Any], dict[str, Tensor]],
+) -> Prepared:
+    """Time a forward that gives its output and statistics; `named` says which tensors the latter are."""
+
+    def call() -> tuple[Tensor, Any]:
+        return attend(*inputs)
+
+    def results() -> dict[str, Tensor]:
+        out, found = call()
+        return {"out": canonical(out), **named(found)}
+
+    return Prepared(call, results)
 
 
 def _named(

@@ -17,8 +17,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
+from tilewise.lab.bench.inputs import statistics
 from tilewise.lab.bench.inputs.masks import MASKS
-from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
+from tilewise.lab.bench.peer import (
+    Data,
+    Peer,
+    Prepared,
+    as_is,
+    dense_tensors,
+    from_bhsd,
+    prepare_call,
+    prepare_statistics,
+)
 
 
 class Standard(Peer):
@@ -36,6 +46,12 @@ class Standard(Peer):
         group, scale = case.num_heads // case.num_kv_heads, case.head_dim**-0.5
         hidden = None if case.kind == "varlen" or data.mask is None else ~data.mask
 
+        def watch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            s = (q @ k.repeat_interleave(group, 1).mT).float() * scale
+            s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+            p = torch.softmax(s, -1)
+            return p.to(q.dtype) @ v.repeat_interleave(group, 1), statistics.formula(case.statistics, s, p)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -47,6 +63,8 @@ class Standard(Peer):
                 s = s.masked_fill(unseen, -math.inf)
             return torch.softmax(s, -1) @ v
 
+        if case.statistics:
+            return prepare_statistics(case, tensors, watch, from_bhsd, dict)
         if case.kind == "varlen":
             return prepare_call(case, tensors, dout, _by_document(case.lengths, attend), as_is)
         return prepare_call(case, tensors, dout, attend, from_bhsd)
