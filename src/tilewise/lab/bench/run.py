@@ -192,7 +192,7 @@ def run_case(
                 work = partial(_prepare, case, peer, copies, clock, settings, ready)
                 entries[peer.name] = attempt(work)
             else:
-                reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
+                reason = f"takes long here: some cases only; --peers {peer.name} for all"
                 entries[peer.name] = {"status": "refused", "reason": reason}
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
