@@ -26,6 +26,15 @@ settings.register_profile(
 settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=8)
 
 
+# They take longest, so they start first: else one worker would be left alone with them. One worker has all
+# that share the processes of `distributed`.
+LONGEST = (
+    "distributed", "triton/test_interpreted.py", "triton/test_compile.py", "hopper/test_backward_compile.py",
+    "hopper/test_compile.py", "hopper/test_emulated.py", "cpu", "test_flex_attention.py", "claims",
+    "demo", "integrations/test_transformers_paged.py", "torture",
+)  # fmt: skip
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", default=None, help="seed of the cases drawn of tests marked `sample`")
 
@@ -59,7 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))
             left_out |= set(order[count:])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted((item for item in items if item not in left_out), key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """In `LONGEST`, or behind it."""
+    tests = Path(__file__).parent
+    return next((n for n, name in enumerate(LONGEST) if item.path.is_relative_to(tests / name)), len(LONGEST))
 
 
 def _sampled(items: list[pytest.Item]) -> dict[tuple[Path, str], list[pytest.Item]]:

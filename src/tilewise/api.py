@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
@@ -31,8 +31,11 @@ from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options
-from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
+from tilewise.core.quantized import Quantized, check_offsets, inputs_of
 from tilewise.core.statistics import Aux
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -50,6 +53,7 @@ def attention(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -82,6 +86,8 @@ def attention(
         score_mod: (score, b, h, q_idx, kv_idx) -> score, after softcap and biases. It is traced once, so it
             has operators and `torch` functions of numbers, and `tensor[index]` of captured tensors, which
             get gradients. What can't be traced raises an error that names the line.
+        block_mask: FlexAttention's `BlockMask`, from PyTorch or `tilewise.flex_attention`, for (batch or 1,
+            num_heads or 1, seqlen_q, seqlen_k). With mask_mod, a key is visible where both say so.
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
@@ -129,10 +135,10 @@ def attention(
     if (mask is not None or bias is not None) and inputs.query.ndim == inputs.key.ndim == 4:
         batch, seqlen_q, heads, _ = inputs.query.shape
         check_broadcastable((batch, heads, seqlen_q, inputs.key.shape[1]), mask=mask, bias=bias)
-    precision = products_of(inputs, precision)
+    if inputs.query_blocks is not None:
+        precision = products_of(inputs, precision)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
-    if mask_mod is not None or score_mod is not None:
-        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+    inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         out = out.transpose(1, 2) if layout == "bhsd" else out
@@ -158,6 +164,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -183,7 +190,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64, from 0 to total, never decreasing.
         max_seqlen_q, max_seqlen_k: the longest sequence, if known. A tensor is read: this waits.
         mask, bias: broadcastable to (batch, num_heads, longest_q, longest_k), positions counted from each
-            sequence's start.
+            sequence's start, as functions count them. A block_mask is at least as long as the longest.
 
     The other arguments are those of `attention`.
 
@@ -205,14 +212,14 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
-    precision = products_of(inputs, precision)
+    if inputs.query_blocks is not None:
+        check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
+        precision = products_of(inputs, precision)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
-    if mask_mod is not None or score_mod is not None:
-        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+    inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         return (out, lse, aux) if return_lse else (out, aux)
@@ -234,6 +241,9 @@ def attention_with_cache(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -263,6 +273,9 @@ def attention_with_cache(
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
         mask, bias: broadcastable to (batch, num_heads, new_tokens, capacity), which is max_seqlen of a
             `KVCache`, of pages `batch.page_table.shape[1] * page_size`.
+        mask_mod, score_mod, block_mask: q_idx and kv_idx are positions in the sequence, so that a function
+            says the same in training, prefill and decoding; b counts the batch's rows. A block_mask is at
+            least as long as the longest sequence. They come on top of causal=True, the default here.
 
     The other arguments are those of `attention`. Gradients reach query only.
 
@@ -302,6 +315,9 @@ def attention_with_cache(
         if rotary is not None:
             step.check_rotary(rotary)
         inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks))
+        if mask_mod is not None or score_mod is not None or block_mask is not None:
+            cached = step.standing(query)
+            inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask, cached)
         entry = None
         if return_aux is not None:
             statistics.check(inputs, options, backend, return_aux)
@@ -347,7 +363,7 @@ def canonical_inputs(
     """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
     and a dropout seed if one is needed."""
     blocks = None
-    if is_quantized(query, key, value):
+    if type(query) is Quantized or type(key) is Quantized or type(value) is Quantized:
         blocks = inputs_of(query, key, value)
         query, key, value = blocks[:3]
         to_bshd(layout)

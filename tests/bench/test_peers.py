@@ -44,6 +44,31 @@ CASES = [
 ]
 
 
+EIGHT_BITS = [f"tilewise-{precision}{how}" for precision in ("fp8", "int8") for how in ("", "-quantized")]
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_8_bit_peers(name):
+    """They compute what they are timed for, as exactly as 8 bits are: the dtype's gate refuses them."""
+    for case in (
+        dense("forward", "bfloat16", 64, 4, 2, 200, causal=True, num_kv_heads=2),
+        packed("forward", "float16", 64, 2, (100, 1, 130), True),
+    ):
+        data, (peer,) = random_data(case), find_peers([name])
+        found = peer.prepare(case, data, "bshd").results()
+        verdict = gate.check(case, data, found, peer.limit)
+        assert verdict.fault is None and 0.01 < verdict.error < verdict.limit == 0.08, verdict
+        assert gate.check(case, data, found).fault is not None
+    for case, reason in (
+        (dense("forward", "float32", 32, 2, 2, 130), "are of float16 and bfloat16"),
+        (dense("backward", "bfloat16", 32, 2, 2, 130), "are timed in plain dense and packed forwards"),
+        (decode("bfloat16", (4, 2), 2, 100), "are timed in plain dense and packed forwards"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            peer.prepare(case, random_data(case), "bshd")
+    assert name not in {peer.name for peer in find_peers(["all"])}
+
+
 def random_data(case: Case) -> Data:
     return Data(case, "cpu", int(torch.randint(2**31, ()).item()))
 

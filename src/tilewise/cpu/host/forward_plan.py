@@ -128,7 +128,9 @@ class ForwardPlan(OutputPlan):
 
 
 class DecodePlan(OutputPlan):
-    """Few queries, split over keys."""
+    """Few queries, split over keys. Which blocks of keys functions hide, the kernel finds as it goes."""
+
+    has_tile_map = False
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)

@@ -74,13 +74,13 @@ class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
     name = "forward"
+    make_tile: type[Tile] = Tile
     key_blocks: KeyBlocks = ((128, 128),)
     most_tiles = 16  # tiles that share one converted K/V block
     converting = 8  # K and V costs as much as so many queries
     unit = 1.0  # of scores and their maximum
-    exponent_unit = 1.0  # of what the exponential is taken of
     k: Any  # Rows; with tile registers, lists of their terms
-    v: Any
+    v: Any = None  # nothing where only scores are wanted
     p_t: Any
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
@@ -98,7 +98,7 @@ class ForwardKernel:
         self.scores = Scores(shape, scratch)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
-        self.tile_bytes = Tile(shape, scratch.base, 0).scratch.bytes
+        self.tile_bytes = self.make_tile(shape, scratch.base, 0).scratch.bytes
 
     def facts(self) -> dict[str, int]:
         return {
@@ -114,8 +114,9 @@ class ForwardKernel:
 
     def run(self) -> None:
         args, block_q, load_k = self.args, self.shape.block_q, self.load_k
+        heads = args.items // args.chunks
         for item in claim(args.counter, args.items):
-            batch_head, chunk = item // args.chunks, args.chunks - 1 - item % args.chunks  # longest first
+            batch_head, chunk = item % heads, args.chunks - 1 - item // heads  # longest first
             head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
             q0 = chunk * args.tiles * block_q
             q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)
@@ -135,19 +136,18 @@ class ForwardKernel:
                 self.finish(head, self.tile(q0, t))
 
     def visible(self, head: Head, q0: Value, tiles: Value, j0: Value, n: Value) -> Value:
-        """How many of the keys j0 + [0, n) to bring for an item's tiles: 0 if functions hide all from all."""
-        functions = self.scores.functions
-        if functions is None or not functions.has_map:
+        """How many of the keys j0 + [0, n) to bring for an item's tiles: 0 if all are hidden from all."""
+        if not self.scores.may_hide_tiles:
             return n
-        last = Var(as_int(0))
+        last, block_q = Var(as_int(0)), self.shape.block_q
         for t in loop(0, tiles):
-            begin, end = functions.visible(head, q0 + t * self.shape.block_q, j0, as_int(0), n)
+            begin, end = self.scores.visible(head, q0 + t * block_q, block_q, j0, as_int(0), n)
             last.set(select(begin < end, maximum(last, end), last))
         return Value(last.raw)
 
-    def tile(self, q0: Value, t: Value) -> Tile:
+    def tile(self, q0: Value, t: Value) -> Any:
         base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
-        return Tile(self.shape, base, q0 + t * self.shape.block_q)
+        return self.make_tile(self.shape, base, q0 + t * self.shape.block_q)
 
     def start(self, head: Head, tile: Tile) -> None:
         """q_t; m, l, acc = -inf, 0, 0, or the state after the sink."""
@@ -173,14 +173,15 @@ class ForwardKernel:
         shape, config = self.shape, self.shape.config
         count = (n + (shape.rows - 1)) & -shape.rows
         load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
-        load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
+        if self.v is not None:
+            load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
 
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
         """Fold the keys of one block that the tile can see into its running softmax."""
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
-        first, n = self.scores.visible(head, tile.q0, j0, first, n)
+        first, n = self.scores.visible(head, tile.q0, shape.block_q, j0, first, n)
         with when(first < n):
             m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
             highest = self.score_keys(head, tile, j0, first, n)
@@ -207,7 +208,7 @@ class ForwardKernel:
             if "entropy" in old:
                 step = select(m[v].equals(-INF), 0.0, (m[v] - m_new[v]) * self.unit)
                 before = fma(tile.l[0, c].load(self.shape.lanes), step, old["entropy"])
-                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.exponent_unit))
+                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.unit))
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
         """s_t = k q_t with every option, into p_t; their maximum over keys."""

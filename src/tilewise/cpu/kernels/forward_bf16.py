@@ -1,6 +1,6 @@
 """The forward with products of bfloat16: `forward.py` with other factors, sums and weights.
 
-K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
+K, and Q and V transposed, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
 float32 and float16 each of these is several matrices, the numbers' terms (`CutForwardKernel`):
 
     q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
@@ -13,7 +13,7 @@ float32 and float16 each of these is several matrices, the numbers' terms (`CutF
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tilewise.cpu.dsl.bf16_products import (
     LANES,
@@ -26,11 +26,11 @@ from tilewise.cpu.dsl.bf16_products import (
     tile_registers,
     words,
 )
-from tilewise.cpu.dsl.control import either, loop, when
+from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2, exp_avx512, quotient
-from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
@@ -48,7 +48,6 @@ from tilewise.cpu.kernels.tiles import (
 )
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
-FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
 class BFloat16ForwardKernel(ForwardKernel):
@@ -58,7 +57,6 @@ class BFloat16ForwardKernel(ForwardKernel):
     key_blocks = (128, 128), (128, 256), (64, 128), (64, 256)
     most_tiles = 32
     converting = 60
-    exponent_unit = LN_2
     key_share = 4  # part of the L2 cache for K and V of a block: a quarter
     q_factor: Operand | None = None  # of q before it is stored
 
@@ -139,19 +137,26 @@ class BFloat16ForwardKernel(ForwardKernel):
         return [x * scale for x in highest]
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
-        """p_t = exp(s_t - m) and the block's sums over keys."""
-        sums = self.new_sums()
-        if self.scores.has_options:
-            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, sums, dropout, first, n)
-            return sums
-        scale = self.scale
-        factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
-        with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
-            with far:
-                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, sums, dropout, first, n)
-            with near:
-                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), sums, dropout, first, n)
-        return sums
+        """p_t = exp(s_t - m), in pairs of keys, and its sums over keys; then p_t = 0 where dropped."""
+        shape = self.shape
+        scale = shape.constant(1.0) if self.scores.has_options else self.scale
+        l, e = self.new_sums()
+        for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
+            kept = dropout and dropout.kept(j, GROUP)
+            for i in (0, 2):
+                for v, c in enumerate(shape.columns()):
+                    s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
+                    below = [fma(x, scale, -m[v]) for x in s]
+                    low, high = map(self.power, below)
+                    l[v].set(l[v] + (low + high))
+                    if self.has_entropy:
+                        e[v].set(weighted(high, below[1], weighted(low, below[0], e[v])))
+                    if kept:
+                        low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
+                    for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
+                        pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
+                        p_t.at(j // 2, 0)[i // 2, c].store(pairs)
+        return l, e
 
     @property
     def degree(self) -> int:
@@ -159,33 +164,8 @@ class BFloat16ForwardKernel(ForwardKernel):
         return DEGREES["f32" if self.has_entropy else self.shape.config.kind]
 
     def power(self, x: Operand) -> Value:
-        return exp2(x, self.degree)
-
-    def sum_weights(
-        self,
-        exponent: Callable[[Value, int], Value],
-        sums: Sums,
-        dropout: TileDropout | None,
-        first: Value,
-        n: Value,
-    ) -> None:
-        """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t, and then p_t = 0 where dropped."""
-        shape, (l, e) = self.shape, sums
-        for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
-            kept = dropout and dropout.kept(j, GROUP)
-            for i in (0, 2):
-                for v, c in enumerate(shape.columns()):
-                    s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    exponents = [exponent(x, v) for x in s]
-                    low, high = map(self.power, exponents)
-                    l[v].set(l[v] + (low + high))
-                    if self.has_entropy:
-                        e[v].set(weighted(high, exponents[1], weighted(low, exponents[0], e[v])))
-                    if kept:
-                        low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
-                    for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
-                        pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
-                        p_t.at(j // 2, 0)[i // 2, c].store(pairs)
+        """exp(x)."""
+        return exp2(x * LOG2_E, self.degree)
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -214,17 +194,13 @@ class CutForwardKernel(BFloat16ForwardKernel):
         super().reserve(scratch)
         shape = self.shape
         self.pv = scratch.rows(TILE, shape.block_q)
-        self.unit = self.exponent_unit = score_unit(shape.config)
+        self.unit = score_unit(shape.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def power(self, x: Operand) -> Value:
+        """exp(x), of x in its unit."""
         exp = exp_avx512 if self.unit == 1.0 else exp2
         return exp(x, self.degree)
-
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
-        sums = self.new_sums()
-        self.sum_weights(lambda s, v: s - m[v], sums, dropout, first, n)
-        return sums
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
@@ -240,7 +216,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
 
 
 class OneBlockForwardKernel(BFloat16ForwardKernel):
-    """All keys are in one block: P is turned around instead of V, and out comes as rows.
+    """All keys are in one block: P is transposed instead of V, and out comes as rows.
 
     v   : pairs of v                                                             [block_k / 2, head_dim_v]
     p   : rows of p                                                              [block_q, block_k]

@@ -125,7 +125,7 @@ class StatisticsKernel:
         shape, sums = self.shape, self.sums.narrowed(self.shape)
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
         first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
-        first, n = self.scores.visible(head, tile.q0, j0, first, n)
+        first, n = self.scores.visible(head, tile.q0, shape.block_q, j0, first, n)
         with when(first < n):
             self.scores.load(head, tile.q0, j0, n)
             scores = self.scores.at(head, tile.q0, j0)

@@ -44,7 +44,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves(residual=not problem.is_8_bit)
+    return Saves(residual=True)
 
 
 # ---- what is served

@@ -52,10 +52,11 @@ class _Sequence(NamedTuple):
     results: dict[str, Tensor]
 
 
-def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
+def check(case: Case, data: Data, results: dict[str, Tensor], out_limit: float | None = None) -> Verdict:
     """Compare `results` ("out", and for a backward case "dq", "dk", "dv") with the reference.
 
-    Every result is canonical: (batch, seqlen, heads, dim), or packed (total, heads, dim).
+    Every result is canonical: (batch, seqlen, heads, dim), or packed (total, heads, dim). `out_limit` is a
+    peer's own, None the dtype's.
     """
     names = ["out"] if case.direction == "forward" else ["out", "dq", "dk", "dv"]
     shapes = {"out": (*data.query.shape[:-1], case.head_dim_v), "dq": data.query.shape,
@@ -72,7 +73,8 @@ def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
         if case.option == "dropout":
             return _judge_dropout(case, sequence)
         for name, found, exact in _compare(case, sequence, source):
-            limit = LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
+            limit = out_limit or LIMITS[case.dtype]
+            limit *= 1 if name == "out" else GRADIENT_FACTOR
             verdict = _judge(name, found, exact, limit, len(sequence.key))
             if verdict.fault is not None:
                 return verdict

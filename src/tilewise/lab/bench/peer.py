@@ -39,6 +39,7 @@ class Peer(ABC):
     """One implementation of attention."""
 
     name: str
+    limit: float | None = None  # how far out may be off, of its norm; None: as the dtype says
 
     def unavailable(self, device: str) -> str | None:
         """Why this peer cannot run at all here, or None."""

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 import tilewise
 from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.inputs import statistics
 from tilewise.lab.bench.peer import (
@@ -56,6 +57,8 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
     known, found = all_peers(), {}
     if "tilewise-option" in names:
         known["tilewise-option"] = TilewiseOption()
+    if not set(names).isdisjoint(eight_bit_peers()):
+        known |= eight_bit_peers()
     if "tilewise-plain" in names:
         known["tilewise-plain"] = TilewisePlain()
     for name in names:

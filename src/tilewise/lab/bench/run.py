@@ -235,7 +235,7 @@ def _prepare(
     data = copies[0]
     with setup_limit(settings.setup_limit):
         layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
-    verdict = gate.check(case, data, found)
+    verdict = gate.check(case, data, found, peer.limit)
     entry: results.Entry = {"layout": layout, "error": verdict.error, "limit": verdict.limit}
     if prepared.detail is not None:
         entry["detail"] = prepared.detail
