@@ -67,7 +67,7 @@ def test_forward_and_backward_at_16384_tokens(backend, heads):
 
 def test_dq_is_summed_where_it_will_be():
     """A copy of dq would take 4 MiB."""
-    assert peak_extra_mib(4096, "both", "llvm", MALLOC_MMAP_THRESHOLD_="65536") <= 3
+    assert peak_extra_mib(4096, "both", "llvm", 4, MALLOC_MMAP_THRESHOLD_="65536") <= 3
 
 
 BROADCAST = """

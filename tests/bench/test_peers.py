@@ -108,6 +108,21 @@ def test_functions_say_what_options_say(name, extra):
     assert gate.check(case, data, peer.prepare(case, data, "bhsd").results()).fault is None
 
 
+def test_a_learned_bias_gets_its_gradient():
+    """Timed with those of query, key and value, which the gate looks at."""
+    case = dense("backward", "float32", 32, 2, 1, 256, causal=True)
+    case = replace(case, has_functions=True, option="learned")
+    data = random_data(case)
+    found = []
+    for peer in find_peers(["tilewise", "standard"]):
+        prepared = peer.prepare(case, data, "bhsd")
+        assert gate.check(case, data, prepared.results()).fault is None
+        *_, dtable = prepared.call()
+        found.append(dtable)
+    assert found[0].shape == data.option.table.shape
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))
+
+
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", PEERS)

@@ -307,7 +307,7 @@ def test_gradients_of_captured_tensors_are_the_same_bits_on_any_number_of_thread
 
     one, two, tiles = results
     assert all(map(torch.equal, one, two))
-    assert error(one) <= 2 * error(tiles) + 1e-6
+    assert error(one) <= 3 * error(tiles) + 1e-6
 
 
 def test_statistics():

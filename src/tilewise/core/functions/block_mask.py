@@ -66,12 +66,12 @@ def mask_function(mask: BlockMask, sizes: tuple[int, int]) -> Any:
 
 
 def _by_blocks(mask: BlockMask, shared: tuple[int, int]) -> Any:
-    kinds = block_kinds(mask)
-    kinds = kinds.view((1,) * (4 - kinds.ndim) + kinds.shape)
-    mask_mod, (rows, columns), (is_one_b, is_one_h) = mask.mask_mod, mask.BLOCK_SIZE, (n == 1 for n in shared)
+    kinds, mask_mod, (rows, columns) = block_kinds(mask), mask.mask_mod, mask.BLOCK_SIZE
+    own_b, own_h = (n > 1 for n in shared)
+    kinds = kinds.view([n for n in shared if n > 1] + list(kinds.shape[-2:]))
 
     def in_blocks(b: Any, h: Any, i: Any, j: Any) -> Any:
-        kind = kinds[0 if is_one_b else b, 0 if is_one_h else h, i // rows, j // columns]
+        kind = kinds[(*((b,) if own_b else ()), *((h,) if own_h else ()), i // rows, j // columns)]
         return (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, i, j))
 
     return in_blocks

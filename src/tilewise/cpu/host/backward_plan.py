@@ -131,6 +131,8 @@ class BackwardPlan(CallPlan):
         wanted = min(-(-items * seqlen_k // max(1, keys)), round(seqlen_k / fewest))
         split = seqlen_k / max(1, wanted, -(-seqlen_k // facts["key_block"]))
         split = max(1, math.ceil(split / BLOCK_K)) * BLOCK_K
+        if -(-seqlen_k // split) < wanted:  # a little less, rather than a little more, to each
+            split -= BLOCK_K
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
         item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
         items, thread_bytes = self.owners * splits // item_heads, facts["scratch_bytes"]

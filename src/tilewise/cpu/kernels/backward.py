@@ -23,8 +23,7 @@ near the scores: s - shift is small and hardly rounded, and factor = exp(shift -
 
 Each tile of queries has a ticket counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
-which other threads already hold or have finished, so the wait ends. The sums stand where dq will be, or, of
-bfloat16 and float16, in scratch: one dq in float32.
+which other threads already hold or have finished, so the wait ends. Sums in float32 stand in dq itself.
 """
 
 from __future__ import annotations
@@ -158,14 +157,12 @@ class BackwardKernel:
 
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
-        shape = self.shape
-        block_q, block_k = shape.block_q, shape.block_k
-        q0 = t * block_q
-        k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
+        block_q, block_k, q0 = self.shape.block_q, self.shape.block_k, t * self.shape.block_q
+        k0, k1 = head.key_range(q0, minimum(q0 + block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
         split = self.args.split_keys
         for place, is_last in self.tickets(head, q0, block, (k0 // split, (k1 - 1) // split)):
-            fill_zero(shape, self.dq_t, shape.pad)
+            fill_zero(self.shape, self.dq_t, self.shape.pad)
             begin, end = self.scores.visible(head, q0, block_q, j0, first, last)
             with when(begin < end):
                 self.load_statistics(head, q0, self.load_queries(head, q0))

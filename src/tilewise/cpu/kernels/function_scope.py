@@ -239,16 +239,23 @@ class Scope:
         begin, sizes = self._layout(node.value)
         place: Operand = begin
         for axis, (argument, size) in enumerate(zip(node.args, sizes)):
-            is_many = LANE in self.levels[argument]
-            given: Operand = self._operand(argument, r, v, INT, is_many, 64)
-            index = select(given < 0, given + size, given)
-            wrong = (index < 0) | (index >= size)
-            self.wrong.append(Wrong(n, axis, *self._place(argument, r, v)[1:], given, wrong))
-            index = select(wrong, 0, index)
+            at = ("index", n, axis, *self._place(argument, r, v)[1:])
+            if at not in self.known:  # an index that several scores share is looked at once
+                self.known[at] = self._index(n, axis, r, v, size)
+            index: Operand = self.known[at]
             for later in sizes[axis + 1 :]:
                 index = index * later
             place = index + place
         return place
+
+    def _index(self, n: int, axis: int, r: int, v: int, size: Value) -> Operand:
+        """An index of load n, counted from the start of its axis; 0 if it is wrong."""
+        argument = self.graph.nodes[n].args[axis]
+        given: Operand = self._operand(argument, r, v, INT, LANE in self.levels[argument], 64)
+        index = select(given < 0, given + size, given)
+        wrong = (index < 0) | (index >= size)
+        self.wrong.append(Wrong(n, axis, *self._place(argument, r, v)[1:], given, wrong))
+        return select(wrong, 0, index)
 
     def _layout(self, tensor: int) -> tuple[Value, list[Value]]:
         """Where a captured tensor begins in its buffer, and its sizes."""

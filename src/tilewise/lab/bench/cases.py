@@ -15,7 +15,7 @@ from tilewise.core.mask import Visibility
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.inputs.data import DATA
 from tilewise.lab.bench.inputs.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
-from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, OPTIONS
+from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, LEARNED, OPTIONS
 from tilewise.lab.bench.inputs.statistics import STATISTICS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -292,7 +292,8 @@ def _functions(quick: bool, device: str) -> Iterator[Case]:
             yield causal
             yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
             yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
-            yield from (dataclasses.replace(causal, option=option) for option in FUNCTION_OPTIONS)
+            learned = (LEARNED,) if direction == "backward" else ()
+            yield from (dataclasses.replace(causal, option=o) for o in (*FUNCTION_OPTIONS, *learned))
 
 
 def _decode(quick: bool, device: str) -> Iterator[Case]:

@@ -65,8 +65,12 @@ def prepare_call(
     attend: Callable[..., Tensor],
     canonical: Callable[[Tensor], Tensor],
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    others: Sequence[Tensor] = (),
 ) -> Prepared:
-    """Time `attend(query, key, value)`, or its gradients alone with the forward done beforehand."""
+    """Time `attend(query, key, value)`, or its gradients alone with the forward done beforehand.
+
+    `others`: tensors that `attend` reads and whose gradients are timed too.
+    """
     if case.direction == "forward":
 
         def call() -> Tensor:
@@ -87,9 +91,9 @@ def prepare_call(
         out = attend(*leaves)
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(out, (*leaves, *others), dout, retain_graph=True)
 
-    return Prepared(backward, lambda: _named(out, backward(), canonical), context)
+    return Prepared(backward, lambda: _named(out, backward()[:3], canonical), context)
 
 
 def prepare_statistics(

@@ -17,6 +17,7 @@ from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.inputs import statistics
+from tilewise.lab.bench.inputs.options import RELATIVE
 from tilewise.lab.bench.peer import (
     Data,
     Peer,
@@ -121,7 +122,7 @@ class Tilewise(Peer):
                 return tilewise.attention(q, k, v, layout=layout, **options)
 
             return prepare_statistics(case, tensors, attend_watched, canonical, named)
-        prepared = prepare_call(case, tensors, dout, attend, canonical)
+        prepared = prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
         if case.kind == "memory":
             return prepared
         explanation = tilewise.explain(*tensors, layout=layout, **options)
@@ -168,7 +169,7 @@ class TilewiseOption(Tilewise):
         self.name = "tilewise-option"
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if case.mask or case.option == "relative" or not case.has_functions:
+        if case.mask or case.option in RELATIVE or not case.has_functions:
             raise Refusal("is for functions that an option says too")
         return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
 
