@@ -17,12 +17,14 @@ from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
 from tilewise.lab.claims import report as claims_report, run as claims_run
 from tilewise.lab.distributed import plan
+from tilewise.lab.mask import picture
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
 CLAIMS = ROOT / "docs" / "claims.md"
 DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
+FUNCTIONS, PICTURES = ROOT / "docs" / "functions.md", ROOT / "docs" / "functions"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADLINE, MASKS, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
@@ -140,9 +142,25 @@ def draw_tiles(path: Path) -> None:
     plt.close(figure)
 
 
+MASKS_OF_GUIDE = ("causal", "window", "prefix_lm", "documents", "neighbourhood", "dilated", "mixed")
+SCORES_OF_GUIDE = ("alibi", "softcap", "relative")
+
+
+def draw_recipes(folder: Path) -> None:
+    """A picture of each recipe of the guide "Functions", by the code of the guide itself."""
+    scope: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", FUNCTIONS.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(FUNCTIONS), "exec"), scope)
+    for name in MASKS_OF_GUIDE:
+        picture.draw_mask(scope[name], (256, 256), 16, folder / f"{name.replace('_', '-')}.svg")
+    for name in SCORES_OF_GUIDE:
+        picture.draw_score(scope[name], 256, folder / f"{name}.svg", h=1)
+
+
 if __name__ == "__main__":
     for page, made in sections().items():
         page.write_text(with_sections(page.read_text(), made))
     draw(PLOT)
     draw_tiles(TILES)
+    draw_recipes(PICTURES)
     plan.draw(plan.predict(), PREDICTIONS)

@@ -26,7 +26,7 @@ class Backend:
         return self.results(problem, inputs)[:2]
 
     def results(self, problem: AttentionProblem, inputs: Inputs) -> Results:
-        return plans.run(self._entry(problem, self._signature("forward", problem, inputs)), inputs)
+        return plans.run(self._entry(problem, self.signature("forward", problem, inputs)), inputs)
 
     def backward(
         self,
@@ -40,16 +40,17 @@ class Backend:
     ) -> Gradients:
         results = Results(out, lse, residual)
         given = (*results, dout, dlse)
-        signature = self._signature("backward", problem, inputs, given)
+        signature = self.signature("backward", problem, inputs, given)
         return plans.run(self._entry(problem, signature), inputs, results, dout, dlse)
 
     def _entry(self, problem: AttentionProblem, signature: Signature) -> plans.Entry:
         module = choice.load(self.name)
         return plans.Entry(module.plan(problem, signature), signature, self.name, module.saves(problem))
 
-    def _signature(
+    def signature(
         self, direction: str, problem: AttentionProblem, inputs: Inputs, results: tuple = ()
     ) -> Signature:
+        """Of a call, or with out, lse, its residual, dout and dlse of its backward."""
         return Signature(
             direction,
             look(inputs, torch.is_grad_enabled()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -23,7 +24,16 @@ settings.register_profile(
     max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("tilewise"), max_examples=5)
+
+
+# They take longest, so they start first: else one worker would be left alone with them. One worker has all
+# that share the processes of `distributed`.
+LONGEST = (
+    "distributed", "triton/test_interpreted.py", "triton/test_compile.py", "hopper/test_backward_compile.py",
+    "hopper/test_compile.py", "hopper/test_emulated.py", "cpu", "test_flex_attention.py", "claims",
+    "demo", "integrations/test_transformers_paged.py", "torture",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
     settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
     config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now is no garbage: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,7 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))
             left_out |= set(order[count:])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted((item for item in items if item not in left_out), key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """In `LONGEST`, or behind it."""
+    tests = Path(__file__).parent
+    return next((n for n, name in enumerate(LONGEST) if item.path.is_relative_to(tests / name)), len(LONGEST))
 
 
 def _sampled(items: list[pytest.Item]) -> dict[tuple[Path, str], list[pytest.Item]]:

@@ -366,11 +366,6 @@ def test_a_misspelt_option_is_told_which_was_meant(name):
         ),
         ("attention_varlen", "cu_seqlens", "did you mean cu_seqlens_q?"),
         ("attention_with_cache", "rotary_cosine", "did you mean rotary_cos?"),
-        (
-            "attention_with_cache",
-            "mask_mod",
-            "attention, attention_varlen and attention_statistics take functions",
-        ),
     ],
 )
 def test_a_name_from_elsewhere_is_told_the_name_here(function, name, hint):

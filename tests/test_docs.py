@@ -18,7 +18,9 @@ from tilewise.cli import _app
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn"}
+OUTER = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+PROSE = [*(ROOT / name for name in OUTER), *PAGES]
+QUICK = {"trace", "fp8", "io", "roofline", "kv-memory", "learn", "mask"}
 
 
 def load(name: str):
@@ -76,9 +78,37 @@ def test_code_on_pages_is_the_trees(page):
     assert page.read_text() == hooks.with_sources(page.read_text()), "run make readme"
 
 
-def test_notes_on_kernels_are_short():
-    for page in DOCS.glob("kernels-*.md"):
-        assert len(page.read_text().split()) <= 2000, page
+@pytest.mark.parametrize("backend", ["cpu", "triton", "hopper"])
+def test_notes_on_a_backends_kernels_are_short(backend):
+    pages = list(DOCS.glob(f"kernels-{backend}*.md"))
+    assert pages and sum(len(page.read_text().split()) for page in pages) <= 2000
+
+
+def sentences(markdown: str) -> list[str]:
+    """Those of running text, lists and table cells; code counts as one word, headings are left out."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```|^#.*?$", "\n\n", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "Code", text))
+    text = re.sub(r"^\s*(?:[-*]|\d+\.)\s|\s*\|\s*", "\n\n", text, flags=re.MULTILINE)
+    ends = r"(?<=[.!?])[)*\"]*\s+(?=[*(\"]*[A-Z0-9])"
+    found = [part for block in re.split(r"\n\s*\n", text) for part in re.split(ends, " ".join(block.split()))]
+    return [part for part in found if re.search(r"[.!?:][)*\"]*$", part)]
+
+
+def words(sentence: str) -> int:
+    return len(re.findall(r"[^\W_][\w'’.,×/-]*", sentence))
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
+def test_sentences_are_short(page):
+    lengths = {sentence: words(sentence) for sentence in sentences(page.read_text())}
+    assert sum(lengths.values()) < 20 * len(lengths)
+    assert not [sentence for sentence, count in lengths.items() if count > 28]
+
+
+def test_sentences_are_found():
+    text = "# A title.\n\nOne\ntwo `a b` (3.5 µs). **Four** five: six!\n- Seven; [e.](x)f\n\n| a | Nine. |"
+    assert sentences(text) == ["One two Code (3.5 µs).", "**Four** five: six!", "Nine."]
+    assert [words(sentence) for sentence in sentences(text)] == [5, 3, 1]
 
 
 def test_references_hold():

@@ -201,6 +201,11 @@ def test_eight_bit_products_where_a_kernel_has_them(causal, monkeypatch):
         eight_bit(2, 200, 2, 40),
     )
     scales = {f"{name}_descale": torch.rand(2, 2) + 0.5 for name in "qkv"}
+    scales["k_descale"][0, 1], scales["q_descale"][1, 0], scales["v_descale"][1] = (
+        -0.7,
+        0,
+        torch.tensor([-2.0, 0]),
+    )
     q64, k64, v64 = (
         t * scale.double().repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
         for t, scale in zip((q64, k64, v64), scales.values())
@@ -208,6 +213,7 @@ def test_eight_bit_products_where_a_kernel_has_them(causal, monkeypatch):
     out, lse = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True, **scales)
     exact, exact_lse = reference.attention(q64, k64, v64, causal=causal)
     bound, _ = reference.attention(q64, k64, v64.abs(), causal=causal)
+    assert out[1, :, 2:].eq(0).all()
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
     assert ((out - exact).abs() <= bound / 16 + exact.abs() / 256 + bound.amax() * 2**-18).all()
     assert (out - exact).square().mean() > 1e-4 * exact.square().mean()  # rounded they are

@@ -30,6 +30,12 @@ SCORES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def as_written(monkeypatch):
+    """PyTorch's eager mode compiles for some seconds a call, unless it is told that somebody looks."""
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
 def tensors(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=300, dim=16):
     return (
         torch.randn(batch, heads, seqlen_q, dim),
@@ -51,22 +57,36 @@ def test_block_masks_are_pytorchs(mask_mod):
 
 @pytest.mark.parametrize("score_mod", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_results_are_pytorchs(mask_mod, score_mod):
+    check(mask_mod, score_mod, ours.create_block_mask)
+
+
+@pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
+@pytest.mark.sample(1)
+def test_block_masks_may_be_pytorchs(mask_mod):
+    """Their blocks are read, which makes a larger kernel than the mask function alone."""
+    check(mask_mod, SCORES["softcap"], theirs.create_block_mask)
+
+
+def check(mask_mod, score_mod, create_block_mask):
     q, k, v = tensors()
-    request = ours.AuxRequest(lse=True)
-    block_mask = theirs.create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
+    own, their = (
+        f(mask_mod, 2, 4, 300, 300, device="cpu") for f in (create_block_mask, theirs.create_block_mask)
+    )
+    options = {"scale": 0.3, "enable_gqa": True, "return_aux": ours.AuxRequest(lse=True)}
     with torch.no_grad():
-        out, aux = theirs.flex_attention(
-            q, k, v, score_mod, block_mask, scale=0.3, enable_gqa=True, return_aux=request
-        )
-    own = ours.create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
-    for mask in (block_mask, own):
-        found, found_aux = ours.flex_attention(
-            q, k, v, score_mod, mask, scale=0.3, enable_gqa=True, return_aux=request
-        )
-        torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found_aux.lse, aux.lse, rtol=1e-5, atol=1e-5)
+        out, aux = theirs.flex_attention(q, k, v, score_mod, their, **options)
+    found, found_aux = ours.flex_attention(q, k, v, score_mod, own, **options)
+    torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_aux.lse, aux.lse, rtol=1e-5, atol=1e-5)
+    again, lse = ours.flex_attention(
+        q, k, v, score_mod, own, 0.3, True, True, {"BLOCK_M": 32}
+    )  # in their order
+    assert torch.equal(again, found) and torch.equal(lse, found_aux.lse)
+    with torch.no_grad():
+        _, old = theirs.flex_attention(q, k, v, score_mod, their, 0.3, True, True, {"BLOCK_M": 32})
+    torch.testing.assert_close(lse, old, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_without_a_function():
@@ -88,20 +108,24 @@ def test_blocks_without_a_function():
     assert (found[:, :, 128:256] == 0).all()
 
 
-def test_a_changed_mask_is_seen():
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_a_changed_mask_is_seen(is_sliced):
     """A mask function put in later counts in partial blocks only; PyTorch's eager mode ignores blocks."""
     q, k, v = (t[:1] for t in tensors(kv_heads=4))
-    mask = ours.create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu", BLOCK_SIZE=100)
-    mask.mask_mod = MASKS["scattered"]
     i, j = torch.arange(300)[:, None], torch.arange(300)
-    visible = (j // 100 < i // 100) | ((j // 100 == i // 100) & MASKS["scattered"](0, 0, i, j))
-    sliced = ours.create_block_mask(MASKS["window"], 2, 4, 300, 300, device="cpu", BLOCK_SIZE=100)[1:, 2:3]
-    sliced.mask_mod = lambda b, h, i, j: MASKS["window"](1, 2, i, j)
-    assert isinstance(sliced, ours.BlockMask)
-    for m, seen in ((mask, visible), (sliced, MASKS["window"](1, 2, i, j))):
-        exact, _ = reference.attention(*(t.double().transpose(1, 2) for t in (q, k, v)), mask=seen)
-        found = ours.flex_attention(q, k, v, block_mask=m)
-        torch.testing.assert_close(found, exact.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
+    if is_sliced:
+        mask = ours.create_block_mask(MASKS["window"], 2, 4, 300, 300, device="cpu", BLOCK_SIZE=100)[1:, 2:3]
+        mask.mask_mod = lambda b, h, i, j: MASKS["window"](1, 2, i, j)
+        visible = MASKS["window"](1, 2, i, j)
+    else:
+        mask = ours.create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu", BLOCK_SIZE=100)
+        mask.mask_mod = MASKS["scattered"]
+        visible = (j // 100 < i // 100) | ((j // 100 == i // 100) & MASKS["scattered"](0, 0, i, j))
+    assert isinstance(mask, ours.BlockMask)
+    exact, _ = reference.attention(*(t.double().transpose(1, 2) for t in (q, k, v)), mask=visible)
+    found = ours.flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(found, exact.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients():

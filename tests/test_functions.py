@@ -142,6 +142,7 @@ def test_other_backends_refuse():
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i, backend="aten")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_errors_stay_in_budget(dtype):
     documents = (torch.rand(150) < 1 / 40).cumsum(0)

@@ -120,6 +120,7 @@ def test_importing_tilewise_is_light():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["compat", "distributed", "fp8", "testing"])
 def test_modules_are_attributes(name):
     code = f"import tilewise; print(tilewise.{name}.__name__)"
@@ -132,14 +133,6 @@ def test_public_names_are_documented():
         assert (getattr(tilewise, name).__doc__ or "").strip(), name
 
 
-def test_version():
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"tilewise {tilewise.__version__}\n"
-
-
 def test_module_is_the_command():
-    """Without its extra, it says what to install."""
-    done = subprocess.run([sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Usage: tilewise" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"tilewise {tilewise.__version__}\n", done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 PROBE = """
 import json, sys, torch, tilewise
-seqlen, direction, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+seqlen, direction, backend, heads = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 backend = None if backend == "auto" else backend
 
 def status(field):
@@ -26,7 +26,7 @@ def run(q, k, v, do):
     return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
 def inputs(n):
-    return [torch.randn(1, n, 4, 64, requires_grad=direction != "forward") for _ in range(3)] + [torch.randn(1, n, 4, 64)]
+    return [torch.randn(1, n, heads, 64, requires_grad=direction != "forward" and i < 3) for i in range(4)]
 
 run(*inputs(512))  # code, thread pools and scratch that stay for good
 tensors = inputs(seqlen)
@@ -39,8 +39,8 @@ print(json.dumps(status("VmHWM") - before - kept))
 """
 
 
-def peak_extra_mib(seqlen: int, direction: str, backend: str = "auto", **environment: str) -> float:
-    command = [sys.executable, "-c", PROBE, str(seqlen), direction, backend]
+def peak_extra_mib(seqlen: int, direction: str, backend: str, heads: int, **environment: str) -> float:
+    command = [sys.executable, "-c", PROBE, str(seqlen), direction, backend, str(heads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
     return json.loads(done.stdout) / 2**20
 
@@ -48,17 +48,26 @@ def peak_extra_mib(seqlen: int, direction: str, backend: str = "auto", **environ
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 
 
-BACKENDS = ["auto", pytest.param("tiled", marks=pytest.mark.slow)]
+# One head's scores would be 1 GiB.
+BACKENDS = pytest.mark.parametrize(
+    ("backend", "heads"),
+    [("auto", 1), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("auto", "tiled"))],
+)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_at_16384_tokens(backend):
-    assert peak_extra_mib(16384, "forward", backend) <= 64
+@BACKENDS
+def test_forward_at_16384_tokens(backend, heads):
+    assert peak_extra_mib(16384, "forward", backend, heads) <= 64
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_and_backward_at_16384_tokens(backend):
-    assert peak_extra_mib(16384, "both", backend) <= 128
+@BACKENDS
+def test_forward_and_backward_at_16384_tokens(backend, heads):
+    assert peak_extra_mib(16384, "both", backend, heads) <= 128
+
+
+def test_dq_is_summed_where_it_will_be():
+    """A copy of dq would take 4 MiB."""
+    assert peak_extra_mib(4096, "both", "llvm", 4, MALLOC_MMAP_THRESHOLD_="65536") <= 3
 
 
 BROADCAST = """
@@ -88,12 +97,44 @@ def test_a_bias_that_is_broadcast_over_keys_stays_as_it_is():
     assert json.loads(done.stdout) <= 64 << 20
 
 
+FUNCTIONS = """
+import json, torch, tilewise
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
+
+def run(n):
+    q, k, v = (torch.randn(1, n, 1, 16, requires_grad=True) for _ in range(3))
+    document = torch.arange(n) // 500
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    before = status("VmRSS")
+    out = tilewise.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s - 0.01 * (i - j),
+        mask_mod=lambda b, h, i, j: (document[i] == document[j]) & (j <= i),
+    )
+    out.sum().backward()
+    return status("VmHWM") - before
+
+run(600)
+print(json.dumps(run(65536)))
+"""
+
+
+def test_functions_make_no_mask():
+    """Of 65,536 tokens it would take 4 GB; their tile map takes 0.7 MB, and its intervals come in parts."""
+    done = subprocess.run([sys.executable, "-c", FUNCTIONS], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) <= 128 << 20
+
+
 def test_growth_is_linear():
     """Standard attention's scores would grow by 4 * (4096^2 - 1024^2) * 4 bytes, 240 MiB.
 
     glibc's malloc keeps a changing share of freed blocks for later; under a fixed threshold it returns each to the
     system at once, so the peak is what the call asked for and repeats to 0.2 MiB.
     """
-    small, large = (peak_extra_mib(n, "both", "tiled", MALLOC_MMAP_THRESHOLD_="65536") for n in (1024, 4096))
+    small, large = (
+        peak_extra_mib(n, "both", "tiled", 4, MALLOC_MMAP_THRESHOLD_="65536") for n in (1024, 4096)
+    )
     inputs_growth = 3072 * 4 * 64 * 4 / 2**20  # one query-sized tensor: 3 MiB
     assert large - small <= 4 * inputs_growth

@@ -136,6 +136,11 @@ def test_bad_construction(arguments, options, message):
     assert message in str(error.value)
 
 
+def test_a_misspelt_option():
+    with pytest.raises(TypeError, match="no argument of FlashAttention: did you mean causal"):
+        FlashAttention(32, 4, casual=True)
+
+
 def test_bad_calls():
     layer = FlashAttention(32, 4, causal=True, dropout=0.1)
     x, cache = torch.randn(2, 3, 32), layer.new_cache(2, 8)

@@ -12,6 +12,8 @@ from torch import Tensor
 import tilewise
 from tilewise import reference
 from tilewise.core import fp8
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch.capability import ROWS
 from tilewise.fp8 import Quantized, quantize
 
 CACHE = {"precision": "fp8", "causal": True}
@@ -197,6 +199,14 @@ class TestRefused:
         for backend in ("llvm", "aten"):
             message = f"backend={backend!r} has no 8-bit products; 'tiled' would serve"
             self.check(NotImplementedError, message, *quantized, backend=backend)
+
+    def test_caches_by_kernels(self):
+        q, k, v = draw(1, 20)
+        cached = Inputs(q, k, v, seqlens_k=torch.tensor([20]))
+        problem = describe(cached, Options(precision="fp8"))
+        (row,) = (row for row in ROWS if row.feature == "8-bit products with a cache")
+        assert row.applies(problem) and not row.applies(describe(cached, Options()))
+        assert set(row.reasons) == {"hopper", "triton", "llvm", "aten"}
 
     def test_gradients(self):
         quantized = quantize(*draw(1, 20))

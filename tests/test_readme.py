@@ -10,6 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tilewise.cli import _app
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -53,11 +56,10 @@ def test_python(code):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_command(command, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewise.cli", *command[1:]], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_command(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(_app(), command[1:])
+    assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 import tilewise
 import tilewise.nn
 from tilewise import Aux, reference
-from tilewise.dispatch.statistics import NAMES, SERVES, table
+from tilewise.dispatch import plans
+from tilewise.dispatch.statistics import NAMES, SERVES, Passes, table
 from tilewise.testing import _rounding, compare
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -130,12 +131,12 @@ def test_after_the_forward_that_is_fastest(problem, aux):
 
 
 @settings(max_examples=3)
-@given(problems(), st.sampled_from([True, "group"]), st.sampled_from([None, 1, 20, 300]), st.booleans())
-def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
-    """On several threads, where heads are cut into parts."""
+@given(problems(), requests(), st.booleans())
+def test_by_machine_code(problem, aux, is_alone):
+    """On several threads, where heads are cut into parts; all at once, or one statistic alone."""
     query, key, options = problem
-    of_rows = dict.fromkeys(("lse", "row_max", "max_logit", "entropy"), has_row_statistics)
-    aux = Aux(column_sum=column_sum, last_rows=last_rows, **of_rows)
+    names = [name for name in aux.names if name != "rows"]
+    aux = aux.only(names[:1] if is_alone else names)
     hold(
         tilewise.attention_statistics(query, key, aux, backend="llvm", **options), query, key, aux, **options
     )
@@ -146,7 +147,7 @@ def test_by_machine_code(problem, column_sum, last_rows, has_row_statistics):
 def test_many_tiles_by_machine_code(threads):
     """Chunks of several tiles, parts of several chunks, a window that skips blocks; empty and hidden rows."""
     q, k = torch.randn(1, 1000, 2, 8), torch.randn(1, 700, 1, 8)
-    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=900)
+    aux = Aux(row_max=True, entropy=True, column_sum=True, last_rows=900, block_sum=70, top_k=4)
     options = {"causal": True, "window": (300, None), "softcap": 5.0}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -156,6 +157,52 @@ def test_many_tiles_by_machine_code(threads):
         torch.set_num_threads(before)
     hold(found, q, k, aux, **options)
     assert (found.row_max[:, :, :300] == float("-inf")).all() and not found.entropy[:, :, :300].any()
+
+
+@pytest.mark.parametrize("size", [1, 50, 330, 3000])
+def test_blocks_that_chunks_of_queries_share(size):
+    """One head in several chunks on two threads: neighbours add to the same blocks, whatever their size."""
+    q, k = torch.randn(1, 2100, 1, 8), torch.randn(1, 260, 1, 8)
+    aux = Aux(block_sum=size)
+    hold(tilewise.attention_statistics(q, k, aux, backend="llvm"), q, k, aux)
+
+
+def passes(query, key, aux, **options):
+    """The statistics that each second pass of a call gives, by backend."""
+    plans.clear()
+    tilewise.attention_statistics(query, key, aux, **options)
+    entries = [e for e in plans.entries() if e.signature.direction == "statistics"]
+    assert len(entries) <= 1
+    found = {}
+    for entry in entries:
+        parts = entry.plan.plans if isinstance(entry.plan, Passes) else (entry.plan,)
+        found |= {name: part.aux.names for name, part in zip(entry.backend.split(", "), parts, strict=True)}
+    return found
+
+
+def test_each_statistic_comes_from_the_first_backend_that_has_it():
+    q = torch.randn(1, 40, 2, 8)
+    assert passes(q, q, Aux(lse=True, max_logit=True, entropy=True)) == {}  # the forward has them
+    found = passes(q, q, Aux(entropy=True, column_sum=True, last_rows=3, rows=(0,), top_k=1))
+    assert found == {"llvm": ("column_sum", "top_k"), "tiled": ("rows",)}
+    decoding = passes(q[:, :1], q, Aux(max_logit=True))  # few queries have a forward of their own
+    assert decoding == {"llvm": ("max_logit",)}
+    assert passes(q, q, Aux(entropy=True), backend="tiled") == {"tiled": ("entropy",)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_forward_gives(dtype):
+    """Maxima do not count sinks, entropies do; rows without keys, rows of one outcome; before dropout."""
+    q, k = torch.randn(2, 150, 4, 24).to(dtype), torch.randn(2, 140, 2, 24).to(dtype)
+    mask, aux = torch.rand(2, 1, 150, 140) > 0.2, Aux(row_max=True, max_logit=True, entropy=True)
+    mask[:, :, 7] = False
+    options = {"mask": mask, "sinks": torch.tensor([9.0, -9.0, 0.0, 40.0]), "causal": True}
+    _, found = tilewise.attention(q, k, k, dropout_p=0.5, return_aux=aux, backend="llvm", **options)
+    hold(found, q, k, aux, **options)
+    assert (found.row_max[:, :, 7] == float("-inf")).all() and not found.entropy[:, :, 7].any()
+    _, found = tilewise.attention(100 * q, k, k, return_aux=aux, backend="llvm")
+    hold(found, 100 * q, k, aux)
+    assert found.entropy.min() >= 0
 
 
 @settings(max_examples=3)
@@ -365,7 +412,7 @@ def test_what_has_no_gradient_says_so():
         torch.autograd.grad(aux.entropy.sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize("aux", [EVERYTHING, Aux(entropy=True, column_sum=True)], ids=["tiled", "llvm"])
+@pytest.mark.parametrize("aux", [EVERYTHING, Aux(entropy=True, column_sum=True)], ids=["all", "two"])
 def test_is_the_same_from_run_to_run(aux):
     q = torch.randn(2, 300, 4, 32)
     first, second = (tilewise.attention_statistics(q, q, aux, causal=True) for _ in range(2))

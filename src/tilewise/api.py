@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
 from tilewise.core.statistics import Aux
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
 Answer = Any  # out, or a tuple of out, lse if asked for, and `Statistics` if asked for
@@ -50,6 +53,7 @@ def attention(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -82,6 +86,8 @@ def attention(
         score_mod: (score, b, h, q_idx, kv_idx) -> score, after softcap and biases. It is traced once, so it
             has operators and `torch` functions of numbers, and `tensor[index]` of captured tensors, which
             get gradients. What can't be traced raises an error that names the line.
+        block_mask: FlexAttention's `BlockMask`, from PyTorch or `tilewise.flex_attention`, for (batch or 1,
+            num_heads or 1, seqlen_q, seqlen_k). With mask_mod, a key is visible where both say so.
         alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
@@ -133,8 +139,8 @@ def attention(
     if mask is not None or bias is not None:
         _check_scores(inputs, layout, mask, bias)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
-    if mask_mod is not None or score_mod is not None:
-        added, options = with_functions(in_layout(inputs, layout), options, mask_mod, score_mod)
+    if mask_mod is not None or score_mod is not None or block_mask is not None:
+        added, options = with_functions(in_layout(inputs, layout), options, mask_mod, score_mod, block_mask)
         inputs = in_layout(added, layout)
     if return_aux is not None:
         out, lse, aux = statistics.attention(in_layout(inputs, layout), options, backend, return_aux)
@@ -160,6 +166,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -185,7 +192,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64, from 0 to total, never decreasing.
         max_seqlen_q, max_seqlen_k: the longest sequence, if known. A tensor is read: this waits.
         mask, bias: broadcastable to (batch, num_heads, longest_q, longest_k), positions counted from each
-            sequence's start.
+            sequence's start, as functions count them. A block_mask is at least as long as the longest.
 
     The other arguments are those of `attention`.
 
@@ -207,14 +214,14 @@ def attention_varlen(
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
-    precision = products_of(inputs, precision)
+    if inputs.query_blocks is not None:
+        check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
+        precision = products_of(inputs, precision)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
     options = Options(
         causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
     )
-    if mask_mod is not None or score_mod is not None:
-        inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+    inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         return (out, lse, aux) if return_lse else (out, aux)
@@ -237,6 +244,9 @@ def attention_with_cache(
     window: Window | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    mask_mod: MaskFunction | None = None,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -266,6 +276,9 @@ def attention_with_cache(
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).
         mask, bias: broadcastable to (batch, num_heads, new_tokens, capacity), which is max_seqlen of a
             `KVCache`, of pages `batch.page_table.shape[1] * page_size`.
+        mask_mod, score_mod, block_mask: q_idx and kv_idx are positions in the sequence, so that a function
+            says the same in training, prefill and decoding; b counts the batch's rows. A block_mask is at
+            least as long as the longest sequence. They come on top of causal=True, the default here.
 
     The other arguments are those of `attention`. Gradients reach query only.
 
@@ -306,6 +319,9 @@ def attention_with_cache(
         if rotary is not None:
             step.check_rotary(rotary)
         inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, mask, bias, alibi_slopes, sinks))
+        if mask_mod is not None or score_mod is not None or block_mask is not None:
+            cached = step.standing(query)
+            inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask, cached)
         entry = None
         if return_aux is not None:
             statistics.check(inputs, options, backend, return_aux)

@@ -48,12 +48,15 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.demo.command import demo
     from tilewise.lab.distributed.plan import distributed
     from tilewise.lab.doctor import doctor
+    from tilewise.lab.heads.command import heads
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
+    from tilewise.lab.mask.command import mask
     from tilewise.lab.tune import tune
 
     app.command()(demo)
     app.command()(doctor)
+    app.command()(heads)
     app.command()(learn)
     app.command()(trace)
     app.command()(fp8)
@@ -61,6 +64,7 @@ def _app():  # type: ignore[no-untyped-def]
     app.command()(io)
     app.command("roofline")(roofline_command)
     app.command("kv-memory")(kv_memory_command)
+    app.command()(mask)
     app.command()(distributed)
     app.command()(claims)
     app.command()(tune)

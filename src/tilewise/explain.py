@@ -24,7 +24,7 @@ from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_tensors
-from tilewise.core.functions.call import with_functions
+from tilewise.core.functions.call import Cached, with_functions
 from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, of_gradient, spans
 from tilewise.core.quantized import is_quantized
 from tilewise.core.values import check_values
@@ -136,11 +136,11 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     given = _arguments(_call(args, options), query, args, options)
     check_tensors(**({} if is_quantized(query) else {"query": query}))
     check_flag("return_lse", given["return_lse"])
-    inputs = _cached_inputs(given) if "cache" in given else _inputs(given)
+    inputs, cached = _cached_inputs(given) if "cache" in given else (_inputs(given), None)
     call = _options(given)
     call = call._replace(precision=products_of(inputs, call.precision))
-    if given.get("mask_mod") is not None or given.get("score_mod") is not None:
-        inputs, call = with_functions(inputs, call, given["mask_mod"], given["score_mod"])
+    mask_mod, score_mod, block_mask = (given[name] for name in ("mask_mod", "score_mod", "block_mask"))
+    inputs, call = with_functions(inputs, call, mask_mod, score_mod, block_mask, cached)
     backend = given["backend"]
     problem = describe(inputs, call)
     _check_lengths(inputs)
@@ -197,8 +197,8 @@ def _inputs(given: dict[str, Any]) -> Inputs:
     return inputs._replace(**dict(zip(names[3:], offsets)), dropout_seed=seed)
 
 
-def _cached_inputs(given: dict[str, Any]) -> Inputs:
-    """With the lengths that the cache would have, which it does not get."""
+def _cached_inputs(given: dict[str, Any]) -> tuple[Inputs, Cached]:
+    """With the lengths that the cache would have, which it does not get; where the queries stand."""
     cache, cos, sin = given["cache"], given["rotary_cos"], given["rotary_sin"]
     tensors = {name: given[name] for name in ("query", "key", "value") if given[name] is not None}
     query, *new = to_bshd(given["layout"], **tensors)
@@ -208,11 +208,12 @@ def _cached_inputs(given: dict[str, Any]) -> Inputs:
         if cos is not None or sin is not None:
             step.check_rotary(Rotary(cos, sin, given["rotary_interleaved"]))
         inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, *_score_tensors(given)))
+        cached = step.standing(query)
     finally:
         step.undo()
     if isinstance(cache, KVCache) and key is not None:
         inputs = inputs._replace(seqlens_k=cache.lengths + key.shape[1])
-    return inputs
+    return inputs, cached
 
 
 def _score_tensors(given: dict[str, Any]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.api import Window, attention, attention_varlen, attention_with_cache, window_bounds
 from tilewise.cache.contiguous import KVCache, check_sizes
-from tilewise.core.checks import check_flag, check_number
+from tilewise.core.checks import check_flag, check_known, check_number
 from tilewise.core.rotary import apply_rotary, rotary_tables
 from tilewise.core.statistics import Aux
 
@@ -32,7 +32,7 @@ class FlashAttention(torch.nn.Module):
         out_proj: d_model -> d_model.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError, TypeError: an argument does not fit, or is none of these.
 
     Example:
         >>> layer = FlashAttention(64, num_heads=4, num_kv_heads=2, causal=True, rope=10000.0).eval()
@@ -56,8 +56,10 @@ class FlashAttention(torch.nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         rope: float | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        check_known(FlashAttention, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
         check_number("dropout", dropout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from tilewise.core.checks import check_known, check_tensors
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Options
 from tilewise.core.statistics import Aux, Statistics
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attention_statistics(
@@ -35,6 +38,7 @@ def attention_statistics(
     bias: Tensor | None = None,
     mask_mod: MaskFunction | None = None,
     score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -54,9 +58,9 @@ def attention_statistics(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `tilewise.attention_varlen`.
         batch: the sequences of a `PagedKVCache`, as of `tilewise.attention_with_cache`.
 
-            raise NotImplementedError("mask_mod and score_mod must be None with a cache: mask or bias serves")
-    W queries attend alike without those before them, so `query[:, -W:]` is all that statistics of these rows
-    need.
+    The other arguments are those of `tilewise.attention`; with a cache, functions count as in
+    `attention_with_cache`. The last W queries attend alike without those before them: `query[:, -W:]` is all
+    that their statistics need.
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.
@@ -64,8 +68,7 @@ def attention_statistics(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and says what does.
-        NotImplementedError: the backend asked for does not give these statistics, or a cache is given
-            together with a function.
+        NotImplementedError: the backend asked for does not give these statistics.
 
     Example:
         >>> import torch
@@ -82,27 +85,22 @@ def attention_statistics(
     options = Options(
         causal, *window_bounds(window), softcap, 0.0, scale, False, *lengths, precision
     )  # fmt: skip
-    are_lengths_known = False
+    are_lengths_known, cached = False, None
     if isinstance(key, KVCache | PagedKVCache):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be None with a cache: it knows its lengths")
-        if mask_mod is not None or score_mod is not None:
-            raise NotImplementedError(
-                "mask_mod and score_mod must be None with a cache: mask and bias serve there"
-            )
         if layout == "bhsd" and query.ndim == 4:
             query = query.transpose(1, 2)
         step = cached_step(key, batch, query, None, None)
         inputs = step.inputs(canonical_inputs(query, key.key, key.value, *scores))
-        are_lengths_known = step.are_lengths_known()
+        are_lengths_known, cached = step.are_lengths_known(), step.standing(query)
     else:
         if batch is not None:
             raise ValueError("batch must be None without a PagedKVCache: it names sequences of one")
         check_tensors(key=key)
         inputs = canonical_inputs(query, key, _no_values(key, backend), *scores, layout=layout)
         inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        if mask_mod is not None or score_mod is not None:
-            inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+    inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask, cached)
     _, _, found = statistics.attention(inputs, options, backend, aux, are_lengths_known)
     return found
 

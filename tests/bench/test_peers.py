@@ -16,6 +16,7 @@ from tilewise.lab.bench.cases import Case, decode, dense, packed
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.inputs.masks import MASKS
 from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, OPTIONS
+from tilewise.lab.bench.inputs.statistics import STATISTICS
 from tilewise.lab.bench.peer import Data
 from tilewise.lab.bench.peers import FlashAttention2, FlashAttention3, FlashAttention4, all_peers, find_peers
 
@@ -43,8 +44,52 @@ CASES = [
 ]
 
 
+EIGHT_BITS = [f"tilewise-{precision}{how}" for precision in ("fp8", "int8") for how in ("", "-quantized")]
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_8_bit_peers(name):
+    """They compute what they are timed for, as exactly as 8 bits are: the dtype's gate refuses them."""
+    for case in (
+        dense("forward", "bfloat16", 64, 4, 2, 200, causal=True, num_kv_heads=2),
+        packed("forward", "float16", 64, 2, (100, 1, 130), True),
+    ):
+        data, (peer,) = random_data(case), find_peers([name])
+        found = peer.prepare(case, data, "bshd").results()
+        verdict = gate.check(case, data, found, peer.limit)
+        assert verdict.fault is None and 0.01 < verdict.error < verdict.limit == 0.08, verdict
+        assert gate.check(case, data, found).fault is not None
+    for case, reason in (
+        (dense("forward", "float32", 32, 2, 2, 130), "are of float16 and bfloat16"),
+        (dense("backward", "bfloat16", 32, 2, 2, 130), "are timed in plain dense and packed forwards"),
+        (decode("bfloat16", (4, 2), 2, 100), "are timed in plain dense and packed forwards"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            peer.prepare(case, random_data(case), "bshd")
+    assert name not in {peer.name for peer in find_peers(["all"])}
+
+
 def random_data(case: Case) -> Data:
     return Data(case, "cpu", int(torch.randint(2**31, ()).item()))
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_are_those_of_the_weights(name):
+    """Of each peer that gives them; one that is off is found."""
+    case = replace(dense("forward", "float32", 32, 2, 1, 640, causal=True, num_kv_heads=1), statistics=name)
+    data = random_data(case)
+    for peer in find_peers(["tilewise", "tilewise:tiled", "standard"]):
+        results = peer.prepare(case, data, "bshd").results()
+        assert set(STATISTICS[name].names) == results.keys() - {"out"}
+        verdict = gate.check(case, data, results)
+        assert verdict.fault is None, f"{peer.name}: {verdict.fault}"
+    wrong = STATISTICS[name].names[-1]
+    verdict = gate.check(case, data, results | {wrong: results[wrong] * 1.001})
+    assert verdict.fault is not None and wrong in verdict.fault
+    plain = find_peers(["tilewise-plain"])[0]
+    assert plain.prepare(case, data, "bshd").results().keys() == {"out"}
+    with pytest.raises(Refusal, match="cases with statistics"):
+        plain.prepare(replace(case, statistics=""), data, "bshd")
 
 
 @pytest.mark.parametrize("name", ["tilewise", "tilewise-option"])
@@ -63,6 +108,22 @@ def test_functions_say_what_options_say(name, extra):
     assert gate.check(case, data, peer.prepare(case, data, "bhsd").results()).fault is None
 
 
+def test_a_learned_bias_gets_its_gradient():
+    """Timed with those of query, key and value, which the gate looks at."""
+    case = dense("backward", "float32", 32, 2, 1, 256, causal=True)
+    case = replace(case, has_functions=True, option="learned")
+    data = random_data(case)
+    found = []
+    for peer in find_peers(["tilewise", "standard"]):
+        prepared = peer.prepare(case, data, "bhsd")
+        assert gate.check(case, data, prepared.results()).fault is None
+        *_, dtable = prepared.call()
+        found.append(dtable)
+    assert found[0].shape == data.option.table.shape
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))
+
+
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_pass_the_gate_in_every_layout(name, case):

@@ -8,7 +8,9 @@ import types
 import pytest
 import torch
 
-from tilewise.lab.bench.timing import CpuStopwatch, CudaStopwatch
+from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.run import Settings, find_cases
+from tilewise.lab.bench.timing import CpuStopwatch, CudaStopwatch, ThreadStopwatch
 
 
 def test_cpu_samples_are_seconds_of_one_call(monkeypatch):
@@ -20,6 +22,19 @@ def test_cpu_samples_are_seconds_of_one_call(monkeypatch):
 
     assert CpuStopwatch().sample(call, 4, inner=3) == [0.01] * 4
     assert now[0] == 12 * 10_000_000
+
+
+def test_thread_time_is_what_one_thread_computes():
+    before, seen, clock = torch.get_num_threads(), [], ThreadStopwatch()
+
+    def call():
+        seen.append(torch.get_num_threads())
+        time.sleep(0.05)
+
+    assert max(clock.sample(call, 2)) < 0.04
+    assert seen == [1, 1] and torch.get_num_threads() == before
+    with pytest.raises(BenchError, match="--thread-time is for suites that time one CPU"):
+        find_cases(Settings("memory", thread_time=True))
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -15,14 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tilewise.cpu.host import compile as kernels
+
 MOST = 4
 TIMEOUT = 20  # seconds of a message
 STARTING = 120  # and until the processes are there
 
 
-def serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
+def serve(rank: int, store: str, inbox: Any, outbox: Any, compiling: Any) -> None:
     """One process: functions come by file and name, with their world size."""
     torch.set_num_threads(1)
+    load = kernels._load
+
+    def load_in_turn(*arguments: Any) -> kernels.Kernel:
+        with compiling:  # the first rank compiles, the others find its file
+            return load(*arguments)
+
+    kernels._load = load_in_turn
     dist.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=MOST, timeout=timedelta(seconds=TIMEOUT)
     )
@@ -50,10 +59,10 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.inboxes = [context.Queue() for _ in range(MOST)]
-        self.outbox = context.Queue()
+        self.outbox, self.compiling = context.Queue(), context.Lock()
         self.processes = [
-            context.Process(target=serve, args=(r, store, self.inboxes[r], self.outbox), daemon=True)
-            for r in range(MOST)
+            context.Process(target=serve, args=(r, store, inbox, self.outbox, self.compiling), daemon=True)
+            for r, inbox in enumerate(self.inboxes)
         ]
         for process in self.processes:
             process.start()

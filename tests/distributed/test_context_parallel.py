@@ -24,7 +24,7 @@ OPTIONS = {
 DOCUMENTS = ([0, 50], [0, 1, 3, 40, 40, 50], [0, 6, 12, 18, 24, 30, 36, 43, 50])
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -41,7 +41,7 @@ def test_bias_by_rows(pool, method):
     pool.run(3, CASES, "check", 5, method, "zigzag", options, 29, 4, 2)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("number", range(len(DOCUMENTS)))
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window": (4, None)}])
 @pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
@@ -84,6 +84,7 @@ def test_dtensors(pool, layout, packed):
         assert message is not None and "must shard the sequence" in message
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "method, dtype", [("ring", "bfloat16"), ("all_gather", "float16"), ("ulysses", "bfloat16")]
 )
@@ -91,6 +92,7 @@ def test_sixteen_bits_err_as_one_device_does(pool, method, dtype):
     pool.run(4, CASES, "rounding", 1, method, getattr(torch, dtype))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses", "2d"])
 def test_mask_and_score_functions(pool, method, seed):

@@ -7,6 +7,7 @@ It must be as near to float64 attention of these numbers as the same maths in Py
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import emulator
@@ -17,8 +18,8 @@ emulator.TIMEOUT = 20.0
 
 from fp8_blocks import exact_of_rounded
 
-from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.quantized import round_tensor
+from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.core.quantized import KINDS, inputs_of, round_tensor
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
@@ -45,9 +46,16 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "int8": (300, 290, 4, 2, 128, 128, {"precision": "int8"}),
     "int8_causal": (300, 300, 2, 2, 64, 64, {"causal": True, "precision": "int8", "growing": 1.5}),
     "int8_d256": (200, 300, 2, 1, 256, 256, {"precision": "int8"}),
+    "in_blocks": (300, 200, 2, 1, 64, 64, {"causal": True, "in_blocks": True}),  # rounded ahead of the call
     "packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 2, 1, 64, 64, {}),
     "packed_causal": ([100, 129, 1, 300], [100, 200, 3, 290], 2, 2, 128, 128, {"causal": True}),
 }
+
+
+def in_blocks(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """The same call of tensors that are in 8 bits already."""
+    given = inputs_of(*(round_tensor(kind, t) for kind, t in zip(KINDS, inputs[:3])))
+    return replace(problem, is_in_blocks=True), given
 
 
 def rms(x: torch.Tensor) -> float:
@@ -60,7 +68,7 @@ def check(name: str) -> str:
     is_packed = isinstance(lengths_q, list)
     lead_q, lead_k = ((sum(n),) if is_packed else (1, n) for n in (lengths_q, lengths_k))
     options = dict(options)
-    growing = options.pop("growing", 0.0)
+    growing, is_in_blocks = options.pop("growing", 0.0), options.pop("in_blocks", False)
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(*lead, h, d).bfloat16()
@@ -78,7 +86,7 @@ def check(name: str) -> str:
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**{"precision": "fp8"} | options))
-    found = plan.forward(problem, inputs)
+    found = plan.forward(*in_blocks(problem, inputs)) if is_in_blocks else plan.forward(problem, inputs)
     same_maths = tiled.forward(problem, inputs)
     exact = exact_of_rounded(problem, inputs)
     errors = []

@@ -25,8 +25,8 @@ AROUND = (
 
 
 def test_configurations_stay_within_registers_and_shared_memory(compiled_by: Compiler):
-    rows = compiled_by("compile_backward.py", draw=3)
-    assert len({row["case"] for row in rows}) >= 3
+    rows = compiled_by("compile_backward.py", draw=2)
+    assert len({row["case"] for row in rows}) >= 2
     for row in rows:
         if row["kernel"] != "attn_bwd_finish_kernel":  # early or not by what is before it
             assert row["is_early"] == (row["kernel"] not in AROUND), row

@@ -518,13 +518,39 @@ def test_dropout_of_a_model_in_training():
     assert torch.equal(seeded[0], seeded[1]) and not torch.equal(seeded[0], seeded[2])
 
 
+# --- single rows of weights ---
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_weights_of_single_rows_are_eager_ones(kind: str, side: str | None):
+    register("tilewise-rows", weight_rows=(-1, 10))
+    model, ids, mask = decoder(kind, attn_implementation="eager"), tokens(3, 14), padded(side, 3, 14)
+    call = {"attention_mask": mask, "output_attentions": True, "use_cache": False}
+    with torch.no_grad():
+        expected = model(ids, **call)
+        model.set_attn_implementation("tilewise-rows")
+        found = model(ids, **call)
+    assert len(found.attentions) == 2
+    for a, b in zip(found.attentions, expected.attentions):
+        b = b[:, :, [-1, 10]]
+        seen = b.new_ones(3, 14, dtype=torch.bool) if mask is None else mask.bool()
+        is_query = seen[:, None, [-1, 10], None]  # one that is padding has no weights
+        torch.testing.assert_close(a, b * is_query, rtol=0, atol=1e-5)
+
+
+def test_rows_of_weights_must_be_integers():
+    with pytest.raises(TypeError, match="rows="):
+        register("tilewise-rows", weight_rows=("last",))
+
+
 # --- refusals ---
 
 
 def test_attention_weights_are_not_given():
     q = torch.randn(1, 1, 3, 4)
     assert attention_forward(nn.Module(), q, q, q, None)[1] is None
-    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True .* register\(weight_rows="):
         attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions"):
         decoder("llama", attn_implementation="tilewise").config.output_attentions = True

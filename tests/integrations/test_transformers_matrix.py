@@ -33,39 +33,53 @@ SIZES = {  # under all the names that configurations have for them
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 39, "decoder_start_token_id": 1,
 }  # fmt: skip
 DECODERS = (
-    "afmoe", "apertus", "arcee", "aria_text", "bart", "bert-generation", "biogpt", "bitnet", "blenderbot",
-    "cohere", "cohere2", "cohere2_moe", "cwm", "doge",
+    "afmoe", "apertus", "arcee", "aria_text", "bart", "bert", "bert-generation", "biogpt", "bitnet",
+    "blenderbot", "blenderbot-small", "camembert", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm",
+    "data2vec-text", "diffllama", "doge", "electra", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2",
+    "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hrm_text",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "lfm2",
+    "llama", "llama4_text", "marian", "mbart", "mellum", "minimax_m2", "minimax_m3_vl_text", "ministral",
+    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "pegasus", "persimmon", "phi", "phi3", "phimoe", "plbart", "qwen2",
+    "qwen2_moe", "qwen3",
 )  # fmt: skip
 GENERATE = (
     "llama", "mistral", "gemma3_text", "qwen3", "phi3", "cohere2", "gpt_neox", "olmo3", "granite",
 )  # fmt: skip
 ENCODERS = (
-    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert",
-    "jina_embeddings_v3", "modernbert", "nomic_bert", "roberta", "roberta-prelayernorm", "xlm-roberta",
-    "xlm-roberta-xl",
+    "albert", "bart", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm",
+    "eurobert", "jina_embeddings_v3", "mbart", "modernbert", "nomic_bert", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
 ENCODER_DECODERS = (
-    "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart", "t5",
-    "umt5",
+    "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart",
+    "t5", "umt5",
 )  # fmt: skip
 IMAGE = {"image_size": 12, "patch_size": 4}
 VISION = (
-    "vit",
-    "deit",
-    "dinov2",
-    "dinov2_with_registers",
-    "ijepa",
-    "siglip_vision_model",
-    "clip_vision_model",
-)
+    "vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "siglip_vision_model", "clip_vision_model",
+    "aimv2_vision_model", "beit", "chinese_clip_vision_model", "dinov3_vit", "internvl_vision",
+)  # fmt: skip
 SOUND = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (4, 4), "num_feat_extract_layers": 2,
          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer",
          "hidden_dropout": 0.0, "apply_spec_augment": False}  # fmt: skip
-AUDIO = ("wav2vec2", "hubert", "unispeech", "unispeech-sat")
+AUDIO = (
+    "wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio", "sew",
+)  # fmt: skip
+# No SDPA in transformers, for their masks or sinks; or SDPA that drops the softcap. Eager is what they mean.
+EAGER = {
+    **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "causal"),
+    **dict.fromkeys(("bigbird_pegasus", "gemma2"), "causal"), "layoutlm": "masked",
+    **dict.fromkeys(("longt5", "nllb-moe", "pegasus_x", "switch_transformers"), "seq2seq"),
+}  # fmt: skip
 OWN_CODE = {  # their layers multiply queries and keys themselves
     "big_bird": "masked", "convbert": "masked", "deberta-v2": "masked", "ibert": "masked", "mpnet": "masked",
     "nystromformer": "masked", "rembert": "masked", "roformer": "masked", "squeezebert": "masked",
-    "yoso": "masked", "bloom": "causal", "codegen": "causal",
+    "yoso": "masked", "deberta": "masked", "flaubert": "masked", "fnet": "masked", "mra": "masked",
+    "tapas": "masked", "xlm": "masked", "bloom": "causal", "codegen": "causal", "cpmant": "causal",
+    "falcon_mamba": "causal", "gpt_neox_japanese": "causal", "mamba": "causal", "megatron-bert": "causal",
+    "openai-gpt": "causal",
 }  # fmt: skip
 KINDS = {
     "causal": "AutoModelForCausalLM",
@@ -188,6 +202,22 @@ def test_generation(model_type, cache, calls):
     logits = [torch.stack(run.logits) for run in (ours, theirs)]
     assert (logits[0] - logits[1]).abs().max() <= TOLERANCE * logits[1].abs().max()
     assert calls["tilewise"] == calls["sdpa"] == 18
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", EAGER)
+def test_those_without_sdpa_give_what_eager_gives(model_type, calls):
+    kind, models = EAGER[model_type], []
+    for name in ("tilewise", "eager"):
+        config = transformers.AutoConfig.for_model(model_type, **SIZES)
+        models.append(getattr(transformers, KINDS[kind]).from_config(config, attn_implementation=name).eval())
+    models[0].load_state_dict(models[1].state_dict())
+    inputs = {"input_ids": tokens(2, 13), "attention_mask": torch.ones(2, 13, dtype=torch.long)}
+    inputs |= {"decoder_input_ids": tokens(2, 7)} if kind == "seq2seq" else {}
+    with torch.no_grad():
+        ours, theirs = (model(**inputs).logits for model in models)
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    assert calls["tilewise"] >= 2
 
 
 @pytest.mark.sample(2)

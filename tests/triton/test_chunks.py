@@ -19,7 +19,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16])
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("is_long", [False, True])

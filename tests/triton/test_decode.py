@@ -95,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("queries", "is_paged"), [(1, True), (3, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtype = DTYPES[-1]):
@@ -124,7 +124,7 @@ def test_every_dtype(dtype: torch.dtype):
 TILES = [(16, 16, 1, False), (16, 32, 2, True), (32, 16, 1, True), (32, 32, 1, False)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("heads", "queries"), [(8, 1), (8, 5), (3, 16)])
 def test_every_cut(tile: tuple[int, int, int, bool], heads: int, queries: int):
@@ -189,6 +189,7 @@ def test_the_same_bits_every_time():
             assert torch.equal(a, b)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["packed", "dense", "contiguous"])
 def test_appending_turns_and_writes(form: str, interleaved: bool):
@@ -221,6 +222,7 @@ def test_appending_turns_and_writes(form: str, interleaved: bool):
     assert append(q, k, v, *storages, tokens, None) is q
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("new_tokens", [1, 2])
 @pytest.mark.parametrize("in_place", [False, True])

@@ -53,6 +53,7 @@ def functions(documents, slopes, table):
     return {"mask_mod": mask_mod, "score_mod": score_mod}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bias", [(2, 4, 40, 50), (1, 4, 40, 50), (1, 1, 1, 50)], ids=str)
 def test_with_other_options(bias):
     """Tiles that are empty, full and partial; the bias's gradient in each of its kernels."""
@@ -91,6 +92,36 @@ def test_packed_sequences():
         "score_mod": lambda s, b, *_: s * (b + 1),
     }
     check([randn(50, 2, 16) for _ in range(3)], cu_seqlens_q=starts, cu_seqlens_k=starts, **options)
+
+
+@torch.no_grad()
+def test_caches_count_from_the_sequences_start():
+    """Contiguous, a block mask beside the function; pages, packed, of two lengths."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = randn(2, 30, 4, 16), randn(2, 30, 2, 16), randn(2, 30, 2, 16)
+    documents = torch.arange(32, device=DEVICE) // 11
+    options = functions(documents, torch.rand(4, device=DEVICE) + 0.5, randn(4, 10))
+    exact = reference.attention(q, k, v, causal=True, **options)[0].float()
+    blocks = create_block_mask(options["mask_mod"], 2, None, 32, 32, device=DEVICE, BLOCK_SIZE=16)
+    cache = tilewise.KVCache(2, 40, 2, 16, dtype=torch.float32, device=DEVICE)
+    for new in (slice(0, 20), slice(20, 21), slice(21, 30)):
+        found = tilewise.attention_with_cache(
+            q[:, new], cache, k[:, new], v[:, new], backend="triton", block_mask=blocks, **options
+        )
+        torch.testing.assert_close(found, exact[:, new], rtol=1e-4, atol=2e-5)
+    paged = tilewise.PagedKVCache(8, 16, 2, 16, dtype=torch.float32, device=DEVICE)
+    names, at = [paged.allocate(), paged.allocate()], [0, 0]
+    for counts in ([3, 20], [1, 1]):
+        rows = [slice(a, a + n) for a, n in zip(at, counts)]
+        tokens = [torch.cat([t[n, r] for n, r in enumerate(rows)]) for t in (q, k, v)]
+        step = paged.reserve(names, counts)
+        found = tilewise.attention_with_cache(
+            tokens[0], paged, *tokens[1:], batch=step, backend="triton", **options
+        )
+        packed = torch.cat([exact[n, r] for n, r in enumerate(rows)])
+        torch.testing.assert_close(found, packed, rtol=1e-4, atol=2e-5)
+        at = [r.stop for r in rows]
 
 
 def test_indices_out_of_range_are_reported():

@@ -16,26 +16,23 @@ import torch
 
 pytest.importorskip("triton")
 
+TOGETHER = (  # a process each, which takes seconds to start
+    ("triton/decode", "triton/chunks", "hopper/quantize"),
+    ("triton/attention", "triton/guards", "triton/large_scores"),
+    ("triton/functions", "triton/statistics", "hopper/backward_rows"),
+)
+
 
 @pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            f"triton/test_{name}.py"
-            for name in ("attention", "decode", "chunks", "large_scores", "guards", "statistics", "functions")
-        ),
-        *(f"hopper/test_{name}.py" for name in ("backward_rows", "quantize")),
-    ],
-)
-def test_under_the_interpreter(name: str, request: pytest.FixtureRequest):
-    tests = Path(__file__).parents[1] / name
+@pytest.mark.parametrize("names", TOGETHER, ids=" ".join)
+def test_under_the_interpreter(names: tuple[str, ...], request: pytest.FixtureRequest):
+    tests = [str(Path(__file__).parents[1] / f"{name.replace('/', '/test_')}.py") for name in names]
     kind = request.config.getoption("-m")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, str(tests)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-m", kind, *tests],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -44,7 +41,7 @@ def test_under_the_interpreter(name: str, request: pytest.FixtureRequest):
     assert re.search(r"[1-9]\d* passed", run.stdout)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards pages by mprotect")
 @pytest.mark.parametrize(
     "name",

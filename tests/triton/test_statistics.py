@@ -26,7 +26,7 @@ from tilewise.gpu.triton.statistics.plan import StatisticsPlan  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 LONG = 40 if IS_INTERPRETED else 700
-AUX = Aux(row_max=True, entropy=True, column_sum=True, expected_distance=True)
+AUX = Aux(row_max=True, entropy=True, column_sum=True, expected_distance=True, block_sum=13, top_k=3)
 
 
 def measured(inputs: Inputs, options: Options, aux: Aux) -> tuple:
@@ -55,6 +55,11 @@ def hold(inputs: Inputs, options: Options, aux: Aux = AUX) -> None:
         assert (a is None) == (e is None), name
         if a is None:
             continue
+        if name == "top_keys":  # of nearly equal scores either
+            differ = a != e
+            close = (found.top_weights - exact.top_weights).abs() <= tolerance
+            assert close[differ].all() and torch.equal(a == -1, e == -1)
+            continue
         assert torch.equal(a.isinf(), e.isinf()), name
         size = e[e.isfinite()].abs().max().clamp(min=1.0) if e.isfinite().any() else 1.0
         difference = (a.double() - e).masked_fill(~e.isfinite(), 0.0).abs().max()
@@ -68,7 +73,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(40))
 def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
@@ -97,6 +102,7 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
     aux = Aux(
         row_max=source.random() < 0.7, entropy=source.random() < 0.7, expected_distance=source.random() < 0.5,
         column_sum=source.choice([True, "group"]), last_rows=last_rows,
+        block_sum=source.choice([0, 1, 9, 16, 100]), top_k=source.choice([0, 1, 5, 64]),
     )  # fmt: skip
     hold(Inputs(q, k, k, **given), Options(**options), aux)
 
@@ -110,7 +116,7 @@ def test_packed_sequences(column_sum: bool | str):
     )
     q, k = drawn(sum(lengths_q), 4, 24), drawn(sum(lengths_k), 2, 24)
     inputs = Inputs(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    aux = Aux(row_max=True, entropy=True, column_sum=column_sum, last_rows=5)
+    aux = Aux(row_max=True, entropy=True, column_sum=column_sum, last_rows=5, block_sum=8, top_k=2)
     hold(inputs, Options(causal=True), aux)
 
 
@@ -129,6 +135,15 @@ def test_caches(is_paged: bool):
     hold(inputs, Options(causal=True))
 
 
+@pytest.mark.parametrize("k", [1, 3, 16])
+def test_of_equal_scores_the_lower_key_comes_first(k: int):
+    """Scores of a few small integers, so that many are equal, exactly so."""
+    q, key = (torch.randint(-1, 2, (1, n, 1, 16), device=DEVICE).float() for n in (20, LONG))
+    inputs = Inputs(q, key, key)
+    found, exact = measured(inputs, Options(causal=True, scale=0.5), Aux(top_k=k))
+    assert torch.equal(found.top_keys, exact.top_keys)
+
+
 def test_without_what_rounding_took_and_the_same_bits():
     inputs = Inputs(*(drawn(1, LONG, 2, 24) for _ in range(3)))
     problem = describe(inputs, Options(causal=True))
@@ -137,6 +152,6 @@ def test_without_what_rounding_took_and_the_same_bits():
     first, again = (plan.run(inputs, Results(None, lse.contiguous(), None)) for _ in range(2))
     _, exact = measured(inputs, Options(causal=True), AUX)
     for a, b, e in zip(first, again, exact, strict=True):
-        if a is not None:
+        if a is not None and a.dtype != torch.int64:
             assert torch.equal(a, b)
             torch.testing.assert_close(a.double(), e, atol=1e-3, rtol=1e-3)

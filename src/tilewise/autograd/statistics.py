@@ -11,10 +11,10 @@ from tilewise.autograd.functions import is_served
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.core.checks import check_tensors
 from tilewise.core.lazy import all_resolved, resolved
-from tilewise.core.plan import Results
+from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
-from tilewise.core.signature import LazyTensor, NoMemory, Request
-from tilewise.core.statistics import NOTHING, Aux, Measured, Statistics, check_request
+from tilewise.core.signature import LazyTensor, NoMemory
+from tilewise.core.statistics import Aux, Measured, Statistics, check_request
 from tilewise.core.torch_private import is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
@@ -22,7 +22,6 @@ from tilewise.dispatch.plans import Entry
 from tilewise.tiled import statistics as tiled
 
 _disabled: Any = None  # `_attention` between graphs, made when it is wanted: it imports Triton
-_REQUEST = Request(residual=True)
 _DIFFERENTIABLE = {"entropy", "expected_distance", "column_sum", "block_sum", "rows"}
 _WATCHED = (
     "return_aux takes plain eager tensors: torch.func, forward mode, torch.compile and tensor subclasses "
@@ -91,11 +90,12 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
         raise NotImplementedError(_WATCHED)
     if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
         dispatch.choose(describe(inputs, options), aux, backend)
+    request = dispatch.request(aux)
     try:
-        entry = plans.forward_plan(inputs, options, backend, _REQUEST)
+        entry = plans.forward_plan(inputs, options, backend, request)
     except LazyTensor:
         inputs = Inputs(*all_resolved(inputs))
-        entry = plans.forward_plan(inputs, options, backend, _REQUEST)
+        entry = plans.forward_plan(inputs, options, backend, request)
     except NoMemory as error:
         raise NotImplementedError(_WATCHED) from error
     aux.check(entry.plan.problem)
@@ -105,8 +105,9 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
 def _measured(
     entry: Entry, inputs: Inputs, options: Options, backend: str | None, aux: Aux
 ) -> tuple[Tensor, Tensor, Measured, Results]:
-    results: Results = plans.run(entry, inputs)
-    found = dispatch.measure(inputs, results, options, backend, aux) if aux.needs_pass else NOTHING
+    forward: Results | Watched = plans.run(entry, inputs)
+    found = dispatch.measure(inputs, forward, options, backend, aux)
+    results = forward.results if isinstance(forward, Watched) else forward
     assert results.out is not None and results.lse is not None
     return results.out, results.lse, found, results
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PADDING, PagedBatch, integers
+from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
 from tilewise.core.rotary import apply_rotary
 from tilewise.gpu.launch.launch_plan import has_triton
@@ -87,6 +88,14 @@ class Step(ABC, Generic[C]):
         """The place in its sequence of every token of x, which are each sequence's last: x.shape[:-2]."""
 
     @abstractmethod
+    def first_queries(self, query: Tensor) -> Tensor:
+        """(batch,) int64: the place in its sequence of each one's first query."""
+
+    def standing(self, query: Tensor) -> Cached:
+        """What mask and score functions are to know."""
+        return Cached(self.first_queries(query).long(), self.longest())
+
+    @abstractmethod
     def inputs(self, inputs: Inputs) -> Inputs:
         """The call's tensors with the cache's lengths and pages."""
 
@@ -156,8 +165,10 @@ class ContiguousStep(Step[KVCache]):
         return self.cache.is_mirrored
 
     def positions(self, x: Tensor) -> Tensor:
-        first = self.cache.lengths[:, None] + (self.new_tokens - x.shape[1])
-        return first + torch.arange(x.shape[1], device=x.device)
+        return self.first_queries(x)[:, None] + torch.arange(x.shape[1], device=x.device)
+
+    def first_queries(self, query: Tensor) -> Tensor:
+        return self.cache.lengths + (self.new_tokens - query.shape[1])
 
     def inputs(self, inputs: Inputs) -> Inputs:
         return inputs._replace(seqlens_k=self.cache.lengths)
@@ -194,8 +205,10 @@ class PagedStep(Step[PagedKVCache]):
     def positions(self, x: Tensor) -> Tensor:
         if x.ndim == 3:
             return self.batch.positions
-        first = self.batch.lengths[:, None] - x.shape[1]
-        return first + torch.arange(x.shape[1], device=x.device)
+        return self.first_queries(x)[:, None] + torch.arange(x.shape[1], device=x.device)
+
+    def first_queries(self, query: Tensor) -> Tensor:
+        return self.batch.lengths - (self.batch.cu_seqlens.diff() if query.ndim == 3 else query.shape[1])
 
     def inputs(self, inputs: Inputs) -> Inputs:
         return inputs._replace(

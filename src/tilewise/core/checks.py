@@ -180,7 +180,6 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 _VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k"
-_FUNCTION = "attention, attention_varlen and attention_statistics take functions, on tensors"
 _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), ("scale", "")),
     "is_causal": ("causal", " (bottom-right aligned)"),
@@ -198,13 +197,10 @@ _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("cos", "rotary_cosine"), ("rotary_cos", "")),
     **dict.fromkeys(("sin", "rotary_sine"), ("rotary_sin", "")),
     "block_mask": ("mask_mod", ""),
-    "mask_mod": ("mask_mod", ""),
-    "score_mod": ("score_mod", ""),
 }
 _ELSEWHERE = {
     "enable_gqa": "leave it out, as key and value may always have fewer heads than query",
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _VARLEN),
-    **dict.fromkeys(("mask_mod", "score_mod", "block_mask"), _FUNCTION),
 }
 
 

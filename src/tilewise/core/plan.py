@@ -19,6 +19,14 @@ class Results(NamedTuple):
     residual: Tensor | None = None  # lse + residual is the exact log-sum-exp
 
 
+class Watched(NamedTuple):
+    """What a forward gives that was asked for statistics of its weights, and has them in its pass."""
+
+    results: Results
+    row_max: Tensor | None
+    entropy: Tensor | None
+
+
 class Saves(NamedTuple):
     """What a backward reads of its forward's results."""
 
@@ -48,8 +56,9 @@ class Plan(Protocol):
         results: Results | None = None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
-    ) -> Results | Gradients | Retry:
-        """A forward takes inputs and gives `Results`; a backward takes all and gives `Gradients`.
+    ) -> Results | Watched | Gradients | Retry:
+        """A forward takes inputs and gives `Results`, or `Watched` if its request names statistics; a
+        backward takes all and gives `Gradients`.
 
         The tensors must have the plan's signature. `dlse` may be None.
         """

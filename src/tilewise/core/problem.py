@@ -140,6 +140,7 @@ class AttentionProblem:
     lse_needs_grad: bool = False  # known in the backward only
     is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
     functions: str | None = None
+    num_captured: int = 0  # floats that functions read
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -311,6 +312,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         needs_grad=any(s is not None and s.needs_grad for s in signatures),
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
         functions=options.functions,
+        num_captured=0 if signatures.captured_floats is None else signatures.captured_floats.shape[0],
     )
 
 

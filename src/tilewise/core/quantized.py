@@ -110,6 +110,9 @@ def arrange(
     else:
         sequence = _sequences(x.shape, values.shape[1], cu_seqlens, x.device)
         factors = scale.detach()[sequence].T.contiguous() if len(scale) else scale.new_ones(heads, 0)
+        signs = (factors < 0).to(torch.uint8) << 7  # a scale is positive: the numbers take its sign
+        values = (values.view(torch.uint8) ^ signs[..., None, None]).view(fp8.FP8)
+        factors = factors.abs()
     values = in_stored_order(values) if kind == "value" else values
     return Quantized(values, factors, tuple(x.shape), dtype, kind, False, cu_seqlens)
 

@@ -11,7 +11,8 @@ masks applied), one row i and one key j:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -110,6 +111,13 @@ class Aux:
     def needs_pass(self) -> bool:
         """Whether scores have to be looked at once more: all but lse."""
         return any(name != "lse" for name in self.names)
+
+    def only(self, names: Collection[str]) -> Aux:
+        """The same request for some of its statistics."""
+        left_out = {f.name: f.default for f in fields(self) if f.name not in (*names, "last_rows")}
+        if "column_sum" in left_out:
+            left_out["last_rows"] = None
+        return replace(self, **left_out)  # type: ignore[arg-type]
 
     def first_row(self, seqlen_q: int) -> int:
         """The first query that column_sum counts."""
@@ -220,6 +228,11 @@ class Measured(NamedTuple):
             block_sum=self.block_sum,
             expected_distance=self.expected_distance,
         )
+
+
+def merged(parts: Iterable[Measured]) -> Measured:
+    """What several passes have found, of different statistics."""
+    return Measured(*(next((t for t in of_one if t is not None), None) for of_one in zip(*parts)))
 
 
 NOTHING = Measured(*(None,) * len(Measured._fields))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.core.functions.expression import decode, rare_operation
+from tilewise.core.functions.expression import decode, rare_operation, reads_by_score
 from tilewise.core.problem import AttentionProblem
 
 DEVICES = {  # of each backend; "tiled" serves everything
@@ -58,10 +58,18 @@ def _has_captured_gradient(p: AttentionProblem) -> bool:
     return p.functions is not None and decode(p.functions).wants_grad
 
 
+def _has_large_captured_gradient(p: AttentionProblem) -> bool:
+    """More than is worth a sum for each head's split of keys, or at places that a backward does not know."""
+    if p.functions is None or not _has_captured_gradient(p):
+        return False
+    return p.num_captured * p.batch * p.num_kv_heads > MOST_CAPTURED or reads_by_score(decode(p.functions))
+
+
 def _is_empty(p: AttentionProblem) -> bool:
     return 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads)
 
 
+MOST_CAPTURED = 1 << 22  # numbers in sums of 8 bytes, times the splits
 NO_CACHE = "has no caches or pages"
 
 ROWS = (
@@ -127,7 +135,12 @@ ROWS = (
         ("hopper", "aten"), "does not take mask or score functions"
     )),
     Row("gradient of tensors that score functions read", _has_captured_gradient, {
-        f"{name} backward": "has no gradient of tensors that a score function reads" for name in BACKENDS[:-1]
+        f"{name} backward": "has no gradient of tensors that a score function reads"
+        for name in ("hopper", "triton", "aten")
+    }, is_rare=True),
+    Row("gradient of large tensors that score functions read", _has_large_captured_gradient, {
+        "llvm backward": "has no gradient of {p.num_captured} numbers that a score function reads, or where "
+        "an index depends on the score",
     }, is_rare=True),
     Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
         BACKENDS[:-1], "prints no erf, no % or // of floats, no power but 0.5 and whole numbers up to 16"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import Plan, Results, Retry, Saves
+from tilewise.core.plan import Plan, Results, Retry, Saves, Watched
 from tilewise.core.problem import (
     AttentionProblem,
     Gradients,
@@ -194,8 +194,8 @@ def _make_forward(signature: Signature) -> Entry:
     problem = describe_signature(signature)
     name = choose(problem, signature.backend)
     saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
-    lse, residual, order = signature.request
-    request = Request(lse or saves.results, residual or saves.residual, order)
+    request = signature.request
+    request = request._replace(lse=request.lse or saves.results, residual=request.residual or saves.residual)
     signature = signature._replace(request=request)
     return Entry(fitted(load(name).plan(problem, signature), signature), signature, name, saves)
 
@@ -239,7 +239,7 @@ def run(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Any:
-    """`Results` of a forward, `Gradients` of a backward."""
+    """`Results` (or `Watched`) of a forward, `Gradients` of a backward."""
     found = entry.plan.run(inputs, results, dout, dlse)
     while type(found) is Retry:
         plan = found.by
@@ -271,15 +271,19 @@ class Transposed:
         results: Results | None = None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
-    ) -> Results | Gradients | Retry:
+    ) -> Results | Watched | Gradients | Retry:
         if results is not None and results.out is not None and dout is not None:
             results, dout = results._replace(out=results.out.transpose(1, 2)), dout.transpose(1, 2)
         found = self.plan.run(in_layout(inputs, self.layout), results, dout, dlse)
         if isinstance(found, Gradients):
             return in_layout(found, self.layout)
-        if isinstance(found, Results) and found.out is not None:
-            return found._replace(out=found.out.transpose(1, 2))
-        return found
+        if isinstance(found, Watched):
+            return found._replace(results=_transposed(found.results))
+        return _transposed(found) if isinstance(found, Results) else found
+
+
+def _transposed(results: Results) -> Results:
+    return results if results.out is None else results._replace(out=results.out.transpose(1, 2))
 
 
 def attend(

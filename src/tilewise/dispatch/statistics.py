@@ -1,20 +1,21 @@
-"""Which backend takes the second pass that statistics of the weights need: what each can do, as data.
+"""Which backend gives which statistics of the weights: what each can do, as data.
 
-The gradients of statistics are computed by `tiled` on every device.
+A forward gives some in its own pass; the others need a second pass over the scores. The gradients of
+statistics are computed by `tiled` on every device.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.core.checks import shown
-from tilewise.core.plan import Results
+from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe_signature
-from tilewise.core.signature import Signature
-from tilewise.core.statistics import Aux
+from tilewise.core.signature import Request, Signature
+from tilewise.core.statistics import NOTHING, Aux, Measured, merged
 from tilewise.dispatch import plans
 from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
 from tilewise.dispatch.choice import load
@@ -24,11 +25,13 @@ NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
     "hopper": frozenset({"lse"}),
-    "triton": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum", "expected_distance"}),
-    "llvm": frozenset({"lse", "row_max", "max_logit", "entropy", "column_sum"}),
+    "triton": frozenset(NAMES) - {"rows"},  # a few rows take the tiles a fraction of a pass
+    "llvm": frozenset(NAMES) - {"rows"},
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
+# What a forward may be asked for in its own pass, for which statistic: a kernel that cannot leaves it out.
+IN_FORWARD = {"row_max": "row_max", "max_logit": "row_max", "entropy": "entropy"}
 WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 
 
@@ -43,7 +46,7 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
 
 
 def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
-    """The backend that takes the second pass: the first that can, or the one asked for.
+    """The backend that gives all statistics of a request: the first that can, or the one asked for.
 
     Raises:
         ValueError, TypeError: unknown backend.
@@ -66,17 +69,49 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
     return backend
 
 
-def measure(inputs: Inputs, results: Results, options: Options, backend: str | None, aux: Aux) -> Any:
-    """`Measured` of a call whose forward gave `results`."""
+def request(aux: Aux) -> Request:
+    """What the forward is asked for, beside its output."""
+    names = {IN_FORWARD[name] for name in aux.names if name in IN_FORWARD}
+    return Request(residual=True, statistics=tuple(sorted(names)))
+
+
+def measure(
+    inputs: Inputs, forward: Results | Watched, options: Options, backend: str | None, aux: Aux
+) -> Measured:
+    """`Measured` of a call whose forward gave this."""
+    given = NOTHING
+    if isinstance(forward, Watched):
+        forward, row_max, entropy = forward
+        given = NOTHING._replace(row_max=row_max, entropy=entropy)
+        aux = aux.only([name for name in aux.names if name not in IN_FORWARD])
+    if not aux.needs_pass:
+        return given
     call = (options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), "bshd", False, aux)
-    entry = plans.find("statistics", (*inputs, results.lse, results.residual), call, _make)
-    return plans.run(entry, inputs, results)
+    entry = plans.find("statistics", (*inputs, forward.lse, forward.residual), call, _make)
+    return merged((given, plans.run(entry, inputs, forward)))
+
+
+class Passes(NamedTuple):
+    """Several backends' passes, each for its share of the statistics."""
+
+    problem: AttentionProblem
+    plans: tuple[Any, ...]
+
+    def run(self, *arguments: Any) -> Measured:
+        return merged(plan.run(*arguments) for plan in self.plans)
 
 
 def _make(signature: Signature) -> plans.Entry:
-    problem = describe_signature(signature)
-    name = choose(problem, signature.aux, signature.backend)
-    return plans.Entry(load(name).plan(problem, signature), signature, name, plans.Saves(False))
+    problem, aux = describe_signature(signature), signature.aux
+    shares: dict[str, list[str]] = {}
+    for statistic in aux.names:
+        if statistic != "lse":
+            shares.setdefault(choose(problem, aux.only([statistic]), signature.backend), []).append(statistic)
+    passes = tuple(
+        load(name).plan(problem, signature._replace(aux=aux.only(names))) for name, names in shares.items()
+    )
+    plan: Any = passes[0] if len(passes) == 1 else Passes(problem, passes)
+    return plans.Entry(plan, signature, ", ".join(shares), plans.Saves(False))
 
 
 def table() -> str:

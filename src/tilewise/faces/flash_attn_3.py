@@ -149,10 +149,10 @@ def flash_attn_func(
     blocks = descale.in_blocks(q, k, v, options) if is_fp8 and chunk == 0 else None
     if blocks is not None:
         out, lse = chunks.attention(*blocks, chunk)
-        return (out, lse) if return_attn_probs else out
-    if is_fp8:
-        q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
-    out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
+    else:
+        if is_fp8:
+            q, k, v = descale.query(q), as_bfloat16("k", k), as_bfloat16("v", v)
+        out, lse = chunks.attention(canonical_inputs(q, k, v), options, chunk)
     out = descale.output(out) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 
@@ -216,14 +216,14 @@ def flash_attn_varlen_func(
     blocks = descale.in_blocks(q, k, v, options, cu_seqlens_q, cu_seqlens_k) if is_fp8 and is_whole else None
     if blocks is not None:
         out, lse = chunks.attention(*blocks, chunk)
-        return (out, lse) if return_attn_probs else out
-    if is_fp8:
-        q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
-    inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if seqused_q is None and seqused_k is None:
-        out, lse = chunks.attention(inputs, options, chunk)
     else:
-        out, lse = flash_attn_call.attend_used(inputs, options, chunk, seqused_q, seqused_k)
+        if is_fp8:
+            q, k, v = descale.query(q, cu_seqlens_q), as_bfloat16("k", k), as_bfloat16("v", v)
+        inputs = flash_attn_call.varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if seqused_q is None and seqused_k is None:
+            out, lse = chunks.attention(inputs, options, chunk)
+        else:
+            out, lse = flash_attn_call.attend_used(inputs, options, chunk, seqused_q, seqused_k)
     out = descale.output(out, cu_seqlens_q) if is_fp8 else out
     return (out, lse) if return_attn_probs else out
 

@@ -59,35 +59,39 @@ class Descale(NamedTuple):
     def in_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, *cu_seqlens: Tensor | None
     ) -> tuple[Inputs, Options] | None:
-        """The call with 8-bit products, None where no kernel has them.
+        """The call with 8-bit products, None where no kernel has them; v's factor is left to `output`.
 
         Args:
             q, k, v: float8_e4m3fn, (batch, seqlen, heads, dim) or packed.
             cu_seqlens: of q and of k, packed.
         """
-        if (
-            any(not isinstance(t, Tensor) or t.dtype != FP8 for t in (q, k, v))
-            or torch.compiler.is_compiling()
-        ):
+        are_8_bit = all(isinstance(t, Tensor) and t.dtype == FP8 for t in (q, k, v))
+        if not are_8_bit or not all(isinstance(n, Tensor) for n in cu_seqlens):
+            return None  # refused by the checks of all calls
+        if torch.compiler.is_compiling():
             return None
         options = options._replace(precision="fp8", deterministic=False)
         offsets = cu_seqlens or (None, None)
         shapes = Inputs(*(t.new_empty(1, dtype=torch.bfloat16).expand(t.shape) for t in (q, k, v)), *offsets)
         if not has_kernels(describe(shapes, options)):
             return None
-        group = q.shape[-2] // k.shape[-2]
-        scales = (None if self.q is None else self.q.repeat_interleave(group, 1), self.k, self.v)
+        factor = self.of_scores()
+        if factor is not None:
+            factor = factor.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
         arranged = (
             arrange(kind, t, scale, torch.bfloat16, n)
-            for kind, t, scale, n in zip(KINDS, (q, k, v), scales, (*offsets, offsets[1]))
+            for kind, t, scale, n in zip(KINDS, (q, k, v), (factor, None, None), (*offsets, offsets[1]))
         )
         inputs = inputs_of(*arranged)
         return inputs._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), options
 
+    def of_scores(self) -> Tensor | None:
+        """q's factor times k's."""
+        return self.q if self.k is None else self.k if self.q is None else self.q * self.k
+
     def query(self, q: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """q in bfloat16, times its factor and k's."""
-        factor = self.q if self.k is None else self.k if self.q is None else self.q * self.k
-        return _times(q, factor, cu_seqlens)
+        return _times(q, self.of_scores(), cu_seqlens)
 
     def output(self, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """out times v's factor."""

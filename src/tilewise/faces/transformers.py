@@ -6,14 +6,18 @@ which keys each query may see, and `attention_forward` is called by every layer 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.api import attention, attention_varlen
+from tilewise.core.statistics import Aux
 from tilewise.faces.autocast import autocast
 from tilewise.faces.transformers_mask import Pattern, PatternMask, visibility_mask
 from tilewise.faces.transformers_paged import paged_attention_forward
@@ -22,7 +26,7 @@ from tilewise.faces.transformers_paged import paged_attention_forward
 RESERVED = ("eager", "flash", "flex", "paged", "sdpa")
 
 
-def register(name: str = "tilewise") -> None:
+def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None) -> None:
     """Make `attn_implementation=name` run tilewise attention in Hugging Face transformers.
 
     Call it before a model is built (`from_pretrained`, `from_config`) or switched
@@ -32,15 +36,18 @@ def register(name: str = "tilewise") -> None:
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
     Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs.
-    Attention weights are never formed, so `output_attentions=True` is refused. A padded query that sees no
-    key gets 0, where the eager implementation gives the mean of the values.
+    A padded query that sees no key gets 0, where the eager implementation gives the mean of the values.
 
     Args:
         name: letters, digits, "_", "-" and "."; not containing "eager", "flash", "flex", "paged" or "sdpa".
+        weight_rows: queries of which a call with `output_attentions=True` gives the weights, as (-1,) for the
+            last: (batch, num_heads, len(weight_rows), seqlen_k) a layer, exact, before dropout. The matrix
+            of all is never formed: None refuses such calls.
 
     Raises:
         ImportError: transformers is missing or too old.
-        TypeError, ValueError: name is no string, or not one that transformers can use.
+        TypeError, ValueError: name is no string, or not one that transformers can use; weight_rows are not
+            integers.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -65,7 +72,8 @@ def register(name: str = "tilewise") -> None:
         raise ImportError(f"transformers could not be imported ({error}): {extra}") from error
     if not {"q_length", "q_offset"} <= inspect.signature(sdpa_mask).parameters.keys():
         raise ImportError(f"transformers {__version__} is too old: {extra}")
-    AttentionInterface.register(name, attention_forward)
+    rows = None if weight_rows is None else Aux(rows=tuple(weight_rows)).rows
+    AttentionInterface.register(name, functools.partial(attention_forward, weight_rows=rows))
     AttentionInterface.register(f"paged|{name}", paged_attention_forward)
     AttentionMaskInterface.register(name, visibility_mask)
 
@@ -88,8 +96,10 @@ def attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     deterministic: bool | None = None,
+    output_attentions: bool | None = None,
+    weight_rows: tuple[int, ...] | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function: takes what transformers' own take.
 
     Args:
@@ -102,14 +112,16 @@ def attention_forward(
         s_aux: one sink logit a head.
         position_bias: added to the scores, (1 or batch, num_heads, seqlen_q, seqlen_k).
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
+        output_attentions: also return the weights of `weight_rows`, see `register`.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim_v) contiguous, and None for the attention weights.
+        (batch, seqlen_q, num_heads, head_dim_v) contiguous; and the weights (batch, num_heads,
+        len(weight_rows), seqlen_k), None unless output_attentions.
     """
-    if kwargs.get("output_attentions"):
+    if output_attentions and weight_rows is None:
         raise NotImplementedError(
-            "output_attentions=True asks for weights, which tilewise does not form: "
-            "attn_implementation='eager' gives them"
+            "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
+            "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
         )
     query, key, value = (t.transpose(1, 2) for t in autocast(query, key, value))
     used_k = seqlen_k = key.shape[1]
@@ -132,15 +144,20 @@ def attention_forward(
     elif attention_mask is None:
         options |= _module_options(module, is_causal, sliding_window)
 
-    if starts is not None and attention_mask is None and position_bias is None:
+    if starts is not None and attention_mask is None and position_bias is None and not output_attentions:
         return _attend_packed(query, key, value, starts, longest, options), None
     mask, bias = _mask_and_bias(attention_mask, position_bias)
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], query.shape[1], seqlen_k)
         mask = same if mask is None else mask & same
     mask, bias = (t if t is None or t.shape[-1] == 1 else t[..., :used_k] for t in (mask, bias))
-    out = attention(query, key[:, :used_k], value[:, :used_k], mask=mask, bias=bias, **options)
-    return out, None  # type: ignore[return-value]
+    if output_attentions:
+        options["return_aux"] = Aux(rows=weight_rows)
+    found = attention(query, key[:, :used_k], value[:, :used_k], mask=mask, bias=bias, **options)
+    if not output_attentions:
+        return found, None  # type: ignore[return-value]
+    out, aux = found
+    return out, F.pad(aux.rows, (0, seqlen_k - used_k))  # type: ignore[return-value, union-attr, arg-type]
 
 
 def _attend_packed(

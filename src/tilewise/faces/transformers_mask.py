@@ -129,8 +129,9 @@ def visibility_mask(
     """transformers' mask function: takes what its `sdpa_mask` takes, and documents.
 
     Returns:
-        None where causal or full attention over all keys says everything and the caller allows it; otherwise
-        a bool mask (batch_size, 1, q_length, kv_length), True = attend, which is a `PatternMask` if possible.
+        None where full attention over all keys says everything and the caller allows it, in traced code also
+        where causal attention does; otherwise a bool mask (batch_size, 1, q_length, kv_length), True =
+        attend, which is a `PatternMask` if possible.
     """
     # each by name: Dynamo of torch 2.11 refuses the lazy module that `from transformers import` starts from
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -170,7 +171,8 @@ def visibility_mask(
     is_causal = pattern.right == 0
     hides_keys = pattern.padding is not None or pattern.sequence_ids is not None or pattern.used_k < kv_length
     may_skip = allow_is_causal_skip if is_causal else allow_is_bidirectional_skip
-    if may_skip and not hides_keys and left is None and right in (None, 0 if is_causal else None):
+    # A causal pattern is said here: decoders that were written with masks alone have is_causal=False.
+    if may_skip and not hides_keys and (left, right) == (None, None):
         return None
     if q_length == 1 or min(left or 0, right or 0) < 0:
         return build()  # one row costs nothing, and decoding may be compiled

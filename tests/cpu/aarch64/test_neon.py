@@ -11,6 +11,8 @@ import random_cases
 import torch
 from random_cases import Case, llvm
 
+import tilewise
+from tilewise import Aux, reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.cpu.host import compile as kernels, configs
 from tilewise.cpu.host.arguments import Config
@@ -50,6 +52,23 @@ def test_forward_and_backward(install, processor, dtype):
         drawn = case(seqlen_q, seqlen_k, 4, 2, 40, dtype, options)
         assert configs.backward_config(drawn.problem, drawn.inputs).has_bf16_products == has_products
         assert not random_cases.check(drawn)
+
+
+@needs_emulator
+@on_both
+def test_statistics(install, processor, dtype):
+    """Those of the forward and of the second pass, of rows without a key too."""
+    install(processor)
+    query, key = torch.randn(1, 75, 2, 40).to(dtype), torch.randn(1, 70, 1, 40).to(dtype)
+    ask = Aux(row_max=True, entropy=True, column_sum=True, block_sum=13, top_k=4, expected_distance=True)
+    options = {"causal": True, "sinks": torch.randn(2)}
+    _, found = tilewise.attention(query, key, key, return_aux=ask, backend="llvm", **options)
+    exact = reference.attention_statistics(query, key, ask, **options)
+    assert torch.equal(found.top_k.keys, exact.top_k.keys)
+    torch.testing.assert_close(found.top_k.weights.double(), exact.top_k.weights, rtol=0, atol=1e-5)
+    for name in set(ask.names) - {"top_k"}:
+        a, b = (getattr(statistics, name).double() for statistics in (found, exact))
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 @needs_emulator

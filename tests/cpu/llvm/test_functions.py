@@ -14,7 +14,8 @@ from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as
 from tilewise import reference
 from tilewise.core.functions import kernel_map as maps
 from tilewise.core.functions.trace import trace
-from tilewise.cpu.host import compile as kernels
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.cpu.host import compile as kernels, configs
 from tilewise.testing import check_attention
 
 FEW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -30,33 +31,58 @@ def functions(documents, slopes, table):
     return {"mask_mod": mask_mod, "score_mod": score_mod}
 
 
-def check(leaves, tolerance=1e-9, **options):
-    """Against the reference, forward and backward, in float64."""
+def check(leaves, tolerance=1e-9, captured=(), **options):
+    """Against the reference, forward and backward, in float64, with gradients of captured tensors."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     call = tilewise.attention_varlen if "cu_seqlens_q" in options else tilewise.attention
     out, lse = call(*leaves, return_lse=True, backend="llvm", **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    found = torch.autograd.grad(
+        (out, lse), (*leaves, *captured), (dout, dlse), allow_unused=True, materialize_grads=True
+    )
     with torch.no_grad():
         exact = reference.attention(*leaves, **options)
-        grads = reference.attention_backward(dout, *leaves, dlse=dlse, **options)
-    for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3]), strict=True):
+        grads = reference.attention_backward(dout, *leaves, dlse=dlse, captured=captured, **options)
+    for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def check_forward(leaves, tolerance=1e-9, **options):
+    """The same without gradients, where few queries have a kernel of their own."""
+    query, key, _ = leaves
+    problem = describe(Inputs(*leaves), Options(functions="[[],[null,null],[]]"))
+    assert configs.is_decoding(problem) and query.shape[1] < key.shape[1]
+    found = tilewise.attention(*leaves, return_lse=True, backend="llvm", **options)
+    for ours, theirs in zip(found, reference.attention(*leaves, **options), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @FEW
 @given(MASKS, SCORES)
 def test_random_functions(mask, score):
+    """With the gradient of the table that they read."""
+    leaves = [torch.randn(BATCH, LENGTH, HEADS, 4, dtype=torch.double) for _ in range(3)]
+    reads = {"captured": (TABLE,)} if "table" in repr(score) else {}
+    check(leaves, 1e-8, mask_mod=as_mask(mask), score_mod=as_score(score), **reads)
+
+
+@FEW
+@given(MASKS, SCORES)
+def test_random_functions_of_few_queries(mask, score):
+    """Keys are in lanes; three queries of two heads share each key."""
     TABLE.requires_grad_(False)
     try:
-        leaves = [torch.randn(BATCH, LENGTH, HEADS, 4, dtype=torch.double) for _ in range(3)]
-        check(leaves, 1e-8, mask_mod=as_mask(mask), score_mod=as_score(score))
+        q, k, v = (
+            torch.randn(BATCH, *n, 4, dtype=torch.double) for n in ((3, HEADS), (LENGTH, 1), (LENGTH, 1))
+        )
+        options = {"mask_mod": as_mask(mask), "score_mod": as_score(score), "softcap": 3.0}
+        check_forward((q, k, v), 1e-8, **options)
     finally:
         TABLE.requires_grad_()
 
 
-def test_every_operation():
-    """Of integers, in vectors of 32 and 64 bits, and of floats."""
+def every_operation():
+    """A mask and a score function of integers, in vectors of 32 and 64 bits, and of floats."""
     numbers, flags = torch.randint(-9, 10, (40,)), torch.rand(40) < 0.7
     big = torch.randint(-(2**40), 2**40, (40,))
 
@@ -80,10 +106,19 @@ def test_every_operation():
             - abs(numbers[i]).double() ** 0.5 / 9
         )
 
-    check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)],
-          mask_mod=mask_mod, score_mod=score_mod)  # fmt: skip
+    return {"mask_mod": mask_mod, "score_mod": score_mod}
 
 
+def test_every_operation():
+    check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)], **every_operation())
+
+
+def test_every_operation_of_few_queries():
+    q, k, v = (torch.randn(1, *n, 8, dtype=torch.double) for n in ((6, 4), (40, 2), (40, 2)))
+    check_forward((q, k, v), **every_operation(), window=(30, 3), sinks=torch.randn(4).double())
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_errors_stay_in_budget(dtype):
     """With all other options; several items of work, and blocks of keys that take turns."""
@@ -153,6 +188,32 @@ def test_indices_out_of_range():
         tilewise.attention(x, x, x, backend="llvm", mask_mod=lambda b, h, i, j: table[i] < 99)
 
 
+def test_few_queries_skip_what_is_hidden_and_report_what_is_not():
+    """Hidden keys may be NaN, which would show where their block is read, and may read out of range."""
+    q, k, v = (torch.randn(1, *n, 8, dtype=torch.double) for n in ((2, 4), (300, 2), (300, 2)))
+    k[:, :192], v[:, :192] = torch.nan, torch.nan
+    table = torch.randn(108, dtype=torch.double)
+    options = {
+        "mask_mod": lambda b, h, i, j: j >= 192 + 2 * h + i,
+        "score_mod": lambda s, b, h, i, j: s * table[j - 192],
+    }
+    found = tilewise.attention(q, k, v, backend="llvm", **options)
+    k[:, :192], v[:, :192] = 0, 0
+    long = torch.cat([table[:0].new_zeros(192), table])
+    exact = reference.attention(
+        q, k, v, mask_mod=options["mask_mod"], score_mod=lambda s, b, h, i, j: s * long[j]
+    )[0]
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+    short = table[:100]
+    for wrong in (
+        {"score_mod": lambda s, b, h, i, j: s * short[j - 192], "mask_mod": options["mask_mod"]},
+        {"mask_mod": lambda b, h, i, j: (short[j // 2] > 9) | (j > 1)},
+        {"mask_mod": lambda b, h, i, j: (short[i + 99] > 9) | (j > 1)},
+    ):
+        with pytest.raises(IndexError, match=r"index 1\d\d in dimension 0 .* \(100,\) is out of .*short"):
+            tilewise.attention(q, k, v, backend="llvm", **wrong)
+
+
 def test_kept_maps_see_new_numbers():
     x, documents = torch.randn(1, 100, 1, 8, dtype=torch.double), torch.zeros(100, dtype=torch.long)
     options = {"mask_mod": lambda b, h, i, j: documents[i] == documents[j]}
@@ -175,12 +236,78 @@ def test_maps_do_not_grow_with_the_square(monkeypatch):
 
 def test_what_is_not_printed_is_refused():
     x, table = torch.randn(1, 6, 1, 4, requires_grad=True), torch.ones(6, requires_grad=True)
+    large = torch.ones(1 << 12, (1 << 10) + 1, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"no erf.*'tiled' would serve"):
         tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, *_: torch.erf(s))
-    with pytest.raises(NotImplementedError, match="no gradient of tensors that a score function reads"):
-        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, b, h, i, j: s + table[i])
+    for wrong in (
+        lambda s, b, h, i, j: s + large[i, j],
+        lambda s, b, h, i, j: s + table[s.long().clamp(0, 5)],
+    ):
+        with pytest.raises(NotImplementedError, match=r"no gradient of \d+ numbers .*'tiled' would serve"):
+            tilewise.attention(x, x, x, backend="llvm", score_mod=wrong)
+        with torch.no_grad():
+            tilewise.attention(x, x, x, backend="llvm", score_mod=wrong)
+    out = tilewise.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + table[s.long().clamp(0, 5)])
+    assert torch.autograd.grad(out.sin().sum(), table)[0].isfinite().all()
+
+
+def learned():
+    """A score function with three learned tensors, read by head and distance, by head, and by key."""
+    shapes = (4, 41), (4,), (330,)
+    table, slopes, weights = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in shapes)
+
+    def score_mod(s, b, h, i, j):
+        return torch.tanh(s * slopes[h]) + table[h, (i - j).clamp(-20, 20) + 20] * 0.5 + weights[j] * s
+
+    return score_mod, (table, slopes, weights)
+
+
+def test_gradients_of_captured_tensors():
+    """Several splits of keys, tiles that a mask leaves empty, and the other options."""
+    score_mod, captured = learned()
+    q, k, v = (torch.randn(2, *n, 8, dtype=torch.double) for n in ((300, 4), (330, 2), (330, 2)))
+    options = {"mask_mod": lambda b, h, i, j: ((i - j) % 3 != b) & ((i // 70 + j // 90) % 3 != 1)}
+    options |= {"softcap": 5.0, "window": (250, 100), "sinks": torch.randn(4).double()}
+    check((q, k, v), captured=captured, score_mod=score_mod, **options)
+
+
+def test_gradients_of_captured_tensors_of_packed_sequences():
+    score_mod, captured = learned()
+    starts = torch.tensor([0, 70, 70, 230])
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    check([torch.randn(230, 4, 8, dtype=torch.double) for _ in range(3)],
+          captured=captured, score_mod=score_mod, **options)  # fmt: skip
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_captured_tensors_are_the_same_bits_on_any_number_of_threads(dtype):
+    """And with dropout about as near to float64 as those of tiles."""
+    score_mod, captured = learned()
+    leaves = [torch.randn(1, 300, 4, 8).to(dtype).requires_grad_() for _ in range(3)]
+    dout, results = torch.randn(1, 300, 4, 8).to(dtype), []
+    options = {"score_mod": score_mod, "dropout_p": 0.2, "causal": True}
+    for threads, backend in ((1, "llvm"), (2, "llvm"), (2, "tiled")):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            generator = torch.Generator().manual_seed(3)
+            out = tilewise.attention(*leaves, generator=generator, backend=backend, **options)
+            results.append(torch.autograd.grad(out, captured, dout))
+        finally:
+            torch.set_num_threads(before)
+    seed = torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, b, h, i, j: s + table[i])
+        exact = reference.attention_backward(
+            dout, *leaves, captured=captured, dropout_seed=seed, **options
+        ).captured
+
+    def error(found):
+        return sum(float((a - b).norm() / b.norm()) for a, b in zip(found, exact))
+
+    one, two, tiles = results
+    assert all(map(torch.equal, one, two))
+    assert error(one) <= 3 * error(tiles) + 1e-6
 
 
 def test_statistics():

@@ -50,7 +50,7 @@ CUT_GROUPS = groups_of(torch.float16)[:6] + groups_of(torch.float32)[: 6 * (DEFA
 DROPOUT_GROUP = 6
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("group", [*range(12), *BFLOAT16_GROUPS])
 def test_random_problems_meet_the_error_budget(group):
     first = group * random_cases.CASES_A_KERNEL
@@ -60,7 +60,7 @@ def test_random_problems_meet_the_error_budget(group):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(DEFAULT_ISA not in AVX512[1:], reason="needs AVX-512's products of bfloat16")
 @pytest.mark.parametrize("group", CUT_GROUPS)
 def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
@@ -69,7 +69,7 @@ def test_short_problems_in_terms_meet_the_error_budget(group, monkeypatch):
     monkeypatch.setattr(configs, "CUTTING", configs.BF16_PRODUCTS)
     monkeypatch.setattr(configs, "BF16_TOO_SHORT", 0)
     for module in (configs, backward_plan):
-        monkeypatch.setattr(module, "is_decoding", lambda problem: False)
+        monkeypatch.setattr(module, "is_decoding", lambda problem, is_backward=False: False)
     cut, load = set(), kernels.load
     for module in (forward_plan, backward_plan):
         monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_one_block_of_keys_meets_the_error_budget(seqlen_q, seqlen_k, options, d
     check_attention(*inputs[:3], backend="llvm", **options)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.4])}, {}], ids=str
@@ -196,7 +196,7 @@ def test_avx2_code_meets_the_error_budget(count, first):
 
 @pytest.mark.skipif(DEFAULT_ISA not in AVX512, reason="the default target is AVX2 already, or NEON")
 def test_decoding_with_avx2_meets_the_error_budget():
-    run_script(str(HERE / "random_cases.py"), "20", "300", "decoding", TILEWISE_CPU_ISA="avx2")
+    run_script(str(HERE / "random_cases.py"), "10", "300", "decoding", TILEWISE_CPU_ISA="avx2")
 
 
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="the default target has none already")
@@ -211,7 +211,7 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
     assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize(
     ("builder", "vectors"), [(forward_bf16, 1), (forward_bf16, 2), (backward_bf16, 2), (backward_bf16, 4)]
@@ -239,7 +239,7 @@ def test_dot_products_of_bfloat16_compile(builder, target, triple, machine):
     assert code[:4] == b"\x7fELF" and code[18] == machine
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize("builder", [forward_bf16, backward_bf16])
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_the_tile_configuration_is_what_it_was_before():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_access_out_of_bounds(count):
     assert "no access" in run_script(str(HERE / "guarded.py"), str(count))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("builder", [forward, backward, decode, decode_backward])
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(builder, kind):
@@ -326,7 +326,16 @@ def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=to
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 130, 200), (2, 1, 130, 200)])
+def test_gradient_of_a_bias_under_one_key_head(shape, dtype):
+    """Stored where each entry has one score, added where the key head's query heads share it."""
+    inputs = qkv(2, 130, 200, 3, 1, 32, dtype)._replace(bias=torch.randn(shape).to(dtype).requires_grad_())
+    dout, dlse = torch.randn_like(inputs.query), torch.randn(2, 3, 130)
+    assert not random_cases.check(random_cases.Case(0, inputs, Options(), dout, dlse))
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 4, 130, 700), (3, 1, 130, 700), (3, 4, 1, 700), (1, 1, 1, 700)])
 def test_gradient_of_a_broadcast_bias(shape, dtype):
@@ -382,7 +391,7 @@ def test_tiles_with_vectors_as_short_as_neon(monkeypatch, dtype, seqlen_q, seqle
     check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
 def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):
     """Whether weights count from the largest score so far, or from one a little below it."""
@@ -405,7 +414,21 @@ def test_more_keys_than_are_loaded_at_once(dim):
     assert not random_cases.check(case)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 600])
+def test_what_a_mask_hides_from_all_is_not_computed(rows, dtype):
+    """Keys that no query sees may be NaN, which would show: 0 times NaN is NaN."""
+    q, k, v = (torch.randn(1, 600, 2, 16, dtype=dtype) for _ in range(3))
+    k[:, 128:384], v[:, 128:384] = torch.nan, torch.nan
+    mask = torch.ones(1, 1, rows, 600, dtype=torch.bool).tril(600 - rows + 500)
+    mask[..., 128:384] = False
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(q, k, v, mask=mask, backend="llvm")
+    gradients = torch.autograd.grad(out, tensors, torch.randn_like(out))
+    assert all(x.isfinite().all() for x in (out, *gradients))
+
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(1, 200, 700, 2, 1), (2, 1, 3000, 4, 2), (1, 3, 5000, 1, 1), (1, 2, 3000, 32, 8)]
@@ -426,6 +449,16 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     for other in results[1:]:
         for a, b in zip(results[0], other):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "mib"), [(torch.float32, 3), (torch.bfloat16, 20)])
+def test_a_long_backward_has_no_copy_of_dq_in_float32(dtype, mib):
+    """The copy would take 16 MiB; PyTorch's SDPA takes 2.25 in all."""
+    inputs = Inputs(*(torch.empty(1, 16384, 4, 64, dtype=dtype) for _ in range(3)))
+    problem, lse = describe(inputs, Options()), torch.empty(1, 4, 16384)
+    results = inputs.query, lse, lse, inputs.query, None
+    plan = backward_plan.BackwardPlan(problem, llvm.signature("backward", problem, inputs, results))
+    assert plan.layout.size - plan.layout.zeros + 2 * plan.division.thread_bytes <= mib << 20
 
 
 @pytest.mark.parametrize("window", [(None, None), (60, 30), (150, 0)])
@@ -479,7 +512,7 @@ def test_masked_keys_have_no_weight_whatever_they_hold(dtype):
     assert out[:, 40:].isnan().all() and not lse[:, :, :40].isnan().any()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", random_cases.DTYPES)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "pad"), [(100, 147, 0), (100, 147, 70), (1, 130, 0)])
 def test_dropout_has_the_mask_of_the_generator(seqlen_q, seqlen_k, pad, dtype):

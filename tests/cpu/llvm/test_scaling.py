@@ -17,14 +17,16 @@ from tilewise.cpu.host import backward_plan, compile as kernels
 from tilewise.cpu.host.backward_plan import BackwardPlan
 from tilewise.cpu.host.forward_plan import ForwardPlan
 from tilewise.cpu.host.plan import plan
+from tilewise.dispatch import plans
 from tilewise.lab.bench import cases
+from tilewise.testing import check_attention
 
 FINEST = 64  # keys of a backward's work item: fewer are never worth the conversion of all queries
 CONVERTING = 8  # of a tile's queries in a backward, in keys
 
 
-@pytest.fixture(autouse=True)
-def _kernels_without_code(monkeypatch, tmp_path):
+@pytest.fixture
+def without_code(monkeypatch, tmp_path):
     """What plans read of a kernel is known before it is compiled."""
     machine = replace(kernels.current_target(), cpu="of many cores")
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
@@ -88,7 +90,7 @@ class Play:
         return self.worked / (len(self.free) * max(self.free))
 
     def forward(self, item: int) -> Iterator[tuple[float, object]]:
-        head, chunk = divmod(item, self.words["chunks"])
+        chunk, head = divmod(item, self.items // self.words["chunks"])
         n, size = self.lengths[head // self.case.num_heads], self.words["tiles"] * self.facts["block_q"]
         q0 = (self.words["chunks"] - 1 - chunk) * size
         q1 = min(n[0], q0 + size)
@@ -118,12 +120,13 @@ def shapes() -> list[cases.Case]:
     layers = (
         cases.dense(direction, "bfloat16", 64, heads, batch, n, causal=True)
         for direction in ("forward", "backward")
-        for heads, batch, n in ((12, 4, 512), (32, 1, 1024), (16, 1, 2048), (14, 1, 4096))
+        for heads, batch, n in ((12, 4, 512), (32, 1, 1100), (16, 1, 2048), (14, 1, 3000))
     )
     return [*(c for c in suite if c.kind != "dense" or c.head_dim == 64), *layers]
 
 
 @pytest.mark.parametrize("threads", [16, 64])
+@pytest.mark.usefixtures("without_code")
 def test_no_shape_leaves_half_of_the_threads_idle(threads, monkeypatch):
     monkeypatch.setattr(backward_plan, "CORES", threads)
     idle, kept = [], []
@@ -138,6 +141,7 @@ def test_no_shape_leaves_half_of_the_threads_idle(threads, monkeypatch):
     assert not idle, "\n".join(idle)
 
 
+@pytest.mark.usefixtures("without_code")
 def test_on_few_cores_items_have_many_keys(monkeypatch):
     """Each item converts all queries: 8 items are enough for 4 cores, and 128 keys for each."""
     for cores, heads, items in (
@@ -152,3 +156,17 @@ def test_on_few_cores_items_have_many_keys(monkeypatch):
         monkeypatch.setattr(backward_plan, "CORES", cores)
         case = cases.dense("backward", "float32", 64, heads, 1, 512)
         assert make_plan(case, 2).division.items == items, (cores, heads)
+    monkeypatch.setattr(backward_plan, "CORES", 64)
+    for heads, n, keys in ((2, 333, FINEST), (32, 197, FINEST), (64, 197, 128), (128, 197, 256)):
+        case = cases.dense("backward", "float32", 64, heads, 1, n)
+        assert make_plan(case, 2).division.words["split_keys"] == keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask_mod": lambda b, h, i, j: (i - j) % 90 < 40}])
+def test_many_small_items_meet_the_error_budget(dtype, options, monkeypatch):
+    monkeypatch.setattr(backward_plan, "CORES", 64)
+    plans.clear()
+    q, k, v = (torch.randn(1, n, heads, 40).to(dtype) for n, heads in ((203, 4), (333, 2), (333, 2)))
+    check_attention(q, k, v, backend="llvm", **options)
+    plans.clear()

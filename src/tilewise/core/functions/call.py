@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilewise.core.checks import check_tensors
+from tilewise.core.functions.block_mask import check_block_mask, mask_function
 from tilewise.core.functions.captured import check_indices, pack
-from tilewise.core.functions.trace import trace
+from tilewise.core.functions.trace import check_function, trace
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.torch_private import not_compiled
 
@@ -17,34 +19,92 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
+class Cached(NamedTuple):
+    """Where the queries of a cache's sequences stand."""
+
+    first: Tensor  # (batch,) int64: the position of each sequence's first query
+    longest: int  # tokens of the longest sequence; 0 where the host does not know it
+
+
 def with_functions(
     inputs: Inputs,
     options: Options,
     mask_mod: MaskFunction | None,
     score_mod: ScoreFunction | None,
+    block_mask: Any = None,
+    cached: Cached | None = None,
 ) -> tuple[Inputs, Options]:
     """Inputs and options with the functions' captured tensors and expression. Compiled code breaks here.
 
+    q_idx counts a cache's queries by their positions in the sequence, others from 0.
+
     Raises:
-        TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced.
+        TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced, or the
+            block mask does not fit.
     """
+    if mask_mod is None and score_mod is None and block_mask is None:
+        return inputs, options
     # Only compiled code needs what keeps the compiler out, which imports the compiler.
     add = _added_uncompiled if torch.compiler.is_compiling() else _added
-    return add(inputs, options, mask_mod, score_mod)
+    return add(inputs, options, mask_mod, score_mod, block_mask, cached)
 
 
 def _added(
-    inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None
-) -> tuple[Inputs, Options]:
+    inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None,
+    block_mask: Any, cached: Cached | None,
+) -> tuple[Inputs, Options]:  # fmt: skip
     check_tensors(query=inputs.query, key=inputs.key)
-    found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device)
+    extent = _extent(inputs)
+    if block_mask is not None and extent is not None:
+        most = _longest(inputs, options, cached)
+        lengths = extent[2:] if most is None else most
+        check_block_mask(block_mask, extent[:2], lengths, most is not None, inputs.query.device)
+        mask_mod = _both(mask_function(block_mask, extent[:2]), mask_mod)
+    first = None if cached is None else cached.first
+    found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device, first)
     buffers = pack(found, inputs.query)
-    if inputs.cu_seqlens_q is None and inputs.query.ndim == inputs.key.ndim == 4:
-        batch, seqlen_q, heads, _ = inputs.query.shape
-        check_indices(found, (batch, heads, seqlen_q, inputs.key.shape[1]))
+    if extent is not None:
+        check_indices(found, extent)
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
     return inputs, options._replace(functions=found.functions.text)
 
 
 _added_uncompiled = not_compiled(_added)
+
+
+def _both(in_blocks: MaskFunction, mask_mod: MaskFunction | None) -> MaskFunction:
+    """What a block mask and a mask function both let a query see."""
+    if mask_mod is None:
+        return in_blocks
+    check_function("mask_mod", mask_mod)
+    own = mask_mod
+    return lambda b, h, i, j: in_blocks(b, h, i, j) & own(b, h, i, j)
+
+
+def _extent(inputs: Inputs) -> tuple[int, int, int, int] | None:
+    """Batch, heads, and the most queries and keys of a sequence; None of shapes that the checks refuse."""
+    query, key, starts, table = inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.page_table
+    if query.ndim != (4 if starts is None else 3) or key.ndim not in (3, 4):
+        return None
+    batch, seqlen_q = query.shape[:2] if starts is None else (max(0, starts.numel() - 1), query.shape[0])
+    seqlen_k = key.shape[-3] if table is None else key.shape[1] * table.shape[-1]
+    return batch, query.shape[-2], seqlen_q, seqlen_k
+
+
+def _longest(inputs: Inputs, options: Options, cached: Cached | None) -> tuple[int, int] | None:
+    """The most queries and keys of ragged sequences, 0 where the host does not know; None of dense ones."""
+    if cached is not None:
+        return cached.longest, cached.longest
+    if inputs.cu_seqlens_q is None:
+        return None
+    pairs = (inputs.cu_seqlens_q, options.max_seqlen_q), (inputs.cu_seqlens_k, options.max_seqlen_k)
+    most_q, most_k = (_length(*pair) for pair in pairs)
+    return most_q, most_k
+
+
+def _length(starts: Tensor | None, given: Any) -> int:
+    if isinstance(given, int):
+        return given
+    is_known = starts is not None and starts.device.type == "cpu" and starts.ndim == 1 and len(starts) > 1
+    return int(starts.diff().max()) if is_known else 0  # type: ignore[union-attr]

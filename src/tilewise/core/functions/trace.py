@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import shown
-from tilewise.core.functions.expression import FLOAT, INDICES, Captured, Functions
+from tilewise.core.functions.expression import FLOAT, INDICES, LENGTH, Captured, Functions
 from tilewise.core.functions.proxy import Proxy, Recorder, line_of_error
 
 MASK_ARGUMENTS, SCORE_ARGUMENTS = 4, 5
@@ -45,6 +45,7 @@ def trace(
     score_mod: Callable[..., Any] | None,
     wants_grad: bool = True,
     device: torch.device | None = None,
+    first: Tensor | None = None,
 ) -> Trace:
     """The functions of one call.
 
@@ -55,13 +56,14 @@ def trace(
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
         device: what the score and its indices say theirs is.
+        first: (batch,) int64, each sequence's first query, from which q_idx counts; None is 0.
 
     Raises:
         TypeError, NotImplementedError, ...: see `tilewise.attention`; the message names the line.
     """
     walk = _Walk()
     try:
-        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad, device)
+        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad, device, walk.key(first))
     except _Unknown:
         key = None
     known = _known.get(key) if key is not None else None
@@ -69,7 +71,7 @@ def trace(
         _latest[known.functions.plain_text] = known.functions, known.lines
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
-    found = _traced(mask_mod, score_mod, wants_grad, device)
+    found = _traced(mask_mod, score_mod, wants_grad, device, first)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
     if len(_latest) >= MAX_TRACES:
         _latest.clear()
@@ -98,9 +100,13 @@ def _traced(
     score_mod: Callable[..., Any] | None,
     wants_grad: bool,
     device: torch.device | None,
+    first: Tensor | None,
 ) -> Trace:
     recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
+    if first is not None:  # within bounds that leave sums 32 bits
+        begin = recorder.load(first, (indices[0],)).clamp(0, LENGTH - 1)
+        indices[INDICES.index("i")] = indices[INDICES.index("i")] + begin
     mask = score = None
     if mask_mod is not None:
         mask = recorder.add("bool", _call("mask_mod", mask_mod, recorder, indices)).node

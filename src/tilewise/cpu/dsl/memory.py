@@ -13,6 +13,7 @@ from tilewise.cpu.dsl.vector import (
     BYTES,
     F16,
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -76,6 +77,10 @@ class Ptr:
         if self.kind == "bool":
             return Value(builder().uitofp(raw, vector(F32)))
         return Value(raw)
+
+    def load_bytes(self, count: int) -> Value:
+        """A vector of bytes as they are."""
+        return Value(builder().load(self.address, typ=ir.VectorType(I8, count), align=1))
 
     def store(self, value: Operand) -> None:
         """Store a number or a vector, rounded to nearest even in the stored kind."""

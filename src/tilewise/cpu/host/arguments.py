@@ -14,11 +14,13 @@ from typing import Any
 # First, as they change from call to call: of every forward.
 CHANGING = ("q", "k", "v", "out", "lse", "lse_residual", "scratch", "partial", "ticket")
 CHANGING_BACKWARD = (*CHANGING, "do", "dlse", "dq", "dk", "dv", "dbias", "delta", "dq_sum")
-STATISTICS = ("row_max", "entropy", "column_sum")
+STATISTICS = (
+    "row_max", "entropy", "expected_distance", "column_sum", "block_sum", "top_weights", "top_keys",
+)  # fmt: skip
 CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
 POINTERS = (
     *CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table",
-    *CAPTURED, "tile_map", "visits",
+    *CAPTURED, "dcaptured", "tile_map", "visits",
 )  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
@@ -30,8 +32,10 @@ INTEGERS = (
     "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
     "seed", "threshold",
     "last_rows", "visited_rows", "column_p", "column_b", "column_h",  # of statistics
+    "block_size", "block_parts", "block_p", "block_b", "block_h", "block_i",
     "map_b", "map_h", "map_i", "map_q", "map_k",  # of functions' tile map: strides, queries, log2 of keys
     "visits_b", "visits_h", "visits_i",
+    "num_captured",  # floats: of each sum of "dcaptured", one for each head's split of keys
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
     *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
 )  # fmt: skip
@@ -61,6 +65,7 @@ class Config:
     row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
+    adds_dbias: bool = False  # its entries have several terms, of sequences, heads or queries
     has_dropout: bool = False
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages
@@ -68,7 +73,8 @@ class Config:
     # Queries times the heads that share a key head, rounded up to 1, 2, 4, 8, 12, ...: of decoding kernels.
     rows: int = 0
     key_block: int = 0  # keys of a block that holds all keys of a call; 0: the kernel's usual number
-    statistics: tuple[str, ...] = ()  # of `STATISTICS`: those that `statistics.py` gives
+    statistics: tuple[str, ...] = ()  # those of the weights that the kernel gives; "top_k" with
+    top_k: int = 0  # so many of the largest
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
     terms: int = 0
 

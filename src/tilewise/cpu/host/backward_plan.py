@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import struct
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import decode
+from tilewise.core.mask import Visibility
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
@@ -41,6 +43,7 @@ from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SMALL_MACHINE, ITEMS_OF_CORE = 4, 2  # cores, on which as many work items are wanted, where the keys allow
 KEYS_OF_ITEM = 128, 64  # at least, or nearly, as each item converts all queries anew; on larger machines
+LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # Linux's
 
 # The counters' cache lines and, right behind them, what changes from call to call.
 put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
@@ -53,7 +56,7 @@ class BackwardPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.has_few_rows = is_decoding(problem)
+        self.has_few_rows = is_decoding(problem, is_backward=True)
         self.dbias_dtype = _dbias_dtype(problem, self.given)
         self.kernel = self._load(may_cut)
         shared_batches, shared_heads = _sharing(problem)
@@ -74,7 +77,9 @@ class BackwardPlan(CallPlan):
         visible = problem.visibility()
         first, end = visible.key_range(0, 1)
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
+        self.has_captured_gradient = problem.functions is not None and decode(problem.functions).wants_grad
         self.may_hide_rows = problem.functions is not None and bool(decode(problem.functions).hiding)
+        self.writes_dbias = self.writes_all_of_bias(visible)
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
@@ -85,8 +90,10 @@ class BackwardPlan(CallPlan):
         problem, inputs = self.problem, self.given
         if self.has_few_rows:
             return load("decode_backward", decode_config(problem, inputs, may_cut=False))
-        dbias_kind = "" if self.dbias_dtype is None else KINDS[self.dbias_dtype]
-        return load("backward", replace(backward_config(problem, inputs, may_cut), dbias_kind=dbias_kind))
+        config = backward_config(problem, inputs, may_cut)
+        if self.dbias_dtype is not None:
+            config = replace(config, dbias_kind=KINDS[self.dbias_dtype], adds_dbias=_adds_dbias(problem))
+        return load("backward", config)
 
     def _allocate(self) -> None:
         """What allocates the gradients, and their strides."""
@@ -100,6 +107,12 @@ class BackwardPlan(CallPlan):
             self.template.update(**axes("dbias", "bhi", broadcast_strides(dbias)))
         self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
 
+    def writes_all_of_bias(self, visible: Visibility) -> bool:
+        """Whether the kernel stores each entry of the bias's gradient, and leaves out no tile of scores."""
+        may_skip = self.is_ragged or self.may_hide_rows or self.problem.mask_shape is not None
+        is_full = visible.left is None and visible.right is None
+        return is_full and not may_skip and self.dbias_dtype is not None and not _adds_dbias(self.problem)
+
     def divide(self, seqlen_q: int, seqlen_k: int) -> Division:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
         problem, facts = self.problem, self.kernel.facts
@@ -111,6 +124,8 @@ class BackwardPlan(CallPlan):
         wanted = min(-(-items * seqlen_k // max(1, keys)), round(seqlen_k / fewest))
         split = seqlen_k / max(1, wanted, -(-seqlen_k // facts["key_block"]))
         split = max(1, math.ceil(split / BLOCK_K)) * BLOCK_K
+        if -(-seqlen_k // split) < wanted:  # a little less, rather than a little more, to each
+            split -= BLOCK_K
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
         item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
         items, thread_bytes = self.owners * splits // item_heads, facts["scratch_bytes"]
@@ -126,7 +141,7 @@ class BackwardPlan(CallPlan):
         zeros = threads * thread_bytes  # behind the threads' own: tickets, an absent statistic, sums of dq
         absent = zeros + 8 * tickets
         dq_sum = -(-(absent + self.lse_bytes) // 64) * 64
-        size = dq_sum + (tickets * facts["tile_bytes"] if splits > 1 else 0)
+        size = dq_sum + (tickets * facts["sum_bytes"] if splits > 1 else 0)
         return Division(items, threads, thread_bytes, words, (zeros, absent, dq_sum, size))
 
     def run(
@@ -148,18 +163,28 @@ class BackwardPlan(CallPlan):
         dlse = None if dlse is None else dlse.to(dtype).contiguous()
         dbias = delta = None
         if self.dbias_dtype is not None:
-            dbias = torch.zeros(inputs.bias.shape, dtype=self.dbias_dtype, device=CPU)  # type: ignore[union-attr]
+            dbias = new_large(inputs.bias.shape, self.dbias_dtype)  # type: ignore[union-attr]
+            if not self.writes_dbias:
+                dbias.zero_()
         if self.problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
+        division = self.division or self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
+        dcaptured = None
+        if self.has_captured_gradient:  # a sum for each head's split of keys: the same bits for any threads
+            sums = self.problem.batch * self.problem.num_kv_heads * division.words["splits"]
+            dcaptured = torch.zeros((sums, self.problem.num_captured), dtype=torch.float64, device=CPU)
         if not self.are_results_dense:
             dout, out, lse = rows_dense(dout), rows_dense(out), lse.contiguous()
             residual = None if residual is None else residual.contiguous()
-        if not self._launch(inputs, Results(out, lse, residual), dout, gradients, dlse, dbias, delta):
+        results = Results(out, lse, residual)
+        if not self._launch(inputs, results, dout, gradients, dlse, (dbias, delta, dcaptured), division):
             return Retry(self.uncut)
         if dbias is not None:
             dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
         dq, dk, dv = gradients
-        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs.sinks, lse, residual, delta))
+        if dcaptured is not None:
+            dcaptured = dcaptured.sum(0).to(inputs.captured_floats.dtype)  # type: ignore[union-attr]
+        return Gradients(dq, dk, dv, dbias, _sink_gradient(inputs.sinks, lse, residual, delta), dcaptured)
 
     def _launch(
         self,
@@ -168,15 +193,19 @@ class BackwardPlan(CallPlan):
         dout: Tensor,
         gradients: list[Tensor],
         dlse: Tensor | None,
-        dbias: Tensor | None,
-        delta: Tensor | None,
+        sums_of: tuple[Tensor | None, Tensor | None, Tensor | None],
+        division: Division,
     ) -> bool:
-        """Fill the block and run the kernel; False if its numbers cannot be cut."""
-        division, block = self.division, pool.block
+        """Fill the block and run the kernel; False if its numbers cannot be cut.
+
+        sums_of: of dbias, delta and captured floats.
+        """
+        block, (dbias, delta, dcaptured) = pool.block, sums_of
         block.fill(self.template)
-        if division is None:
-            division = self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
+        if self.division is None:
             block.update(**division.words)
+        if dcaptured is not None:
+            block.update(dcaptured=dcaptured.data_ptr(), num_captured=self.problem.num_captured)
         if not division.items:
             return True
         q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
@@ -206,6 +235,16 @@ class BackwardPlan(CallPlan):
         return BackwardPlan(self.problem, self.signature, may_cut=False)
 
 
+def new_large(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Empty memory in large pages, where there are some: small ones take longer to map than to fill."""
+    t = torch.empty(shape, dtype=dtype, device=CPU)
+    first = -(-t.data_ptr() // LARGE_PAGE) * LARGE_PAGE
+    size = (t.data_ptr() + t.nbytes - first) // LARGE_PAGE * LARGE_PAGE
+    if sys.platform == "linux" and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)
+    return t
+
+
 def _sharing(problem: AttentionProblem) -> tuple[int, int]:
     """How many sequences, and how many key heads, add to the same gradient of a bias."""
     if not problem.bias_needs_grad or problem.bias_shape is None:
@@ -216,10 +255,16 @@ def _sharing(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _dbias_dtype(problem: AttentionProblem, inputs: Any) -> torch.dtype | None:
-    """Of the gradient of the bias while it is summed: the compute type where it has more than one term."""
+    """Of the gradient of the bias while it is summed: the compute type where entries have several terms."""
     if inputs.bias is None or not problem.bias_needs_grad:
         return None
-    return problem.compute_dtype if 1 in inputs.bias.shape[:3] else inputs.bias.dtype  # type: ignore[no-any-return]
+    return problem.compute_dtype if _adds_dbias(problem) else inputs.bias.dtype  # type: ignore[no-any-return]
+
+
+def _adds_dbias(problem: AttentionProblem) -> bool:
+    """Whether sequences, heads or queries share an entry of the bias."""
+    assert problem.bias_shape is not None
+    return problem.bias_shape[:3] != (problem.batch, problem.num_heads, problem.seqlen_q)
 
 
 def _sink_gradient(

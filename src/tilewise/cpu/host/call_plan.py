@@ -44,6 +44,7 @@ class CallPlan:
     """The words of a call that follow from its signature, in `template`, and the kernel that reads them."""
 
     kernel: Kernel
+    has_tile_map = True  # of functions
 
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         self.problem, self.signature = problem, signature
@@ -149,7 +150,8 @@ class CallPlan:
             if self.is_ragged and problem.batch:
                 most = int(spans[:, 1].max()), int(spans[:, 3].max())
             is_backward = self.signature.direction == "backward"
-            kept += bind_functions(problem, block, inputs, most, self.kernel.facts["block_q"], is_backward)
+            block_q = self.kernel.facts["block_q"] if self.has_tile_map else 0
+            kept += bind_functions(problem, block, inputs, most, block_q, is_backward)
         return kept
 
     def launch(self, block: Block, inputs: Inputs, threads: int) -> bool:

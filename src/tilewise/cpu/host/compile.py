@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +208,8 @@ def _load(name: str, config: Any, machine: Target) -> Kernel:
     if stored is None:
         products = "_bf16" if getattr(config, "has_bf16_products", False) else ""
         builder = importlib.import_module(f"tilewise.cpu.kernels.{name}{products}")
-        ir_text, facts = builder.build(config, machine)
+        with _no_collection():
+            ir_text, facts = builder.build(config, machine)
         stored = facts, generate(ir_text, machine)
         _write(path, text, *stored)
     facts, code = stored
@@ -218,6 +222,21 @@ def _kernel(name: str, code: bytes, facts: dict[str, int], machine: Target) -> K
     kernel = Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), facts)
     weakref.finalize(kernel, _unused.append, engine).atexit = False
     return kernel
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's search for garbage, which the many objects of IR start again and again.
+
+    It looks at the whole program's objects: beside transformers it takes longer than all the rest.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def generate(ir_text: str, machine: Target, triple: str | None = None) -> bytes:

@@ -29,12 +29,12 @@ SHORT_KEYS = 32  # at most
 BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
-def is_decoding(problem: AttentionProblem) -> bool:
+def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
     if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
         return False
-    if problem.functions is not None:
-        return False
+    if problem.functions is not None and (is_backward or problem.needs_grad):
+        return False  # a backward has tiles, and its scores are to be the forward's to the last bit
     most = 12 if problem.seqlen_k < 512 else 16
     if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
         most = 6 if has_bf16_products(problem) else 8
@@ -44,12 +44,16 @@ def is_decoding(problem: AttentionProblem) -> bool:
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
-    terms = int(may_cut and current_target().isa == "amx" and has_bf16_products(problem))
+    has_tiles = current_target().isa == "amx" and has_bf16_products(problem)
+    terms = int(may_cut and has_tiles and problem.functions is None)
     return replace(_config(problem, inputs, 1, terms), rows=rows)
 
 
-def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
+def forward_config(
+    problem: AttentionProblem, inputs: Inputs, may_cut: bool = True, statistics: tuple[str, ...] = ()
+) -> Config:
     config = _tile_config(problem, inputs, BF16_FORWARD, _terms(problem, may_cut))
+    config = replace(config, statistics=statistics)
     keys = 128 if problem.seqlen_k <= 128 else 256
     if (
         not config.terms
@@ -63,12 +67,17 @@ def forward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = Tr
 
 def backward_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= BF16_TOO_SHORT
+    if problem.functions is not None and decode(problem.functions).wants_grad:
+        # Only the kernel that computes in vectors adds these gradients up.
+        return replace(_config(problem, inputs, VECTORS), functions=problem.functions)
     return _tile_config(problem, inputs, BF16_BACKWARD, 0 if is_short else _terms(problem, may_cut))
 
 
-def statistics_config(problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...]) -> Config:
-    config = _config(problem, inputs, VECTORS)
-    return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics)
+def statistics_config(
+    problem: AttentionProblem, inputs: Inputs, statistics: tuple[str, ...], top_k: int
+) -> Config:
+    config = _tile_config(problem, inputs, BF16_FORWARD, int(has_bf16_products(problem)))
+    return replace(config, head_dim_v=1, has_dropout=False, statistics=statistics, top_k=top_k)
 
 
 def _terms(problem: AttentionProblem, may_cut: bool) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.core.plan import Results, Retry
+from tilewise.core.plan import Results, Retry, Watched
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature, contiguous_strides
-from tilewise.cpu.host.arguments import CHANGING
+from tilewise.cpu.host.arguments import CHANGING, Block
 from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config
@@ -41,7 +41,7 @@ class OutputPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        self.wants_lse, self.wants_residual, order = signature.request
+        self.wants_lse, self.wants_residual, order, _ = signature.request
         query = self.given.query
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
@@ -60,7 +60,7 @@ class OutputPlan(CallPlan):
 
     def run(
         self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
-    ) -> Results | Retry:
+    ) -> Results | Watched | Retry:
         q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
         out = self.new_out()
         lse = self.new_lse() if self.wants_lse else None
@@ -70,8 +70,9 @@ class OutputPlan(CallPlan):
         if division is None:
             division = self.divide(longest(inputs.cu_seqlens_q))
             block.update(**division.words)
+        watched = self.watch(block, Results(out, lse, residual))
         if not division.items:
-            return Results(out, lse, residual)
+            return watched
         partial, ticket, spare_lse, size = division.areas
         scratch = pool.scratch.reserve(size)
         put_addresses(
@@ -86,7 +87,11 @@ class OutputPlan(CallPlan):
         del kept
         if size > KEPT_SCRATCH:
             pool.scratch.release()
-        return Results(out, lse, residual) if is_done else Retry(self.uncut)
+        return watched if is_done else Retry(self.uncut)
+
+    def watch(self, block: Block, results: Results) -> Results | Watched:
+        """Results, with tensors for the statistics that the kernel is to give."""
+        return results
 
     def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:
         """With the offsets of what lies behind the threads' own scratch, and the size of all."""
@@ -106,7 +111,8 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)
-        self.kernel = load("forward", forward_config(problem, self.given, may_cut))
+        self.statistics = signature.request.statistics
+        self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.statistics))
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q)
             self.template.update(**self.division.words)
@@ -120,9 +126,18 @@ class ForwardPlan(OutputPlan):
         words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
         return self.divided(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
 
+    def watch(self, block: Block, results: Results) -> Results | Watched:
+        if not self.statistics:
+            return results
+        found = {name: self.new_lse() for name in self.statistics}
+        block.update(**{name: t.data_ptr() for name, t in found.items()})
+        return Watched(results, found.get("row_max"), found.get("entropy"))
+
 
 class DecodePlan(OutputPlan):
-    """Few queries, split over keys."""
+    """Few queries, split over keys. Which blocks of keys functions hide, the kernel finds as it goes."""
+
+    has_tile_map = False
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)

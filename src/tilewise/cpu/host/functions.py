@@ -28,7 +28,7 @@ def bind_functions(
 
     Args:
         lengths: the most queries and keys of a sequence.
-        block_q: queries of a kernel's tile.
+        block_q: queries of a kernel's tile; 0 for a kernel without a tile map.
         counts_visits: for a backward, whose blocks of keys take turns.
     """
     assert problem.functions is not None
@@ -37,7 +37,7 @@ def bind_functions(
     held = _with_room(functions, given)
     block.update(**{name: 0 if t is None else t.data_ptr() for name, t in zip(CAPTURED, held)})
     kept: list[Any] = [held]
-    if functions.hiding:
+    if functions.hiding and block_q:
         extent = (problem.batch, problem.num_heads, *lengths)
         tiles = kernel_map(functions, given, extent, block_q, MAP_KEYS, CPU)
         block.update(

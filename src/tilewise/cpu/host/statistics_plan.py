@@ -20,20 +20,32 @@ from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 MOST_TILES = 16  # of queries, that share one converted block of keys
 ITEMS_PER_THREAD = 4  # at least, of heads and parts of heads
+IN_PLACE = ("row_max", "entropy", "expected_distance", "top_weights", "top_keys")  # each row has one writer
 
 
 class StatisticsPlan(CallPlan):
-    """Row maxima, entropies and column sums: `Measured` of a call whose forward gave lse."""
+    """All but single rows of weights: `Measured` of a call whose forward gave lse."""
 
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         super().__init__(problem, signature)
         self.aux = aux = signature.aux
-        wanted = {"row_max": aux.needs_row_max, "entropy": aux.entropy, "column_sum": bool(aux.column_sum)}
+        wanted = {
+            "row_max": aux.needs_row_max,
+            "entropy": aux.entropy,
+            "expected_distance": aux.expected_distance,
+            "column_sum": bool(aux.column_sum),
+            "block_sum": aux.block_sum > 0,
+            "top_k": aux.top_k > 0,
+        }
         names = tuple(name for name, is_wanted in wanted.items() if is_wanted)
-        self.kernel = load("statistics", statistics_config(problem, self.given, names))
+        self.kernel = load("statistics", statistics_config(problem, self.given, names, aux.top_k))
         last_rows = UNBOUNDED if aux.last_rows is None else min(aux.last_rows, UNBOUNDED)
         is_of_last_rows = aux.first_visited(UNBOUNDED) > 0
-        self.template.update(last_rows=last_rows, visited_rows=last_rows if is_of_last_rows else UNBOUNDED)
+        self.template.update(
+            last_rows=last_rows,
+            visited_rows=last_rows if is_of_last_rows else UNBOUNDED,
+            block_size=aux.block_sum,
+        )
 
     def run(self, inputs: Inputs, results: Results | None = None, *_: Tensor | None) -> Measured:
         assert results is not None and results.lse is not None
@@ -45,6 +57,7 @@ class StatisticsPlan(CallPlan):
             return found
         residual = torch.zeros_like(results.lse) if results.residual is None else results.residual
         columns = self.new_columns(inputs, division.words["splits"])
+        blocks = self.new_blocks(found.block_sum, division.words)
         block = pool.block
         block.fill(self.template)
         size = division.threads * division.thread_bytes
@@ -53,16 +66,21 @@ class StatisticsPlan(CallPlan):
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0,
             results.lse.data_ptr(), residual.data_ptr(), scratch, 0, 0,
         )  # fmt: skip
-        block.update(**division.words, row_max=_address(found.row_max), entropy=_address(found.entropy))
+        block.update(**division.words, **{name: _address(getattr(found, name)) for name in IN_PLACE})
         if columns is not None:
             strides = columns.stride() if columns.ndim == 4 else (columns.stride(0), 0, *columns.stride()[1:])
             block.update(column_sum=columns.data_ptr(), **axes("column", "pbh", strides))
+        if blocks is not None:
+            parts = {"block_parts": len(blocks), **axes("block", "pbhi", blocks.stride())}
+            block.update(block_sum=blocks.data_ptr(), **parts)
         kept = self.bind(block, inputs) if self.has_options else None
         self.launch(block, inputs, division.threads)
         del kept
         if size > KEPT_SCRATCH:
             pool.scratch.release()
-        return found if columns is None else found._replace(column_sum=self.columns_of(columns))
+        if columns is not None:
+            found = found._replace(column_sum=self.columns_of(columns))
+        return found if blocks is None else found._replace(block_sum=blocks.sum(0))
 
     def divide(self, seqlen_q: int) -> Division:
         """Items are heads, or parts of them: every so many chunks, as late queries may see more keys."""
@@ -96,6 +114,16 @@ class StatisticsPlan(CallPlan):
         if self.aux.column_sum == GROUP:
             total = total.unflatten(-2, (self.problem.num_kv_heads, self.problem.group_size)).sum(-2)
         return total
+
+    def new_blocks(self, found: Tensor | None, words: dict[str, int]) -> Tensor | None:
+        """Zeros for block sums, once for each of the chunks of queries that may touch the same block."""
+        if found is None:
+            return None
+        touching = 1
+        if words["splits"] > 1:  # else one thread has all chunks of a head
+            rows = words["tiles"] * self.kernel.facts["block_q"]
+            touching = min(words["chunks"], (self.aux.block_sum - 2) // rows + 2)
+        return found.new_zeros((max(1, touching), *found.shape))
 
 
 def _address(t: Tensor | None) -> int:

@@ -23,7 +23,7 @@ near the scores: s - shift is small and hardly rounded, and factor = exp(shift -
 
 Each tile of queries has a ticket counter, and the items add to its dq in the order of their keys: the sums
 are the same, bit for bit, on any number of threads. An item waits only for items with a smaller index,
-which other threads already hold or have finished, so the wait ends. Scratch: one dq in the compute type.
+which other threads already hold or have finished, so the wait ends. Sums in float32 stand in dq itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tilewise.cpu.dsl.control import claim, either, loop, wait_until, when
+from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import FORMATS, exp
@@ -52,6 +52,7 @@ from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import Dropout
 from tilewise.cpu.kernels.scores import Scores
+from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, scale_rows, sum_bytes
 from tilewise.cpu.kernels.tiles import (
     BLOCK_K,
     INF,
@@ -104,7 +105,7 @@ class BackwardKernel:
 
     def facts(self) -> dict[str, int]:
         shape = self.shape
-        return {"key_block": self.key_block, "tile_bytes": shape.pad * shape.block_q * shape.item}
+        return {"key_block": self.key_block, "sum_bytes": sum_bytes(shape, shape.block_q)}
 
     def key_bytes(self) -> int:
         """Of K, V, dK and dV, for each key of a block."""
@@ -156,16 +157,17 @@ class BackwardKernel:
 
     def attend(self, head: Head, t: Value, block: Value, j0: Value, n: Value) -> None:
         """One tile of queries against the item's keys."""
-        shape = self.shape
-        q0, block_k = t * shape.block_q, shape.block_k
-        k0, k1 = head.key_range(q0, minimum(q0 + shape.block_q, head.seqlen_q))
+        block_q, block_k, q0 = self.shape.block_q, self.shape.block_k, t * self.shape.block_q
+        k0, k1 = head.key_range(q0, minimum(q0 + block_q, head.seqlen_q))
         first, last = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, n)
         split = self.args.split_keys
         for place, is_last in self.tickets(head, q0, block, (k0 // split, (k1 - 1) // split)):
-            self.load_statistics(head, q0, self.load_queries(head, q0))
-            fill_zero(shape, self.dq_t, shape.pad)
+            fill_zero(self.shape, self.dq_t, self.shape.pad)
+            begin, end = self.scores.visible(head, q0, block_q, j0, first, last)
+            with when(begin < end):
+                self.load_statistics(head, q0, self.load_queries(head, q0))
             for j in loop(first, last, block_k):
-                begin, end = self.scores.visible(head, q0, j0 + j, 0, minimum(last - j, block_k))
+                begin, end = self.scores.visible(head, q0, block_q, j0 + j, 0, minimum(last - j, block_k))
                 with when(begin < end):
                     for kernel in fitting(self, head, q0):
                         kernel.step(head, q0, j0, j, end)
@@ -305,6 +307,9 @@ class BackwardKernel:
                     self.ds_t.at(r0, c)[r, 0].store(p * (dp_rv - delta[v]))
         if not self.config.is_partial:
             self.balance(head, q0, j0 + j, end)
+        functions = self.scores.functions
+        if functions is not None and functions.load_slopes:
+            functions.at(shape, head, q0, j0 + j).add_captured(self.ds_t, end)
         if self.scores.function_slope is not None:
             self.change_ds(self.scores.before_function, end)
         if self.config.dbias_kind:
@@ -370,59 +375,24 @@ class BackwardKernel:
                         add_to(shape, gradient.at(j + r0, column), part)
 
     def hand_over_dq(self, head: Head, t: Value, place: Value, is_last: Value) -> None:
-        """Add dq_t to the tile's sum when `place` blocks of keys have; the last one writes dq."""
-        shape, args, config = self.shape, self.args, self.config
+        """dq_t as rows, added to the tile's sum when `place` blocks of keys have."""
+        shape, args, q0 = self.shape, self.args, t * self.shape.block_q
+        transpose_rows(shape, self.dq, self.dq_t, shape.pad, shape.block_q)
         tile = (head.batch * args.num_heads + head.head) * args.tiles + t
-        size = shape.pad * shape.block_q
-        dq_sum = Rows(args.ptr("dq_sum", shape.kind)[tile * size], shape.block_q)
-        ticket = args.ptr("ticket", "i64")[tile]
-        with when(place > 0):
-            wait_until(ticket, place)
-            for d in loop(0, shape.pad):
-                for c in shape.columns():
-                    total = dq_sum[d, c].load(shape.lanes) + self.dq_t[d, c].load(shape.lanes)
-                    self.dq_t[d, c].store(total)
-        q0 = t * shape.block_q
-        with either(is_last) as (write, pass_on):
-            with write:
-                transpose_rows(
-                    shape, self.dq, self.dq_t, shape.pad, shape.block_q, args.vector("scale", shape)
-                )
-                n = minimum(head.seqlen_q - q0, shape.block_q)
-                store_rows(shape, head.query_rows("dq", q0), self.dq, n, config.head_dim)
-            with pass_on:
-                for d in loop(0, shape.pad):
-                    for c in shape.columns():
-                        dq_sum[d, c].store(self.dq_t[d, c].load(shape.lanes))
-                ticket.store_release(place + 1)
+        n = minimum(head.seqlen_q - q0, shape.block_q)
+        add_in_turn(self, head.query_rows("dq", q0), tile, n, place, is_last)
 
     def dk_scale(self) -> Value:
         """What ds q is still to be multiplied by."""
         return self.args.vector("scale", self.shape)
 
     def store_keys(self, head: Head, j0: Value, n: Value) -> None:
-        shape, config, scale = self.shape, self.config, self.dk_scale()
-        for j in loop(0, n):
-            for c in range(0, shape.pad, shape.lanes):
-                self.dk[j, c].store(self.dk[j, c].load(shape.lanes) * scale)
-            if self.dropout is not None:
-                for c in range(0, shape.pad_v, shape.lanes):
-                    self.dv[j, c].store(self.dv[j, c].load(shape.lanes) * self.dropout.inverse_keep)
+        shape, config = self.shape, self.config
+        scale_rows(shape, self.dk, n, self.dk_scale())
+        if self.dropout is not None:
+            scale_rows(shape, self.dv, n, self.dropout.inverse_keep)
         store_rows(shape, head.key_rows("dk", j0), self.dk, n, config.head_dim)
         store_rows(shape, head.key_rows("dv", j0), self.dv, n, config.head_dim_v)
-
-
-def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:
-    for r in loop(0, count):
-        for c in range(0, area.stride, shape.lanes):
-            area[r, c].store(shape.constant(0.0))
-
-
-def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
-    for r, row in enumerate(part):
-        for v, x in enumerate(row):
-            cell = target[r, v * shape.lanes]
-            cell.store(cell.load(shape.lanes) + x)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

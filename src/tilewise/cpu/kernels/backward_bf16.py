@@ -14,7 +14,6 @@ and float16 each factor is several matrices, the numbers' terms (`CutBackwardKer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from tilewise.cpu.dsl.bf16_products import (
@@ -29,16 +28,17 @@ from tilewise.cpu.dsl.bf16_products import (
     tile_registers,
     words,
 )
-from tilewise.cpu.dsl.control import either, loop, when
+from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2, exp_avx512, product
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.backward import BackwardKernel, fill_zero
+from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.dropout import TileDropout
-from tilewise.cpu.kernels.forward_bf16 import DEGREES, FAR, any_of, finish_scores, score_unit
+from tilewise.cpu.kernels.forward_bf16 import DEGREES, finish_scores, score_unit
 from tilewise.cpu.kernels.scores import Scores, TileScores
+from tilewise.cpu.kernels.sums import fill_zero
 from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 
 
@@ -65,8 +65,8 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.q_t, self.do_t = (matrices(width // 2, block_q) for width in (shape.pad, shape.pad_v))
         self.qs, self.dos = (matrices(block_q // 2, width) for width in (shape.pad, shape.pad_v))
         self.out, self.do_rows = (scratch.rows(shape.lanes, shape.pad_v) for _ in range(2))
-        self.area_rows = shape.block_k if self.config.dbias_kind else TILE  # dbias takes a whole block
-        self.s_t, self.dp_t = (scratch.rows(self.area_rows, TILE) for _ in range(2))
+        self.s_t, self.dp_t = (scratch.rows(TILE, TILE) for _ in range(2))
+        self.dbias_t = scratch.rows(shape.block_k if self.config.dbias_kind else 0, TILE)
         self.p, self.ds = (matrices(shape.block_k, block_q, "i16") for _ in range(2))
         self.ds_pairs = matrices(shape.block_k // 2, block_q)
         self.scores = Scores(part, scratch, with_slopes=True)
@@ -130,34 +130,21 @@ class BFloat16BackwardKernel(BackwardKernel):
         scores = self.scores.at(head, q0 + c, j0 + j)
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
         for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
-            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
-            self.product(s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), self.wide, False)
-            self.product(dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), self.wide, False)
-            self.round_weights(scores, dropout, r, c)
+            self.product(self.s_t, at(self.k, j + r, 0), at(self.q_t, 0, c), (0, shape.pad), self.wide, False)
+            self.product(
+                self.dp_t, at(self.v, j + r, 0), at(self.do_t, 0, c), (0, shape.pad_v), self.wide, False
+            )
+            self.round_tile(scores, dropout, r, c)
         if self.config.dbias_kind:
-            self.scores.add_gradient(head, self.dp_t, q0 + c, j0 + j, a, b)
+            self.scores.add_gradient(head, self.dbias_t, q0 + c, j0 + j, a, b)
 
-    def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
+    def round_tile(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
         """p = exp(s_t - lse) exp(-residual), ds = p (dp_t - delta) of 32 keys, in the products' forms."""
-        if self.scores.has_options:
-            self.round_tile(scores, dropout, first, c, self.weight)
-            return
-        lse = (self.lse.at(0, c)[0, x].load(self.part.lanes) for x in self.part.columns())
-        with either(any_of(absolute(x) > FAR for x in lse)) as (far, near):
-            with far:
-                self.round_tile(scores, dropout, first, c, self.weight)
-            with near:
-                self.round_tile(scores, dropout, first, c, self.near_weight)
-
-    def round_tile(
-        self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value,
-        weight: Callable[[Value, Value, Value], Value],
-    ) -> None:  # fmt: skip
         part, lanes, columns = self.part, self.part.lanes, self.part.columns()
         statistics = (self.lse, self.factor, self.delta)
         lse, factor, delta = ([area.at(0, c)[0, x].load(lanes) for x in columns] for area in statistics)
         for r in loop(first, first + TILE, part.rows):
-            s_t, dp_t = (area.at(r % self.area_rows, 0) for area in (self.s_t, self.dp_t))
+            s_t, dp_t = (area.at(r % TILE, 0) for area in (self.s_t, self.dp_t))
             finish_scores(part, scores, s_t, r, self.scale)
             kept = dropout and dropout.kept(r, part.rows)
             for i in range(0, part.rows, 2):
@@ -165,7 +152,7 @@ class BFloat16BackwardKernel(BackwardKernel):
                 for k in (i, i + 1):
                     s = [s_t[k, x].load(lanes) for x in columns]
                     dp = [dp_t[k, x].load(lanes) for x in columns]
-                    p = [weight(*x) for x in zip(s, lse, factor)]
+                    p = [self.weight(*x) for x in zip(s, lse, factor)]
                     if self.dropout and kept:
                         dp = [select(z, x * self.dropout.inverse_keep, 0.0) for z, x in zip(kept[k], dp)]
                     ds = [w * (x - y) for w, x, y in zip(p, dp, delta)]
@@ -184,22 +171,18 @@ class BFloat16BackwardKernel(BackwardKernel):
 
     def weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """factor * exp(s - lse), s without its scale if there are no options."""
-        s = s if self.scores.has_options else s * self.scale
-        return exp2((s - lse) * LOG2_E, DEGREES[self.config.kind]) * factor
+        scale = self.shape.constant(1.0) if self.scores.has_options else self.scale
+        return exp2(fma(s, scale, -lse) * LOG2_E, DEGREES[self.config.kind]) * factor
 
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
         return lse, exp(-residual, self.shape.exp_degree)
-
-    def near_weight(self, s: Value, lse: Value, factor: Value) -> Value:
-        """The same where lse is so small that bfloat16 needs nothing beside it."""
-        return exp2(fma(s, self.scale * LOG2_E, lse * -LOG2_E), DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds between the derivatives of score function and softcap, which ds gets here."""
         for v, x in enumerate(self.part.columns()):
             ds[v] = self.scores.before_function(ds[v], r + k, x)
             if self.config.dbias_kind:
-                self.dp_t.at(r, 0)[k, x].store(ds[v])
+                self.dbias_t.at(r, 0)[k, x].store(ds[v])
             ds[v] = self.scores.before_cap(ds[v], r + k, x)
 
     def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
@@ -240,9 +223,6 @@ class CutBackwardKernel(BFloat16BackwardKernel):
         self.sums = scratch.rows(TILE, TILE)
         self.unit = score_unit(self.config)
         self.q_factor, self.scale = self.scale * (1 / self.unit), self.shape.constant(1.0)
-
-    def round_weights(self, scores: TileScores, dropout: TileDropout | None, first: Value, c: Value) -> None:
-        self.round_tile(scores, dropout, first, c, self.weight)
 
     def weight(self, s: Value, lse: Value, factor: Value) -> Value:
         """factor * exp(s - lse), in units of log 2 factor * 2^(s - lse / log 2)."""

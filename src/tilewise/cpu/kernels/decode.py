@@ -5,9 +5,10 @@ all heads that share a key head (the rows) read each key once. A work item is on
 key head or for several whose keys lie side by side (`splits.py`):
 
     for each block of keys, and each head of the item:                          k, v where they lie
+        a mask function is looked at first: a block that it hides is not read
         for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
         for each row:
-            s     with softcap, ALiBi, visibility
+            s     with softcap, ALiBi, functions, visibility
             m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
             l     = c l + sum(p)
         for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
@@ -24,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.cpu.dsl.control import loop
-from tilewise.cpu.dsl.lanes import across, fold_sums, lanes_of, repeated
+from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.lanes import across, any_lane, fold_sums, lanes_of, repeated
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch, prefetch_row
 from tilewise.cpu.dsl.numerics import exp
 from tilewise.cpu.dsl.vector import (
@@ -44,6 +45,7 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
+from tilewise.cpu.kernels.functions import KernelFunctions, RowFunctions
 from tilewise.cpu.kernels.splits import Block, SplitKernel
 from tilewise.cpu.kernels.tiles import (
     BLOCK_K,
@@ -77,6 +79,11 @@ class DecodeKernel(SplitKernel):
         self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
         self.m_rows = self.rows  # all lanes of m are alike
         m = l = (self.rows, lanes)
+        self.functions = KernelFunctions(shape, scratch, lane="j") if self.config.functions else None
+        has_mask = self.functions is not None and self.functions.mask is not None
+        self.seen = (
+            scratch.rows(self.rows, self.block_k) if has_mask else None
+        )  # 1 where functions show a key
         return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
 
     def size_tiles(self) -> None:
@@ -101,10 +108,34 @@ class DecodeKernel(SplitKernel):
         for j0 in loop(begin, end, self.block_k):
             for h, head in self.each_head(batch, kv_head):
                 block = Block(j0, minimum(end - j0, self.block_k), end, h)
-                self.score(head, block)
-                for r in loop(0, head.seqlen_q * self.args.group):
-                    self.weigh_row(self.query_head(head, r), r, block)
-                self.add_values(head, block)
+                if self.seen is None:
+                    self.visit(head, block)
+                else:
+                    with when(self.look(head, block, self.seen)):
+                        self.visit(head, block)
+
+    def visit(self, head: Head, block: Block) -> None:
+        self.score(head, block)
+        for r in loop(0, head.seqlen_q * self.args.group):
+            self.weigh_row(self.query_head(head, r), r, block)
+        self.add_values(head, block)
+
+    def look(self, head: Head, block: Block, seen: Rows) -> Value:
+        """Which keys of a block the mask function shows to each row; whether it shows any to some row."""
+        assert self.functions is not None
+        lanes = self.shape.lanes
+        any_seen = Var(self.shape.constant(0.0))
+        for r in loop(0, head.seqlen_q * self.args.group):
+            own, i = self.query_head(head, r), r % head.seqlen_q
+            k0, k1 = (splat(int32(k), lanes) for k in own.key_range(i, i + 1))
+            function = RowFunctions(self.functions, self.shape, own, i)
+            for j in loop(0, self.whole(block.n), lanes):
+                key = splat(int32(block.j0 + j), lanes) + iota(lanes)
+                visible = function.visible(key, (key >= k0) & (key < k1))
+                ones = select(visible, self.shape.constant(1.0), 0.0)
+                seen[r, j].store(ones)
+                any_seen.set(maximum(any_seen, ones))
+        return any_lane(any_seen > 0.0)
 
     def load_queries(self, head: Head, rows: Value) -> None:
         """q scaled, in the order of the products of a vector."""
@@ -204,12 +235,19 @@ class DecodeKernel(SplitKernel):
         """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
         lanes, i = self.shape.lanes, r % head.seqlen_q
         k0, k1 = (splat(int32(k), lanes) for k in head.key_range(i, i + 1))
-        largest = Var(m)
+        largest, function = Var(m), None
+        if self.functions is not None and self.functions.score is not None:
+            function = RowFunctions(self.functions, self.shape, head, i)
         for j in loop(0, self.whole(block.n), lanes):
             key = splat(int32(block.j0 + j), lanes) + iota(lanes)
             distance = key - splat(int32(i + head.offset), lanes)
             s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
-            s = select((key >= k0) & (key < k1), s, -INF)
+            is_visible = (key >= k0) & (key < k1)
+            if self.seen is not None:
+                is_visible = is_visible & (self.seen[r, j].load(lanes) > 0.0)
+            if function is not None:
+                s = function.score(s, key, is_visible)
+            s = select(is_visible, s, -INF)
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
         return largest

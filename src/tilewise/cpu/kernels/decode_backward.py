@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from operator import add
 
-from tilewise.cpu.dsl.control import claim, either, loop, wait_until, when
+from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import across
 from tilewise.cpu.dsl.memory import Rows, prefetch_row
 from tilewise.cpu.dsl.numerics import exp, exp_of_difference
@@ -38,9 +38,9 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.backward import add_to, fill_zero
 from tilewise.cpu.kernels.decode import DecodeKernel
 from tilewise.cpu.kernels.splits import ITEM_HEADS, Block
+from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, sum_bytes
 from tilewise.cpu.kernels.tiles import (
     INF,
     Head,
@@ -63,10 +63,12 @@ class DecodeBackwardKernel(DecodeKernel):
     name = "decode_backward"
 
     def facts(self) -> dict[str, int]:
-        tile_bytes = self.rows * self.shape.pad * self.shape.item
         return {
-            "key_block": SPLIT_KEYS, "block_q": self.rows, "tile_bytes": tile_bytes, "item_heads": ITEM_HEADS,
-        }  # fmt: skip
+            "key_block": SPLIT_KEYS,
+            "block_q": self.rows,
+            "sum_bytes": sum_bytes(self.shape, self.rows),
+            "item_heads": ITEM_HEADS,
+        }
 
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape, rows = self.shape, self.rows
@@ -252,32 +254,10 @@ class DecodeBackwardKernel(DecodeKernel):
             store_rows(shape, head.key_rows(name, j0), area, n, dim)
 
     def hand_over_dq(self, head: Head, place: Value, is_last: Value) -> None:
-        """Add dq to the head's sum when `place` splits have; the last one writes dq."""
-        shape, args = self.shape, self.args
-        owner = head.batch * args.num_kv_heads + head.kv_head
-        dq_sum = Rows(args.ptr("dq_sum", shape.kind)[owner * (self.rows * shape.pad)], shape.pad)
-        ticket = args.ptr("ticket", "i64")[owner]
-        columns = range(0, shape.pad, shape.lanes)
-        with when(place > 0):
-            wait_until(ticket, place)
-            for r in loop(0, self.rows):
-                for c in columns:
-                    self.dq[r, c].store(dq_sum[r, c].load(shape.lanes) + self.dq[r, c].load(shape.lanes))
-        with either(is_last) as (write, pass_on):
-            with write:
-                self.store_dq(head, head.seqlen_q * args.group)
-            with pass_on:
-                for r in loop(0, self.rows):
-                    for c in columns:
-                        dq_sum[r, c].store(self.dq[r, c].load(shape.lanes))
-                ticket.store_release(place + 1)
-
-    def store_dq(self, head: Head, rows: Value) -> None:
-        shape, scale = self.shape, self.args.vector("scale", self.shape)
-        for r in loop(0, rows):
-            for c in range(0, shape.pad, shape.lanes):
-                self.dq[r, c].store(self.dq[r, c].load(shape.lanes) * scale)
-        store_rows(shape, self.query_rows(head, "dq"), self.dq, rows, self.config.head_dim)
+        """Add dq to the head's sums when `place` splits have."""
+        owner = head.batch * self.args.num_kv_heads + head.kv_head
+        rows = head.seqlen_q * self.args.group
+        add_in_turn(self, self.query_rows(head, "dq"), owner, rows, place, is_last)
 
 
 def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:

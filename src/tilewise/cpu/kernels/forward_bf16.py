@@ -1,6 +1,6 @@
 """The forward with products of bfloat16: `forward.py` with other factors, sums and weights.
 
-K, and Q and V turned around, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
+K, and Q and V transposed, stay bfloat16; P is rounded to it; sums and the softmax are float32. With
 float32 and float16 each of these is several matrices, the numbers' terms (`CutForwardKernel`):
 
     q_t   : pairs of q^T, not scaled                                             [head_dim / 2, block_q]
@@ -13,7 +13,7 @@ float32 and float16 each of these is several matrices, the numbers' terms (`CutF
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tilewise.cpu.dsl.bf16_products import (
     LANES,
@@ -26,15 +26,15 @@ from tilewise.cpu.dsl.bf16_products import (
     tile_registers,
     words,
 )
-from tilewise.cpu.dsl.control import either, loop, when
+from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2, exp_avx512, quotient
-from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, fma, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.dropout import GROUP, TileDropout
-from tilewise.cpu.kernels.forward import ForwardKernel, Tile
+from tilewise.cpu.kernels.forward import ForwardKernel, Sums, Tile, weighted
 from tilewise.cpu.kernels.scores import TileScores, has_options
 from tilewise.cpu.kernels.tiles import (
     INF,
@@ -48,7 +48,6 @@ from tilewise.cpu.kernels.tiles import (
 )
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
-FAR = 1 << 16  # a scaled maximum beyond which one multiply-add would blur exp(s - m): its terms are 2^-24 off
 
 
 class BFloat16ForwardKernel(ForwardKernel):
@@ -119,7 +118,7 @@ class BFloat16ForwardKernel(ForwardKernel):
             super().attend(head, tile, j0 + j)
 
     def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
-        """s_t = k q_t, with every option if there are some; the new running maximum."""
+        """s_t = k q_t, with every option if there are some; their maximum over keys."""
         shape = self.shape
         self.scores.load(head, tile.q0, j0, n)
         scores = self.scores.at(head, tile.q0, j0)
@@ -135,49 +134,38 @@ class BFloat16ForwardKernel(ForwardKernel):
                         highest[v].set(maximum(highest[v], self.s_t.at(r, 0)[i, c].load(shape.lanes)))
         if self.scores.has_options:
             scale = shape.constant(1.0)
-        return [maximum(tile.m[0, c].load(shape.lanes), x * scale) for c, x in zip(shape.columns(), highest)]
+        return [x * scale for x in highest]
 
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
-        """p_t = exp(s_t - m) and the block's sums over keys."""
+    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
+        """p_t = exp(s_t - m), in pairs of keys, and its sums over keys; then p_t = 0 where dropped."""
         shape = self.shape
-        l = [Var(shape.constant(0.0)) for _ in m]
-        if self.scores.has_options:
-            self.sum_weights(lambda s, v: (s - m[v]) * LOG2_E, l, dropout, first, n)
-            return l
-        scale = self.scale
-        factor, log2_m = scale * LOG2_E, [x * -LOG2_E for x in m]
-        with either(any_of(absolute(x) > FAR for x in m)) as (far, near):
-            with far:
-                self.sum_weights(lambda s, v: (s * scale - m[v]) * LOG2_E, l, dropout, first, n)
-            with near:
-                self.sum_weights(lambda s, v: fma(s, factor, log2_m[v]), l, dropout, first, n)
-        return l
-
-    def power(self, x: Operand) -> Value:
-        return exp2(x, DEGREES[self.shape.config.kind])
-
-    def sum_weights(
-        self,
-        exponent: Callable[[Value, int], Value],
-        l: list[Var],
-        dropout: TileDropout | None,
-        first: Value,
-        n: Value,
-    ) -> None:
-        """p_t = 2 ** exponent(s_t), in pairs of keys; l += p_t, and then p_t = 0 where dropped."""
-        shape = self.shape
+        scale = shape.constant(1.0) if self.scores.has_options else self.scale
+        l, e = self.new_sums()
         for j in loop(first, (n + (TILE - 1)) & -TILE, 4):
             kept = dropout and dropout.kept(j, GROUP)
             for i in (0, 2):
                 for v, c in enumerate(shape.columns()):
                     s = (self.s_t.at(j, 0)[i + r, c].load(shape.lanes) for r in range(2))
-                    low, high = (self.power(exponent(x, v)) for x in s)
+                    below = [fma(x, scale, -m[v]) for x in s]
+                    low, high = map(self.power, below)
                     l[v].set(l[v] + (low + high))
+                    if self.has_entropy:
+                        e[v].set(weighted(high, below[1], weighted(low, below[0], e[v])))
                     if kept:
                         low, high = (select(kept[i + r][v], p, 0.0) for r, p in enumerate((low, high)))
                     for p_t, (x, y) in zip(self.p_t, cut((low, high), len(self.p_t))):
                         pairs = paired(x, y, is_exact=p_t is not self.p_t[-1])
                         p_t.at(j // 2, 0)[i // 2, c].store(pairs)
+        return l, e
+
+    @property
+    def degree(self) -> int:
+        """Of the exponential's polynomial."""
+        return DEGREES["f32" if self.has_entropy else self.shape.config.kind]
+
+    def power(self, x: Operand) -> Value:
+        """exp(x)."""
+        return exp2(x * LOG2_E, self.degree)
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         shape = self.shape
@@ -210,13 +198,9 @@ class CutForwardKernel(BFloat16ForwardKernel):
         self.q_factor, self.scale = self.scale * (1 / self.unit), shape.constant(1.0)
 
     def power(self, x: Operand) -> Value:
+        """exp(x), of x in its unit."""
         exp = exp_avx512 if self.unit == 1.0 else exp2
-        return exp(x, DEGREES[self.shape.config.kind])
-
-    def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> list[Var]:
-        l = [Var(self.shape.constant(0.0)) for _ in m]
-        self.sum_weights(lambda s, v: s - m[v], l, dropout, first, n)
-        return l
+        return exp(x, self.degree)
 
     def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
         """Each block's sum starts from 0: float32 rounds less in two levels of sums."""
@@ -232,7 +216,7 @@ class CutForwardKernel(BFloat16ForwardKernel):
 
 
 class OneBlockForwardKernel(BFloat16ForwardKernel):
-    """All keys are in one block: P is turned around instead of V, and out comes as rows.
+    """All keys are in one block: P is transposed instead of V, and out comes as rows.
 
     v   : pairs of v                                                             [block_k / 2, head_dim_v]
     p   : rows of p                                                              [block_q, block_k]

@@ -7,13 +7,15 @@ from typing import Any
 
 from tilewise.core.functions.expression import decode
 from tilewise.cpu.dsl.control import either, loop, when
-from tilewise.cpu.dsl.lanes import fold_sums, transpose
-from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.lanes import any_lane, fold_sums, transpose
+from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.dsl.numerics import tanh
 from tilewise.cpu.dsl.vector import (
     Scalar,
     Value,
+    Var,
     absolute,
+    as_int,
     as_kind,
     fma,
     int32,
@@ -26,6 +28,8 @@ from tilewise.cpu.dsl.vector import (
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels.functions import KernelFunctions
 from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
+
+BYTES_AT_ONCE = 32  # of a mask
 
 
 def has_options(config: Config) -> bool:
@@ -46,6 +50,7 @@ class Scores:
         config = self.config
         self.functions = KernelFunctions(shape, scratch, with_slopes) if config.functions else None
         self.has_options = has_options(config)
+        self.skips_masked = config.has_mask and not config.key_block  # one block is soon done
         self.cap_slope = None
         if with_slopes and config.has_softcap:
             self.cap_slope = scratch.rows(shape.block_k, shape.block_q)
@@ -108,42 +113,68 @@ class Scores:
             with whole:
                 for i in loop(0, shape.block_q, lanes):
                     first = [source(minimum(i + r, n_q - 1)) for r in range(lanes)]
+                    for row in first:  # rows lie far apart: nothing else asks for their next keys
+                        prefetch_row(row[shape.block_k], shape.block_k)
                     for j in loop(0, shape.block_k, lanes):
                         square = transpose([as_kind(row[j].load(lanes), shape.kind) for row in first])
                         for r, column in enumerate(square):
                             area.at(j, i)[r, 0].store(column)
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] += ds, turned back; where queries share a row, their sum."""
-        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
+        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back; += where others share the row."""
+        shape, rows, lanes, args = self.shape, self.by_query, self.shape.lanes, head.args
         assert rows is not None
-        with either(head.args.dbias_i.equals(0)) as (one_row, own_rows):
+        with either(args.dbias_i.equals(0)) as (one_row, own_rows):
             with one_row:
                 for j in loop(0, shape.block_k, lanes):
                     keys = [[ds_t.at(j, c)[r, 0].load(lanes) for c in shape.columns()] for r in range(lanes)]
                     rows[0, j].store(fold_sums([sum(of_key[1:], of_key[0]) for of_key in keys]))
-                self._add_row(head.score_row("dbias", self.config.dbias_kind, q0, j0), rows, begin, end)
+                self._put_row(
+                    head.score_row("dbias", self.config.dbias_kind, q0, j0), rows, begin, end, add_at
+                )
             with own_rows:
                 transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
+                put = add_at if self.config.adds_dbias else store_at
                 for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
                     row = head.score_row("dbias", self.config.dbias_kind, q0 + i, j0)
-                    self._add_row(row, rows.at(i, 0), begin, end)
+                    self._put_row(row, rows.at(i, 0), begin, end, put)
 
-    def _add_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value) -> None:
+    def _put_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value, put: Callable[..., None]) -> None:
         shape = self.shape
         with either(end - begin < shape.block_k) as (part, whole):
             with part:
                 for j in loop(begin, end):
-                    add_at(row[j], terms[0, j], None)
+                    put(row[j], terms[0, j], None)
             with whole:
                 for c, width in column_chunks(0, shape.block_k, shape.lanes):
-                    add_at(row[c], terms[0, c], width)
+                    put(row[c], terms[0, c], width)
 
-    def visible(self, head: Head, q0: Scalar, j0: Value, first: Scalar, n: Value) -> tuple[Any, Value]:
-        """The keys j0 + [first, n), without those at both ends that functions hide from a tile of queries."""
-        if self.functions is None or not self.functions.has_map:
-            return first, n
-        return self.functions.visible(head, q0, j0, first, n)
+    @property
+    def may_hide_tiles(self) -> bool:
+        return self.skips_masked or (self.functions is not None and self.functions.has_map)
+
+    def visible(
+        self, head: Head, q0: Scalar, queries: int, j0: Value, first: Scalar, n: Value
+    ) -> tuple[Any, Value]:
+        """The keys j0 + [first, n), without those at both ends that functions hide from so many queries from
+        q0 on; none, which is n <= first, where the mask hides all of them."""
+        if self.functions is not None and self.functions.has_map:
+            first, n = self.functions.visible(head, q0, j0, first, n)
+        if self.skips_masked:
+            n = select(self._is_unmasked(head, q0, queries, j0, first, n), n, as_int(first))
+        return first, n
+
+    def _is_unmasked(self, head: Head, q0: Scalar, queries: int, j0: Value, first: Scalar, n: Value) -> Value:
+        """Whether the mask lets one of the queries see one of the keys j0 + [first, n)."""
+        found = Var(as_int(0))
+        for i in loop(0, minimum(queries, head.seqlen_q - q0)):
+            with when(found.equals(0)):
+                row = head.score_row("mask", "u8", q0 + i, j0)
+                if "mask" in self.config.row_scores:
+                    found.set(row.load())
+                else:
+                    found.set(any_byte(row[first], n - first))
+        return found > 0
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
@@ -244,6 +275,27 @@ class TileScores:
     def _option(self, name: str, j: Value, r: int, v: int) -> Value:
         shape = self.shape
         return self.scores.areas[name].at(j, v * shape.lanes)[r, 0].load(shape.lanes)
+
+
+def any_byte(row: Ptr, n: Value) -> Value:
+    """Not 0 where one of n bytes is not."""
+    found = Var(as_int(0))
+    with either(n < BYTES_AT_ONCE) as (few, many):
+        with few:
+            for j in loop(0, n):
+                found.set(found | row[j].load())
+        with many:
+            last = n - BYTES_AT_ONCE
+            total = Var(row[last].load_bytes(BYTES_AT_ONCE))
+            for j in loop(0, last, BYTES_AT_ONCE):
+                total.set(total | row[j].load_bytes(BYTES_AT_ONCE))
+            found.set(select(any_lane(total.equals(0) ^ 1), 1, found))
+    return Value(found.raw)
+
+
+def store_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
+    """cell = term."""
+    cell.store(as_kind(term.load(lanes), "f64" if cell.kind == "f64" else "f32"))
 
 
 def add_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:

@@ -10,7 +10,6 @@ from torch.nn.attention import flex_attention as theirs
 from tilewise.api import attention
 from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.functions.call import ScoreFunction
-from tilewise.faces.flex_attention.block_mask import mask_function
 
 
 def flex_attention(
@@ -76,13 +75,10 @@ def flex_attention(
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: they must be equal, or enable_gqa=True"
         )
-    mask_mod = None
-    if block_mask is not None:
-        mask_mod = mask_function(block_mask, query, key)
-        if key.shape[0] == value.shape[0] == 1:
-            key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    if block_mask is not None and key.shape[0] == value.shape[0] == 1:
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     found: Any = attention(
-        query, key, value, mask_mod=mask_mod, score_mod=score_mod, scale=scale, layout="bhsd",
+        query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale, layout="bhsd",
         return_lse=wants_lse,
     )  # fmt: skip
     if return_aux is None:

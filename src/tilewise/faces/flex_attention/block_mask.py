@@ -1,4 +1,4 @@
-"""`BlockMask` and `create_block_mask` with PyTorch's arguments; a block mask as a mask function."""
+"""`BlockMask` and `create_block_mask` with PyTorch's arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from tilewise.core.checks import shown
+from tilewise.core.functions.block_mask import block_kinds
 from tilewise.core.functions.call import MaskFunction
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, refined, tile_kinds
 from tilewise.core.functions.trace import trace
-
-INDEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 class BlockMask(theirs.BlockMask):
@@ -40,7 +39,7 @@ class BlockMask(theirs.BlockMask):
 
     def _repr_html_(self) -> str:
         """Up to four batch entries and heads as pictures: full blocks dark, partial ones light."""
-        kinds = _kinds(self).flatten(0, -3).cpu()
+        kinds = block_kinds(self).flatten(0, -3).cpu()
         pictures = "".join(_svg(k) for k in kinds[:4])
         rest = f"<p>and {len(kinds) - 4} more</p>" if len(kinds) > 4 else ""
         empty = (kinds == EMPTY).float().mean().item()
@@ -118,46 +117,6 @@ def create_block_mask(
     return mask
 
 
-def mask_function(mask: theirs.BlockMask, query: Tensor, key: Tensor) -> MaskFunction:
-    """What a block mask lets (batch, heads, seqlen, dim) queries see, as a mask function.
-
-    Raises:
-        TypeError, ValueError: it is no `BlockMask`, or does not fit.
-    """
-    if not isinstance(mask, theirs.BlockMask):
-        raise TypeError(
-            f"block_mask={shown(mask)} must be None or a BlockMask, as create_block_mask makes of a mask_mod"
-        )
-    sizes, lengths = (query.shape[0], query.shape[1]), (query.shape[2], key.shape[2])
-    if tuple(mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask is of lengths {tuple(mask.seq_lengths)}, must be of {lengths}")
-    if mask.kv_indices.device != query.device:
-        raise ValueError(f"block_mask is on {mask.kv_indices.device}, must be on {query.device} as query")
-    shared = ((1,) * 4 + tuple(mask.kv_num_blocks.shape))[-3:-1]
-    if any(n not in (1, size) for n, size in zip(shared, sizes)):
-        raise ValueError(
-            f"block_mask is of (batch, heads)={shared}, each must be 1 or that of query: {sizes}"
-        )
-    origin = getattr(mask, "_origin", None)
-    if origin is not None and mask.mask_mod is origin[0]:
-        covers = all(n == size or name not in origin[2] for n, size, name in zip(shared, sizes, "bh"))
-        if covers and all(getattr(mask, name) is t for name, t in zip(INDEX, origin[1])):
-            return origin[0]  # type: ignore[no-any-return]
-    return _by_blocks(mask, shared)
-
-
-def _by_blocks(mask: theirs.BlockMask, shared: tuple[int, ...]) -> MaskFunction:
-    kinds = _kinds(mask)
-    kinds = kinds.view((1,) * (4 - kinds.ndim) + kinds.shape)
-    mask_mod, (rows, columns), (is_one_b, is_one_h) = mask.mask_mod, mask.BLOCK_SIZE, (n == 1 for n in shared)
-
-    def in_blocks(b: Any, h: Any, i: Any, j: Any) -> Any:
-        kind = kinds[0 if is_one_b else b, 0 if is_one_h else h, i // rows, j // columns]
-        return (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, i, j))
-
-    return in_blocks
-
-
 def _ordered(dense: Tensor | None) -> tuple[Any, Any]:
     """Of each row of blocks, how many are set, and the numbers of these before those of the others."""
     if dense is None:
@@ -168,21 +127,6 @@ def _ordered(dense: Tensor | None) -> tuple[Any, Any]:
     numbers = torch.arange(dense.shape[-1], dtype=torch.int32, device=dense.device)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     return counts, order.scatter_(-1, place.long(), numbers.expand(dense.shape))
-
-
-def _kinds(mask: theirs.BlockMask) -> Tensor:
-    """EMPTY, PARTIAL or FULL of each block: uint8, shaped like kv_indices but for all blocks of keys."""
-    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
-    kinds = mask.kv_indices.new_zeros((*mask.kv_indices.shape[:-1], columns + 1), dtype=torch.uint8)
-    pairs = (
-        (mask.kv_num_blocks, mask.kv_indices, PARTIAL),
-        (mask.full_kv_num_blocks, mask.full_kv_indices, FULL),
-    )
-    for counts, indices, kind in pairs:
-        if counts is not None and indices is not None:
-            is_set = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-            kinds.scatter_(-1, torch.where(is_set, indices, columns).long(), kind)
-    return kinds[..., :columns].contiguous()
 
 
 def _svg(kinds: Tensor, cells: int = 64) -> str:

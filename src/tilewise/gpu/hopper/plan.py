@@ -36,7 +36,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
-    _, residual, order = signature.request
+    residual, order = signature.request.residual, signature.request.order
     kernels = forward_kernels(problem)
     first = functools.partial(_forward, order=order, residual=residual)
     again = functools.partial(kernels.again, problem, order, residual)
@@ -44,7 +44,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
 
 
 def saves(problem: AttentionProblem) -> Saves:
-    return Saves(residual=not problem.is_8_bit)
+    return Saves(residual=True)
 
 
 # ---- what is served

@@ -27,7 +27,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
-    _, residual, order = signature.request
+    residual, order = signature.request.residual, signature.request.order
     first = functools.partial(_forward, order=order, residual=residual)
     again = functools.partial(_again_forward, problem, order, residual)
     return GpuPlan(problem, signature, first, again, _given_to_forward)

@@ -15,7 +15,8 @@ from tilewise.core.mask import Visibility
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.inputs.data import DATA
 from tilewise.lab.bench.inputs.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
-from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, OPTIONS
+from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, LEARNED, OPTIONS
+from tilewise.lab.bench.inputs.statistics import STATISTICS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SHORT_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwdbwd"}
@@ -49,6 +50,7 @@ class Case:
     data: str = "randn"  # of `bench.inputs.data`, for dense calls
     mask: str = ""  # of `bench.inputs.masks`, for dense calls
     option: str = ""  # of `bench.inputs.options`, for dense calls
+    statistics: str = ""  # of `bench.inputs.statistics`, for dense calls
     has_functions: bool = False  # tilewise is given mask, window and option as functions
 
     @property
@@ -69,7 +71,8 @@ class Case:
             return f"decode-{shape}-{batch}-q{self.seqlen_q}-k{self.seqlen_k}{page}"
         if self.kind == "memory":
             return f"memory-{direction}-{shape}-{batch}-s{self.seqlen_q}"
-        extra = "".join(f"-{word}" for word in (self.data, self.option) if word not in ("", "randn"))
+        words = (self.data, self.option, self.statistics)
+        extra = "".join(f"-{word}" for word in words if word not in ("", "randn"))
         return f"{direction}-{shape}-{batch}-s{self.seqlen_q}-{self.mask_label}{extra}"
 
     @property
@@ -289,7 +292,8 @@ def _functions(quick: bool, device: str) -> Iterator[Case]:
             yield causal
             yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
             yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
-            yield from (dataclasses.replace(causal, option=option) for option in FUNCTION_OPTIONS)
+            learned = (LEARNED,) if direction == "backward" else ()
+            yield from (dataclasses.replace(causal, option=o) for o in (*FUNCTION_OPTIONS, *learned))
 
 
 def _decode(quick: bool, device: str) -> Iterator[Case]:
@@ -341,6 +345,16 @@ def _cpu(quick: bool, device: str) -> Iterator[Case]:
     yield packed("backward", "float32", 64, 2, lengths, True)
 
 
+def _statistics(quick: bool, device: str) -> Iterator[Case]:
+    """Causal forwards that also give statistics of their weights."""
+    heads = 1 if device == "cpu" else 16
+    for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
+        for n in (1024,) if quick else (4096, 16384):
+            for name in STATISTICS:
+                case = dense("forward", dtype, 128, heads, 1, n, causal=True)
+                yield dataclasses.replace(case, statistics=name)
+
+
 def _memory(quick: bool, device: str) -> Iterator[Case]:
     dtype, heads, head_dim = ("float32", 4, 64) if device == "cpu" else ("bfloat16", 16, 128)
     lengths = [1024 << i for i in range(3 if quick else 5 if device == "cpu" else 7)]
@@ -381,6 +395,9 @@ SUITES = {
         _options, "cuda", ("tilewise", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-2")
     ),
     "functions": Suite(_functions, None, ("tilewise", "tilewise-option", "flex", "standard")),
+    "statistics": Suite(
+        _statistics, None, ("tilewise", "tilewise-plain", "standard"), {"standard": r"-s(1024|4096)-"}
+    ),
     "decode": Suite(_decode, "cuda"),
     "distributed": Suite(_distributed, None),
     "memory": Suite(

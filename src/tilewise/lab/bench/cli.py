@@ -43,6 +43,10 @@ SetupLimitOption = Annotated[
 GraphOption = Annotated[
     bool, typer.Option("--graph", help="Time decoding in CUDA graphs, where no host is in the way.")
 ]
+ThreadTimeOption = Annotated[
+    bool,
+    typer.Option("--thread-time", help="On a CPU that others use too: time what one thread computes."),
+]
 FilesArgument = Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")]
 
 
@@ -59,6 +63,7 @@ def bench(
     budget: BudgetOption = None,
     setup_limit: SetupLimitOption = 60.0,
     graph: GraphOption = False,
+    thread_time: ThreadTimeOption = False,
 ) -> None:
     """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
     if context.invoked_subcommand is not None:
@@ -67,7 +72,7 @@ def bench(
     if all(source is not None and source.name == "DEFAULT" for source in sources):
         typer.echo(context.get_help())
         raise typer.Exit(0)
-    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph)
+    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph, thread_time)
 
 
 @app.command()
@@ -82,6 +87,7 @@ def run(
     budget: BudgetOption = None,
     setup_limit: SetupLimitOption = 60.0,
     graph: GraphOption = False,
+    thread_time: ThreadTimeOption = False,
 ) -> None:
     """Check every peer against float64, then time them in turn. Exit status 1 if tilewise is wrong."""
     from tilewise.lab.bench.report import tables
@@ -97,7 +103,8 @@ def run(
         if rounds < MIN_ROUNDS:
             raise BenchError(f"--rounds {rounds} must be at least {MIN_ROUNDS}")
         names = tuple(name.strip() for name in peers.split(",")) if peers else ()
-        settings = Settings(suite, filter, names, quick, rounds, seed, json, budget, setup_limit, graph)
+        limits = budget, setup_limit
+        settings = Settings(suite, filter, names, quick, rounds, seed, json, *limits, graph, thread_time)
         if suite == "distributed":
             found, speaks = _run_distributed(settings)
         else:

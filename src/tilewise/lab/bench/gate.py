@@ -9,14 +9,17 @@ the gate does not share an error with the tile arithmetic.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.inputs.options import DROPOUT_P, SOFTCAP
+from tilewise.lab.bench.inputs.options import DROPOUT_P, RELATIVE, SOFTCAP
+from tilewise.lab.bench.inputs.statistics import STATISTICS, formula
 from tilewise.lab.bench.peer import Data
 
 # ||out - reference|| / ||reference|| of a slice; standard attention computed in the dtype itself has
@@ -49,10 +52,11 @@ class _Sequence(NamedTuple):
     results: dict[str, Tensor]
 
 
-def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
+def check(case: Case, data: Data, results: dict[str, Tensor], out_limit: float | None = None) -> Verdict:
     """Compare `results` ("out", and for a backward case "dq", "dk", "dv") with the reference.
 
-    Every result is canonical: (batch, seqlen, heads, dim), or packed (total, heads, dim).
+    Every result is canonical: (batch, seqlen, heads, dim), or packed (total, heads, dim). `out_limit` is a
+    peer's own, None the dtype's.
     """
     names = ["out"] if case.direction == "forward" else ["out", "dq", "dk", "dv"]
     shapes = {"out": (*data.query.shape[:-1], case.head_dim_v), "dq": data.query.shape,
@@ -69,13 +73,56 @@ def check(case: Case, data: Data, results: dict[str, Tensor]) -> Verdict:
         if case.option == "dropout":
             return _judge_dropout(case, sequence)
         for name, found, exact in _compare(case, sequence, source):
-            limit = LIMITS[case.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
+            limit = out_limit or LIMITS[case.dtype]
+            limit *= 1 if name == "out" else GRADIENT_FACTOR
             verdict = _judge(name, found, exact, limit, len(sequence.key))
             if verdict.fault is not None:
                 return verdict
             if verdict.error / verdict.limit > worst.error / worst.limit:
                 worst = verdict
+    if not worst.fault and any(name in STATISTICS for name in results):
+        return _worse(worst, _check_statistics(case, data, results, source.randrange(case.num_heads)))
     return worst
+
+
+def _worse(a: Verdict, b: Verdict) -> Verdict:
+    return b if b.fault is not None or b.error / b.limit > a.error / a.limit else a
+
+
+def _check_statistics(case: Case, data: Data, results: dict[str, Tensor], head: int) -> Verdict:
+    """Of one head of a batch of one: each statistic from float64 weights, made in blocks of rows."""
+    query = data.query[0, :, head].double()
+    key = data.key[0, :, head // (case.num_heads // case.num_kv_heads)].double()
+    parts = []
+    for start in range(0, len(query), CHUNK):
+        seen = key[: start + CHUNK] if case.causal else key
+        s = (query[start : start + CHUNK] @ seen.mT * case.head_dim**-0.5)[None, None]
+        if case.causal:
+            hidden = torch.ones(s.shape[2:], dtype=torch.bool, device=s.device).triu(start + 1)
+            s.masked_fill_(hidden, -torch.inf)
+        parts.append(formula(case.statistics, s, torch.softmax(s, -1)))
+    worst = Verdict(0.0, 1.0, None)
+    for name in parts[0]:
+        of_rows = [part[name] for part in parts]
+        if name in ("column_sum", "block_sum"):  # of the keys that each block of rows sees
+            width = of_rows[-1].shape[-1]
+            of_rows = [F.pad(t, (0, width - t.shape[-1])) for t in of_rows]
+        exact = _JOINED.get(name, lambda t: torch.cat(t, 2))(of_rows)
+        found = results[name].double()
+        found = found[head : head + 1] if name == "max_logit" else found[0, head][None, None]
+        error, limit = float((found - exact).norm() / exact.norm()), LIMITS[case.dtype]
+        fault = None if error <= limit else f"{name} is off by {error:.1e} of its norm, limit {limit:.1e}"
+        worst = _worse(worst, Verdict(error, limit, fault))
+        if fault is not None:
+            break
+    return worst
+
+
+# What blocks of rows make of the whole; else they follow each other.
+_JOINED: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "max_logit": lambda t: torch.stack(t).amax(0),
+    "column_sum": lambda t: torch.stack(t).sum(0),
+}
 
 
 def _sequences_to_check(case: Case, source: random.Random) -> list[int]:
@@ -102,8 +149,12 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         cut(data.value, heads_k),
         None if data.dout is None else cut(data.dout, heads_q),
         _rows_of_mask(case, data, index),
-        data.option.bias[0, heads_q] if case.option in ("alibi", "bias", "relative") else None,
-        {name: cut(t, heads_k if name in ("dk", "dv") else heads_q) for name, t in results.items()},
+        data.option.bias[0, heads_q].detach() if case.option in ("alibi", "bias", *RELATIVE) else None,
+        {
+            name: cut(t, heads_k if name in ("dk", "dv") else heads_q)
+            for name, t in results.items()
+            if name not in STATISTICS
+        },
     )
 
 

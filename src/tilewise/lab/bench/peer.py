@@ -39,6 +39,7 @@ class Peer(ABC):
     """One implementation of attention."""
 
     name: str
+    limit: float | None = None  # how far out may be off, of its norm; None: as the dtype says
 
     def unavailable(self, device: str) -> str | None:
         """Why this peer cannot run at all here, or None."""
@@ -64,8 +65,12 @@ def prepare_call(
     attend: Callable[..., Tensor],
     canonical: Callable[[Tensor], Tensor],
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    others: Sequence[Tensor] = (),
 ) -> Prepared:
-    """Time `attend(query, key, value)`, or its gradients alone with the forward done beforehand."""
+    """Time `attend(query, key, value)`, or its gradients alone with the forward done beforehand.
+
+    `others`: tensors that `attend` reads and whose gradients are timed too.
+    """
     if case.direction == "forward":
 
         def call() -> Tensor:
@@ -86,9 +91,28 @@ def prepare_call(
         out = attend(*leaves)
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(out, (*leaves, *others), dout, retain_graph=True)
 
-    return Prepared(backward, lambda: _named(out, backward(), canonical), context)
+    return Prepared(backward, lambda: _named(out, backward()[:3], canonical), context)
+
+
+def prepare_statistics(
+    case: Case,
+    inputs: Sequence[Tensor],
+    attend: Callable[..., tuple[Tensor, Any]],
+    canonical: Callable[[Tensor], Tensor],
+    named: Callable[[Any], dict[str, Tensor]],
+) -> Prepared:
+    """Time a forward that gives its output and statistics; `named` says which tensors the latter are."""
+
+    def call() -> tuple[Tensor, Any]:
+        return attend(*inputs)
+
+    def results() -> dict[str, Tensor]:
+        out, found = call()
+        return {"out": canonical(out), **named(found)}
+
+    return Prepared(call, results)
 
 
 def _named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,20 @@ from torch.nn.attention import SDPBackend
 import tilewise
 from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
-from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
+from tilewise.lab.bench.inputs import statistics
+from tilewise.lab.bench.inputs.options import RELATIVE
+from tilewise.lab.bench.peer import (
+    Data,
+    Peer,
+    Prepared,
+    as_is,
+    dense_tensors,
+    from_bhsd,
+    prepare_call,
+    prepare_statistics,
+)
 from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard, mask_mod_of
 
 
@@ -45,6 +58,10 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
     known, found = all_peers(), {}
     if "tilewise-option" in names:
         known["tilewise-option"] = TilewiseOption()
+    if not set(names).isdisjoint(eight_bit_peers()):
+        known |= eight_bit_peers()
+    if "tilewise-plain" in names:
+        known["tilewise-plain"] = TilewisePlain()
     for name in names:
         backend = name.removeprefix("tilewise:")
         if name == "all":
@@ -97,7 +114,15 @@ class Tilewise(Peer):
             return _out(tilewise.attention(q, k, v, layout=layout, **options))
 
         canonical = as_is if layout == "bshd" else from_bhsd
-        prepared = prepare_call(case, tensors, dout, attend, canonical)
+        if case.statistics:
+            options["return_aux"] = statistics.STATISTICS[case.statistics]
+            named = functools.partial(statistics.tensors, case.statistics)
+
+            def attend_watched(q: Tensor, k: Tensor, v: Tensor) -> Any:
+                return tilewise.attention(q, k, v, layout=layout, **options)
+
+            return prepare_statistics(case, tensors, attend_watched, canonical, named)
+        prepared = prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
         if case.kind == "memory":
             return prepared
         explanation = tilewise.explain(*tensors, layout=layout, **options)
@@ -144,9 +169,22 @@ class TilewiseOption(Tilewise):
         self.name = "tilewise-option"
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if case.mask or case.option == "relative" or not case.has_functions:
+        if case.mask or case.option in RELATIVE or not case.has_functions:
             raise Refusal("is for functions that an option says too")
         return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
+
+
+class TilewisePlain(Tilewise):
+    """This library's forward alone: what statistics cost is in proportion to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "tilewise-plain"
+
+    def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
+        if not case.statistics:
+            raise Refusal("is for cases with statistics")
+        return super().prepare(dataclasses.replace(case, statistics=""), data, layout)
 
 
 def _out(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -111,7 +111,7 @@ def provenance(found: Results) -> str:
     with_what += [f"{name} {versions[name]}" for name in ("triton", "cudnn", "tilewise") if name in versions]
     parts = [_where(found), ", ".join(with_what)]
     if found["device"]["type"] == "cpu":
-        parts.append(f"{found['threads']} threads")
+        parts.append("one thread's CPU time" if found.get("thread_time") else f"{found['threads']} threads")
     elif found["device"].get("driver"):
         parts.append(f"driver {found['device']['driver']}")
     if found.get("commit"):

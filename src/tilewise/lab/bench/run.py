@@ -22,7 +22,7 @@ from tilewise.lab.bench.cases import Case, find_suite
 from tilewise.lab.bench.errors import BenchError, Refusal, setup_limit
 from tilewise.lab.bench.peer import Data, Peer, Prepared
 from tilewise.lab.bench.peers import find_peers
-from tilewise.lab.bench.timing import GraphStopwatch, Stopwatch, captured, stopwatch
+from tilewise.lab.bench.timing import GraphStopwatch, Stopwatch, ThreadStopwatch, captured, stopwatch
 
 MIN_ROUNDS = 5
 
@@ -32,7 +32,8 @@ class Settings:
     """What to run.
 
     `budget` is seconds: no case is started after it. `setup_limit` is seconds too: a peer that takes longer
-    to compile and warm up is skipped for that case. None is no limit. `graph` times calls in CUDA graphs.
+    to compile and warm up is skipped for that case. None is no limit. `graph` times calls in CUDA graphs,
+    `thread_time` on a CPU what one thread computes.
     """
 
     suite: str
@@ -45,6 +46,7 @@ class Settings:
     budget: float | None = None
     setup_limit: float | None = None
     graph: bool = False
+    thread_time: bool = False
 
 
 @dataclasses.dataclass
@@ -81,6 +83,8 @@ def find_cases(settings: Settings) -> tuple[str, list[Case]]:
         raise BenchError(f"--graph is for decoding, not for suite {settings.suite!r}")
     if settings.graph and device != "cuda":
         raise BenchError("--graph needs a CUDA GPU")
+    if settings.thread_time and (device != "cpu" or settings.suite in ("memory", "distributed")):
+        raise BenchError("--thread-time is for suites that time one CPU")
     if settings.rounds < 1:
         raise BenchError(f"--rounds {settings.rounds} must be at least 1")
     if settings.json is not None:
@@ -121,6 +125,7 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
 def _run(plan: Plan, report: Report | None) -> results.Results:
     settings, started = plan.settings, time.monotonic()
     clock = GraphStopwatch() if settings.graph else stopwatch(plan.device)
+    clock = ThreadStopwatch() if settings.thread_time else clock
     ceilings = [] if settings.suite == "memory" else clock.ceilings()
     for ceiling in ceilings:
         clock.warm_up(ceiling.call)
@@ -131,6 +136,7 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
         "suite": settings.suite,
         "quick": settings.quick,
         "graph": settings.graph,
+        "thread_time": settings.thread_time,
         "rounds": settings.rounds,
         "seed": seed,
         "complete": False,
@@ -186,7 +192,7 @@ def run_case(
                 work = partial(_prepare, case, peer, copies, clock, settings, ready)
                 entries[peer.name] = attempt(work)
             else:
-                reason = f"takes seconds a case to compile: some cases only; --peers {peer.name} for all"
+                reason = f"takes long here: some cases only; --peers {peer.name} for all"
                 entries[peer.name] = {"status": "refused", "reason": reason}
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
@@ -229,7 +235,7 @@ def _prepare(
     data = copies[0]
     with setup_limit(settings.setup_limit):
         layout, prepared, found, seconds = _best_layout(case, peer, data, clock)
-    verdict = gate.check(case, data, found)
+    verdict = gate.check(case, data, found, peer.limit)
     entry: results.Entry = {"layout": layout, "error": verdict.error, "limit": verdict.limit}
     if prepared.detail is not None:
         entry["detail"] = prepared.detail

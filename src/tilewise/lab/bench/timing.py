@@ -64,11 +64,14 @@ class CpuStopwatch(Stopwatch):
     def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
         times = []
         for _ in range(count):
-            start = time.perf_counter_ns()
+            start = self.now()
             for _ in range(inner):
                 call()
-            times.append((time.perf_counter_ns() - start) / inner * 1e-9)
+            times.append((self.now() - start) / inner * 1e-9)
         return times
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
 
     def plan(self, seconds: float, quick: bool) -> tuple[int, int]:
         inner = max(1, math.ceil(2e-4 / seconds))
@@ -85,6 +88,23 @@ class CpuStopwatch(Stopwatch):
             Ceiling("matmul-bfloat16", "bfloat16 matmul 1536³", "flops", flops, lambda: a_half @ b_half),
             Ceiling("read", "sum of 256 MiB of float32", "bytes", block.nbytes, lambda: block.sum()),
         ]
+
+
+class ThreadStopwatch(CpuStopwatch):
+    """Counts what one thread computes: on a machine that others use too, only ratios of it mean something."""
+
+    method = "time.thread_time_ns of one thread: what others do on the machine counts little"
+
+    def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return super().sample(call, count, inner)
+        finally:
+            torch.set_num_threads(before)
+
+    def now(self) -> int:
+        return time.thread_time_ns()
 
 
 class CudaStopwatch(Stopwatch):

@@ -17,8 +17,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
+from tilewise.lab.bench.inputs import statistics
 from tilewise.lab.bench.inputs.masks import MASKS
-from tilewise.lab.bench.peer import Data, Peer, Prepared, as_is, dense_tensors, from_bhsd, prepare_call
+from tilewise.lab.bench.inputs.options import LEARNED
+from tilewise.lab.bench.peer import (
+    Data,
+    Peer,
+    Prepared,
+    as_is,
+    dense_tensors,
+    from_bhsd,
+    prepare_call,
+    prepare_statistics,
+)
 
 
 class Standard(Peer):
@@ -29,17 +40,26 @@ class Standard(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.page_size is not None:
             raise Refusal("has no page tables")
-        if case.option:
-            raise Refusal("is shown without options")
+        if case.option not in ("", LEARNED):
+            raise Refusal("is shown without options, but for a learned bias")
         _refuse_too_large(case, data, 3 if case.direction == "forward" else 4)
         tensors, dout = dense_tensors(data, layout)
         group, scale = case.num_heads // case.num_kv_heads, case.head_dim**-0.5
         hidden = None if case.kind == "varlen" or data.mask is None else ~data.mask
+        learned, distances = data.option.leaves, data.option.distances if case.option == LEARNED else None
+
+        def watch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            s = (q @ k.repeat_interleave(group, 1).mT).float() * scale
+            s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+            p = torch.softmax(s, -1)
+            return p.to(q.dtype) @ v.repeat_interleave(group, 1), statistics.formula(case.statistics, s, p)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             s = (q * scale) @ k.mT
+            for table in learned:
+                s = s + table[:, distances]
             unseen = hidden
             if case.kind == "varlen" and case.causal:
                 unseen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
@@ -47,9 +67,11 @@ class Standard(Peer):
                 s = s.masked_fill(unseen, -math.inf)
             return torch.softmax(s, -1) @ v
 
+        if case.statistics:
+            return prepare_statistics(case, tensors, watch, from_bhsd, dict)
         if case.kind == "varlen":
             return prepare_call(case, tensors, dout, _by_document(case.lengths, attend), as_is)
-        return prepare_call(case, tensors, dout, attend, from_bhsd)
+        return prepare_call(case, tensors, dout, attend, from_bhsd, others=learned)
 
 
 class Sdpa(Peer):
@@ -186,7 +208,7 @@ class Flex(Peer):
             return compiled(q, k, v, score_mod, block_mask, enable_gqa=gqa)
 
         canonical = (lambda t: t[0].transpose(0, 1)) if case.kind == "varlen" else from_bhsd
-        return prepare_call(case, tensors, dout, attend, canonical)
+        return prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
 
 
 def mask_mod_of(case: Case, data: Data) -> Callable[..., Tensor] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 TIMING_SLACK = 0.95  # a measurement that comes so near is counted as reached
@@ -11,9 +12,14 @@ TIMING_SLACK = 0.95  # a measurement that comes so near is counted as reached
 
 @dataclass(frozen=True)
 class Setting:
-    """Where claims are measured: "cpu" with smaller sizes, or "cuda" with the papers' own."""
+    """Where claims are measured: "cpu" with smaller sizes, or "cuda" with the papers' own.
+
+    checkpoints: the folder where trainings keep theirs. say: what shows their progress.
+    """
 
     device: str
+    checkpoints: Path = Path()
+    say: Callable[[str], None] = lambda line: None
 
     @property
     def is_gpu(self) -> bool:
@@ -32,7 +38,7 @@ class Measured(NamedTuple):
 class Claim:
     """`kind`: "at least" (a speedup or saving), "at most" (a growth) or "equal" (a figure to be computed).
 
-    `needs_gpu`: the claim is about a GPU's kernels.
+    `needs_gpu`: the claim is about a GPU's kernels. `is_training`: it takes longer than all others together.
     """
 
     name: str
@@ -43,6 +49,7 @@ class Claim:
     kind: str
     measure: Callable[[Setting], Measured]
     needs_gpu: bool = False
+    is_training: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether a measured value confirms the claim.
@@ -74,11 +81,12 @@ def claim(
     unit: str,
     kind: str = "at least",
     needs_gpu: bool = False,
+    is_training: bool = False,
 ) -> Callable[[Measure], Measure]:
     """Put a function that measures a claim on the list."""
 
     def register(measure: Measure) -> Measure:
-        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu)
+        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu, is_training)
         return measure
 
     return register

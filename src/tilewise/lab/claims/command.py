@@ -19,6 +19,15 @@ def claims(
         Path | None,
         typer.Option("--json", help="Keep results in this file; what it has is not measured again."),
     ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            "--train", help="Measure this one, a training of hours, instead; it can be stopped and goes on."
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        Path, typer.Option("--checkpoints", help="The folder where a training keeps its checkpoint.")
+    ] = Path(),
     names: Annotated[bool, typer.Option("--list", help="Print the claims and measure nothing.")] = False,
 ) -> None:
     """Measure what is claimed of FlashAttention on this machine.
@@ -38,11 +47,12 @@ def claims(
         typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
 
     with one_line_errors():
-        setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"), checkpoints, typer.echo)
         if setting.device not in ("cpu", "cuda") or (setting.is_gpu and not torch.cuda.is_available()):
             raise BenchError(f"--device {device!r} must be cpu, or cuda where PyTorch sees a GPU")
         if names:
             for claim in CLAIMS.values():
                 typer.echo(f"{claim.name:18} {claim.says} ({claim.source})")
             return
-        run.run(run.chosen(filter, setting), setting, json, show)
+        chosen = run.chosen(filter, setting) if train is None else [run.training(train)]
+        run.run(chosen, setting, json, show)

@@ -44,7 +44,7 @@ def _seconds(step: Callable[[], Any], setting: Setting) -> float:
     return time.perf_counter() - start
 
 
-def _faster(make: Callable[[str], Callable[[], float]], setting: Setting) -> tuple[float, str]:
+def faster(make: Callable[[str], Callable[[], float]], setting: Setting) -> tuple[float, str]:
     """How many times faster a training step is than in eager attention; what SDPA and the losses were.
 
     `make(implementation)` builds the model from one seed and returns its step, which returns the loss.
@@ -60,7 +60,7 @@ def _faster(make: Callable[[str], Callable[[], float]], setting: Setting) -> tup
 def _training(
     build: Callable[[Any, str], Any], inputs: dict[str, Any], setting: Setting
 ) -> tuple[float, str]:
-    """`_faster` of AdamW steps of a model, in bfloat16 autocast on a GPU."""
+    """`faster` of AdamW steps of a model, in bfloat16 autocast on a GPU."""
     transformers = _transformers()
 
     def make(implementation: str) -> Callable[[], float]:
@@ -78,7 +78,7 @@ def _training(
 
         return step
 
-    return _faster(make, setting)
+    return faster(make, setting)
 
 
 def _gpt2(setting: Setting, seqlen: int, large: int, small: int) -> Callable[[Any, str], Any]:
@@ -134,26 +134,6 @@ def bert_step(setting: Setting) -> Measured:
     return Measured(
         value, f"{layers} layers of BERT-large, batch {batch}, a quarter padded, beside eager", note
     )
-
-
-@claim(
-    "long-range", "Classifying 4,096 bytes, as in Long Range Arena, trains 2.4 times faster.", FA1, 2.4, "×"
-)
-def long_range(setting: Setting) -> Measured:
-    batch, layers = (8, 4) if setting.is_gpu else (1, 2)
-    tokens = _tokens(setting, batch, 4096)
-    inputs = {"input_ids": tokens, "labels": torch.arange(batch, device=setting.device) % 2}
-
-    def build(transformers: Any, implementation: str) -> Any:
-        config = transformers.BertConfig(
-            vocab_size=256, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4,
-            intermediate_size=1024, max_position_embeddings=4096, attention_probs_dropout_prob=0.0,
-            hidden_dropout_prob=0.0, attn_implementation=implementation,
-        )  # fmt: skip
-        return transformers.BertForSequenceClassification(config)
-
-    value, note = _training(build, inputs, setting)
-    return Measured(value, f"{layers} layers, width 256, batch {batch}, beside eager attention", note)
 
 
 @claim("kv-cache-speed", "A KV cache makes generation 5 to 10 times faster.", TUTORIAL, 5, "×")

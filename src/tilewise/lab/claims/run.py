@@ -11,11 +11,11 @@ from typing import Any
 
 from tilewise.lab.bench import results
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.claims import arithmetic, attention, models
+from tilewise.lab.claims import arithmetic, attention, long_range, models
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
 KIND = "tilewise-claims"
-MODULES = arithmetic, attention, models  # importing them puts their claims on the list
+MODULES = arithmetic, attention, models, long_range  # importing them puts their claims on the list
 
 Results = dict[str, Any]
 
@@ -30,10 +30,18 @@ def chosen(pattern: str | None, setting: Setting) -> list[Claim]:
         found = [c for c in CLAIMS.values() if pattern is None or re.search(pattern, c.name)]
     except re.error as error:
         raise BenchError(f"--filter {pattern!r} is not a regular expression: {error}") from error
-    served = [c for c in found if setting.is_gpu or not c.needs_gpu]
+    served = [c for c in found if not c.is_training and (setting.is_gpu or not c.needs_gpu)]
     if not served:
         raise BenchError(f"--filter {pattern!r} leaves none of {', '.join(CLAIMS)} for {setting.device}")
     return served
+
+
+def training(name: str) -> Claim:
+    """Raises BenchError if no training has this name."""
+    names = [c.name for c in CLAIMS.values() if c.is_training]
+    if name not in names:
+        raise BenchError(f"--train {name!r} must be one of {', '.join(names)}")
+    return CLAIMS[name]
 
 
 def load(path: Path) -> Results:

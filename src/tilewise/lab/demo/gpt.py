@@ -65,7 +65,7 @@ def rotation(start: int, seqlen: int, head_dim: int, device: torch.device) -> Te
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x (batch, seqlen, heads, head_dim) turned by each position's angles."""
+    """x (batch, seqlen, heads, head_dim) rotated by each position's angles."""
     cos, sin = turn.to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)

@@ -93,7 +93,7 @@ def steps(
 
 @functools.lru_cache(maxsize=4096)
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
-    """The tiles of a problem. Measurements are in docs/kernels-hopper-backward-decode.md."""
+    """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     return BackwardConfig(

@@ -271,7 +271,7 @@ def _page_descriptor(t: Tensor | None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def decode_config(problem: AttentionProblem) -> DecodeConfig:
-    """The tiles of a problem. Measurements are in docs/kernels-hopper-backward-decode.md."""
+    """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
     block_n = 128 if block_d == 64 else 64  # 16 KB of K

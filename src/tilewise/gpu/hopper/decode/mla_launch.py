@@ -115,7 +115,7 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
 
 @functools.lru_cache(maxsize=4096)
 def mla_config(problem: AttentionProblem) -> MlaConfig:
-    """The tiles of a problem. Measurements are in docs/kernels-hopper-backward-decode.md."""
+    """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack

@@ -19,9 +19,7 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 class Blocks(NamedTuple):
     """The numbers and the scales of a `core.quantized.Quantized`."""
 
-    values: (
-        Tensor  # float8_e4m3fn or int8 [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
-    )
+    values: Tensor  # [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
     factors: Tensor  # float32 [heads, blocks]
 
 
@@ -35,7 +33,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         else:
             rounded = round_tensor(problem, kind, t, cu_seqlens)
             given = rounded.blocks, rounded.scale
-        blocks.append(Blocks(*given))
+        blocks.append(Blocks(*(x.contiguous() for x in given)))
     return attend(problem, inputs, *blocks)
 
 
@@ -52,8 +50,8 @@ def attend(
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     ordered = host.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
-    tensors = (q.values, k.values, v.values, sinks, *cu_seqlens)
-    fresh = (out, lse, *ordered, host.scheduler_counter(out.device), q.factors, k.factors, v.factors)
+    tensors = (q.values, k.values, v.values, q.factors, k.factors, v.factors, sinks, *cu_seqlens)
+    fresh = (out, lse, *ordered, host.scheduler_counter(out.device))
     run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # blocks do not say how many rows
     return out, lse
 
@@ -121,7 +119,8 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
     """rows: of out's first dimension, which packed are all queries."""
     from tilewise.gpu.hopper.fp8.kernel import attn_fwd_fp8_kernel
 
-    q, k, v, sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[:-3]
+    (q, k, v), scales = tensors[:3], tensors[3:6]
+    sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[6:]
     assert q is not None and k is not None and out is not None
     visibility = problem.visibility()
     num_bh = problem.num_heads * (1 if problem.is_packed else problem.batch)
@@ -152,7 +151,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         _block_descriptor(v),
         host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, *cu_seqlens, order, first_tile, counter),
-        *(*tensors[-3:], q.shape[1], k.shape[1]),  # the factors
+        *(*scales, q.shape[1], k.shape[1]),
         *sizes,
         *((scale, two_over_softcap, softcap) if softcap else (scale, 0.0, 0.0)),
         cfg,

@@ -17,7 +17,7 @@ ALL_ROWS = (1 << 31) - 1
 
 
 class StatisticsPlan(NamedTuple):
-    """Row maxima, entropies, distances and column sums: `Measured`. Deterministic."""
+    """All but single rows of weights: `Measured`. Deterministic."""
 
     problem: AttentionProblem
     aux: Aux
@@ -40,6 +40,11 @@ class StatisticsPlan(NamedTuple):
             last_rows = ALL_ROWS if aux.last_rows is None else min(aux.last_rows, ALL_ROWS)
             choices = last_rows, aux.column_sum == GROUP
             run(_column_launch, problem, (*inputs, *known[:3]), *choices, fresh=(found.column_sum,))
+        if found.block_sum is not None:
+            run(_block_launch, problem, (*inputs, *known[:3]), aux.block_sum, fresh=(found.block_sum,))
+        if found.top_keys is not None:
+            largest = found.top_weights, found.top_keys
+            run(_top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
         return found
 
 
@@ -86,3 +91,42 @@ def _column_launch(problem: AttentionProblem, tensors: Tensors, last_rows: int, 
     )
     launch = call.launch(attn_column_sum_kernel, tile, programs, arguments)
     return launch._replace(arguments=(*launch.arguments, is_of_group))
+
+
+def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Launch:
+    from tilewise.gpu.triton.statistics.blocks import attn_block_sum_kernel
+
+    *known, blocks = tensors
+    assert blocks is not None
+    call = Call(problem, tuple(known))
+    tile = call.tile("forward")
+    arguments = (
+        *map(call.rows, call.inputs[:2]),
+        *call.descriptors((call.inputs.key,), tile.block_n, has_tma=False),
+        *(call.results.lse, call.results.residual, blocks, size, *blocks.shape[2:]),
+        call.ragged(),
+        *call.extras()[:3],
+        call.factors(),
+        *call.sizes(1, 1, 1),
+    )
+    return call.launch(attn_block_sum_kernel, tile, blocks.numel(), arguments)
+
+
+def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int) -> Launch:
+    from tilewise.gpu.triton.statistics.largest import attn_top_k_kernel
+
+    *known, weights, keys = tensors
+    call = Call(problem, tuple(known))
+    tile = call.tile("forward")
+    num_tiles = call.tiles_q(tile.block_m)
+    arguments = (
+        *map(call.rows, call.inputs[:2]),
+        *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
+        *(call.results.lse, call.results.residual, weights, keys),
+        call.ragged(),
+        *call.extras()[:4],
+        call.factors(),
+        *call.sizes(num_tiles, call.bh_q, problem.group_size * call.l2_swizzle(call.seqlen_k, 1)),
+    )
+    launch = call.launch(attn_top_k_kernel, tile, num_tiles * call.bh_q, arguments)
+    return launch._replace(arguments=(*launch.arguments, count, 1 << (count - 1).bit_length()))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 OPTIONS = ("alibi", "bias", "softcap", "dropout")
 FUNCTION_OPTIONS = ("alibi", "softcap", "relative")
+LEARNED = "learned"  # a relative bias whose table gets a gradient: of backward cases
+RELATIVE = ("relative", LEARNED)
 REACH = 128  # tokens, beyond which a relative bias is the same
 SOFTCAP = 30.0
 DROPOUT_P = 0.1
@@ -41,7 +43,19 @@ class CaseOption:
         """The relative bias (heads, 2 REACH + 1) float32, by distance."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
         shape = self.case.num_heads, 2 * REACH + 1
-        return torch.randn(shape, device=self.device, generator=generator)
+        table = torch.randn(shape, device=self.device, generator=generator)
+        return table.requires_grad_(self.case.option == LEARNED)
+
+    @property
+    def distances(self) -> Tensor:
+        """Of the table, the column for each query and key: int64 (seqlen_q, seqlen_k)."""
+        i, j = (torch.arange(n, device=self.device) for n in (self.case.seqlen_q, self.case.seqlen_k))
+        return (i[:, None] - j).clamp(-REACH, REACH) + REACH
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gets gradients beside query, key and value."""
+        return (self.table,) if self.case.option == LEARNED else ()
 
     @functools.cached_property
     def bias(self) -> Tensor:
@@ -51,10 +65,8 @@ class CaseOption:
             i, j = (torch.arange(n, device=self.device) for n in (case.seqlen_q, case.seqlen_k))
             distance = (i[:, None] - j).abs().to(dtype)
             return -self.slopes.to(dtype)[:, None, None] * distance[None, None]
-        if case.option == "relative":
-            i, j = (torch.arange(n, device=self.device) for n in (case.seqlen_q, case.seqlen_k))
-            distance = (i[:, None] - j).clamp(-REACH, REACH) + REACH
-            return self.table[:, distance][None]
+        if case.option in RELATIVE:
+            return self.table[:, self.distances][None]
         shape = 1, case.num_heads, case.seqlen_q, case.seqlen_k
         generator = torch.Generator(self.device).manual_seed(self.seed)
         return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
@@ -64,7 +76,7 @@ class CaseOption:
         match self.case.option:
             case "alibi":
                 return {"alibi_slopes": self.slopes}
-            case "bias" | "relative":
+            case "bias" | "relative" | "learned":
                 return {"bias": self.bias}
             case "softcap":
                 return {"softcap": SOFTCAP}
@@ -78,7 +90,7 @@ class CaseOption:
         Raises:
             Refusal: it has no such option.
         """
-        if self.case.option in ("bias", "relative"):
+        if self.case.option in ("bias", *RELATIVE):
             raise Refusal("flash-attn takes no bias")
         return self.tilewise()
 
@@ -112,7 +124,7 @@ class CaseOption:
             case "bias":
                 bias = self.bias[0]
                 return lambda s, b, h, i, j: s + bias[h, i, j]
-            case "relative":
+            case "relative" | "learned":
                 table = self.table
                 return lambda s, b, h, i, j: s + table[h, (i - j).clamp(-REACH, REACH) + REACH]
             case "softcap":

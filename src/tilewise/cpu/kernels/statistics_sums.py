@@ -1,0 +1,258 @@
+"""What the statistics kernel gathers from one tile of scores and weights, and what it writes in the end.
+
+Queries stand in lanes, as everywhere. A tile's sums of rows have one entry a lane; the sums of a block's
+columns have a vector of lanes a key, which is folded once all tiles have seen the block. Of the k largest
+scores each lane has a sorted list, in which a larger score moves the smaller ones down: keys ascend, so of
+equal scores the lower key is met first and stays in front.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.lanes import any_lane, fold_sums
+from tilewise.cpu.dsl.memory import Ptr
+from tilewise.cpu.dsl.numerics import exp, log
+from tilewise.cpu.dsl.vector import (
+    F32,
+    F64,
+    Operand,
+    Scalar,
+    Value,
+    Var,
+    absolute,
+    as_int,
+    bitcast,
+    fma,
+    int32,
+    maximum,
+    minimum,
+    number,
+    select,
+    splat,
+    to_float,
+)
+from tilewise.cpu.kernels.dropout import GROUP
+from tilewise.cpu.kernels.forward import weighted
+from tilewise.cpu.kernels.tiles import INF, Arguments, Head, Scratch, Shape
+
+OF_ROWS = ("row_max", "entropy", "expected_distance")
+OF_TOTALS = {"entropy", "expected_distance", "top_k"}  # what is divided by the sum of a row's weights
+
+
+class Tile:
+    """One tile of queries."""
+
+    def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
+        self.q0, config = q0, shape.config
+        self.scratch = scratch = Scratch(shape, base)
+        height = shape.pad // 2 if config.has_bf16_products else shape.pad
+        self.q_t = scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
+        self.lse, self.residual = (scratch.rows(1, shape.block_q) for _ in range(2))
+        self.counted = scratch.rows(1, shape.block_q)  # 1, or 0 where column sums leave a query out
+        names = [name for name in OF_ROWS if name in config.statistics]
+        self.found = {name: scratch.rows(1, shape.block_q) for name in (*names, "total")}
+        self.best, self.best_keys = (scratch.rows(config.top_k, shape.block_q) for _ in range(2))
+
+
+class Sums:
+    """The gathering; `p_t` holds a tile's scores, and then its weights."""
+
+    def __init__(self, shape: Shape, args: Arguments, scratch: Scratch) -> None:
+        self.shape, self.args, self.wanted = shape, args, set(shape.config.statistics)
+        self.needs_total = bool(OF_TOTALS & self.wanted)
+        self.needs_weights = self.needs_total or bool({"column_sum", "block_sum"} & self.wanted)
+        self.p_t = scratch.rows(shape.block_k, shape.block_q)
+        self.columns = scratch.rows(shape.block_k, shape.lanes)  # of one block of keys, to be folded
+        self.folded = scratch.rows(1, shape.block_k)
+        self.row_sums = scratch.rows(1, shape.block_q)  # over keys of one block of `block_sum`
+
+    def narrowed(self, shape: Shape) -> Sums:
+        """The same for fewer queries of a tile, see `tiles.narrowed`."""
+        narrow = copy.copy(self)
+        narrow.shape = shape
+        return narrow
+
+    def start(self, head: Head, tile: Tile) -> None:
+        """lse, which is infinite beyond the last query, so that weights are 0 there; nothing found yet."""
+        shape, kind = self.shape, self.shape.kind
+        for c in shape.columns():
+            for area, x in ((tile.lse, INF), (tile.residual, 0.0), (tile.counted, 0.0)):
+                area[0, c].store(shape.constant(x))
+            for name, area in tile.found.items():
+                area[0, c].store(shape.constant(-INF if name == "row_max" else 0.0))
+            for i in loop(0, shape.config.top_k) if shape.config.top_k else ():
+                tile.best[i, c].store(shape.constant(-INF))
+        count = minimum(head.seqlen_q - tile.q0, shape.block_q)
+        for i in loop(0, count):
+            lse, residual = (head.statistic(name, tile.q0 + i).load() for name in ("lse", "lse_residual"))
+            is_hidden = lse.equals(-INF)  # its scores are -inf, its weights 0
+            tile.lse[0, i].store(select(is_hidden, 0.0, lse))
+            tile.residual[0, i].store(select(is_hidden, 0.0, residual))
+        first = head.seqlen_q - self.args.last_rows
+        for i in loop(maximum(0, first - tile.q0), count):
+            tile.counted[0, i].store(number(1.0, kind))
+
+    def clear_columns(self) -> None:
+        if "column_sum" in self.wanted:
+            for j in loop(0, self.shape.block_k):
+                self.columns[j, 0].store(self.shape.constant(0.0))
+
+    def first_key(self, head: Head, j0: Scalar) -> Value:
+        """The number of key j0 in tensors that have a place for every key of a batch entry."""
+        return head.k_row0 * self.args.score_k0 + j0
+
+    # ---- the k largest
+
+    def rank(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> None:
+        """Take the scores of the keys j0 + [first, n) into the lists of the k largest."""
+        shape, k = self.shape, self.shape.config.top_k
+        for c in shape.columns():
+            last = tile.best[k - 1, c]
+            least = Var(last.load(shape.lanes))
+            for j in loop(first, n, GROUP):  # what is beyond n is hidden: -inf
+                s = [self.p_t.at(j, c)[r, 0].load(shape.lanes) for r in range(GROUP)]
+                largest = maximum(maximum(s[0], s[1]), maximum(s[2], s[3]))
+                with when(any_lane(largest > least)):
+                    for r in loop(j, j + GROUP):
+                        score = self.p_t[r, c].load(shape.lanes)
+                        with when(any_lane(score > least)):
+                            self._insert(tile, c, score, self.first_key(head, j0 + r))
+                            least.set(last.load(shape.lanes))
+
+    def _insert(self, tile: Tile, c: int, score: Value, key: Value) -> None:
+        """Put a key's score where it belongs in each lane's list; the last one falls out."""
+        shape = self.shape
+        moved = Var(score)
+        moved_key = Var(self._as_number(splat(key if shape.item == 8 else int32(key), shape.lanes)))
+        for i in loop(0, shape.config.top_k):
+            pairs = ((tile.best[i, c], moved), (tile.best_keys[i, c], moved_key))
+            is_larger = score > pairs[0][0].load(shape.lanes)
+            for cell, above in pairs:
+                here = cell.load(shape.lanes)
+                cell.store(select(is_larger, above, here))
+                above.set(select(is_larger, here, above))
+
+    def _as_number(self, keys: Operand) -> Value:
+        """The bits of integers as those of the compute type, in which they are only moved."""
+        return bitcast(keys, F64 if self.shape.item == 8 else F32)
+
+    # ---- weights
+
+    def weigh(self, tile: Tile, positions: list[Value], j0: Value, first: Value, n: Value) -> None:
+        """p_t = exp(s_t - lse), and what is summed of them. `positions` of the queries among the keys."""
+        shape, wanted = self.shape, self.wanted
+        for v, c in enumerate(shape.columns()):
+            lse, residual, counted = (
+                area[0, c].load(shape.lanes) for area in (tile.lse, tile.residual, tile.counted)
+            )
+            sums = {name: Var(shape.constant(0.0)) for name in tile.found if name != "row_max"}
+            position = to_float(positions[v], shape.kind)
+            for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
+                cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
+                below = [(cell.load(shape.lanes) - lse) - residual for cell in cells]
+                p = [exp(x, shape.exp_degree) for x in below]
+                if self.needs_total:
+                    sums["total"].set(sums["total"] + ((p[0] + p[1]) + (p[2] + p[3])))
+                for r, (x, p_r) in enumerate(zip(below, p)):
+                    if "entropy" in wanted:
+                        sums["entropy"].set(weighted(p_r, x, sums["entropy"]))
+                    if "expected_distance" in wanted:
+                        key = to_float(int32(j0 + j + r), shape.kind)
+                        distance = absolute(position - key)
+                        sums["expected_distance"].set(fma(p_r, distance, sums["expected_distance"]))
+                    if "column_sum" in wanted:
+                        cell = self.columns.at(j, 0)[r, 0]
+                        cell.store(fma(p_r, counted, cell.load(shape.lanes)))
+                    if "block_sum" in wanted:
+                        cells[r].store(p_r)
+            for name, of_block in sums.items():
+                cell = tile.found[name][0, c]
+                cell.store(cell.load(shape.lanes) + of_block)
+
+    def sum_blocks(self, head: Head, tile: Tile, chunk: Value, j0: Value, first: Value, n: Value) -> None:
+        """Add the weights of the keys j0 + [first, n) to the blocks of `block_sum` that they lie in."""
+        shape, args, size, q0 = self.shape, self.args, self.args.block_size, as_int(tile.q0)
+        start, count = self.first_key(head, j0), minimum(head.seqlen_q - q0, shape.block_q)
+        target = args.ptr("block_sum", shape.kind)[chunk % args.block_parts * args.block_p]
+        target = target[head.batch * args.block_b + head.head * args.block_h]
+        for block in loop((start + first) // size, (start + n - 1) // size + 1):
+            sums = [Var(shape.constant(0.0)) for _ in shape.columns()]
+            begin, end = maximum(first, block * size - start), minimum(n, (block + 1) * size - start)
+            for j in loop(begin, end):
+                for total, c in zip(sums, shape.columns()):
+                    total.set(total + self.p_t[j, c].load(shape.lanes))
+            for total, c in zip(sums, shape.columns()):
+                self.row_sums[0, c].store(total)
+            for row in loop(q0 // size, (q0 + count - 1) // size + 1):
+                total = Var(number(0.0, shape.kind))
+                for i in loop(maximum(0, row * size - q0), minimum(count, (row + 1) * size - q0)):
+                    total.set(total + self.row_sums[0, i].load())
+                cell = target[row * args.block_i + block]
+                cell.store(cell.load() + total)
+
+    def add_columns(self, head: Head, part: Value, j0: Value, n: Value) -> None:
+        """Add a block's sums over all tiles of a chunk to this part's column sums in memory."""
+        args, lanes = self.args, self.shape.lanes
+        for j in loop(0, n, lanes):
+            keys = [self.columns.at(j, 0)[r, 0].load(lanes) for r in range(lanes)]
+            self.folded[0, j].store(fold_sums(keys))
+        row = part * args.column_p + head.batch * args.column_b + head.head * args.column_h
+        target = args.ptr("column_sum", self.shape.kind)[row + head.k_row0 + j0]
+        for j in loop(0, n & -lanes, lanes):
+            target[j].store(target[j].load(lanes) + self.folded[0, j].load(lanes))
+        for j in loop(n & -lanes, n):
+            target[j].store(target[j].load() + self.folded[0, j].load())
+
+    # ---- the end
+
+    def finish(self, head: Head, tile: Tile) -> None:
+        """Row statistics into memory. A query that saw no key has maximum -inf, the rest 0, and keys -1."""
+        shape, n = self.shape, minimum(head.seqlen_q - tile.q0, self.shape.block_q)
+        if self.needs_total:
+            for c in shape.columns():
+                self._divide(head, tile, c)
+        for i in loop(0, n):
+            for name in OF_ROWS:
+                if name in self.wanted:
+                    head.statistic(name, tile.q0 + i).store(tile.found[name][0, i].load())
+        if "top_k" in self.wanted:
+            self._store_best(head, tile, n)
+
+    def _divide(self, head: Head, tile: Tile, c: int) -> None:
+        """What belongs to a row is divided by the sum of its weights, that of its sink included."""
+        shape, lanes = self.shape, self.shape.lanes
+        total, lse, residual = (
+            area[0, c].load(lanes) for area in (tile.found["total"], tile.lse, tile.residual)
+        )
+        entropy = tile.found["entropy"][0, c].load(lanes) if "entropy" in self.wanted else None
+        if shape.config.has_sinks:
+            below = (head.sink() - lse) - residual
+            p = exp(below, shape.exp_degree)
+            total = total + p
+            entropy = None if entropy is None else weighted(p, below, entropy)
+        total = select(total.equals(0.0), 1.0, total)
+        if entropy is not None:
+            tile.found["entropy"][0, c].store(maximum(0.0, log(total)[0] - entropy / total))
+        if "expected_distance" in self.wanted:
+            cell = tile.found["expected_distance"][0, c]
+            cell.store(cell.load(lanes) / total)
+        if "top_k" in self.wanted:
+            for i in loop(0, shape.config.top_k):
+                score = tile.best[i, c].load(lanes)
+                none = self._as_number(splat(as_int(-1) if shape.item == 8 else int32(-1), lanes))
+                key = tile.best_keys[i, c]
+                key.store(select(score.equals(-INF), none, key.load(lanes)))
+                tile.best[i, c].store(exp((score - lse) - residual, shape.exp_degree) / total)
+
+    def _store_best(self, head: Head, tile: Tile, n: Value) -> None:
+        args, k = self.args, self.shape.config.top_k
+        row = head.batch * args.lse_b + head.head * args.lse_h + head.q_row0 + tile.q0
+        weights = args.ptr("top_weights", self.shape.kind)[row * k]
+        keys = args.ptr("top_keys", "i64")[row * k]
+        stored = "i64" if self.shape.item == 8 else "i32"
+        for i in loop(0, n):
+            for r in loop(0, k):
+                weights[i * k + r].store(tile.best[r, i].load())
+                keys[i * k + r].store(tile.best_keys[r, i].as_kind(stored).load())

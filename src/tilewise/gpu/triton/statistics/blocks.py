@@ -1,0 +1,64 @@
+"""Weights summed over tiles of any size, when lse is known: one program a tile of one head, no atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.primitives import load_scores, log2_unit, logits, stat_start
+from tilewise.gpu.triton.statistics.kernels import row_shift
+from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, row_base, sequence_rows
+
+
+@triton.jit(do_not_specialize=(*Sizes._fields, "block", "blocks_q", "blocks_k"))
+def attn_block_sum_kernel(
+    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, block_ptr, block, blocks_q, blocks_k,
+    ragged, mask, bias, alibi, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """block_ptr (batch, heads, blocks_q, blocks_k), which holds 0: blocks that nobody sees are left alone."""
+    QK: tl.constexpr = cfg.QK
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    extras = Extras(mask, bias, alibi, None, None, None, None)
+    k = Source(k, desc_k, desc_k_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    )  # fmt: skip
+    pid = tl.program_id(0)
+    column, row, bh = pid % blocks_k, pid // blocks_k % blocks_q, pid // blocks_k // blocks_q
+    h, b = bh % sizes.num_heads, bh // sizes.num_heads
+    q_start, rows, k_start, keys, first_col = sequence_rows(b, sizes, ragged)
+    seq = Sequence(b, h, rows, keys, keys - rows, first_col)
+    first_i = row * block
+    end_i = tl.minimum(first_i + block, rows)
+    first_j = column * block - first_col.to(tl.int32)  # of the sequence's own keys
+    end_j = tl.minimum(first_j + block, keys)
+    first_j = tl.maximum(first_j, 0)
+    if sizes.window_left is not None:
+        first_j = tl.maximum(first_j, first_i + seq.offset - sizes.window_left)
+    if sizes.window_right is not None:
+        end_j = tl.minimum(end_j, end_i + seq.offset + sizes.window_right)
+    if (first_i >= end_i) | (first_j >= end_j):
+        return
+
+    total = 0.0
+    for i0 in range(first_i, end_i, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        at = stat_start(b, h, q_start, sizes, ragged) + i
+        q_tile = load_tile(q, row_base(q, b, h, q_start), i0, rows, BLOCK_M, QK, True)
+        shift, low = row_shift(lse_ptr, residual_ptr, at, i < end_i, factors, cfg)
+        for j0 in range(first_j, end_j, BLOCK_N):
+            k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
+            j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+            tile_bias = load_scores(extras.bias, i[:, None], j, seq, True)
+            tile_mask = load_scores(extras.mask, i[:, None], j, seq, True)
+            s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+            s, _, _ = logits(s, i[:, None], j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
+            p = tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None])
+            total += tl.sum(tl.sum(tl.where(j < end_j, p, 0.0), 1), 0)
+    tl.store(block_ptr + pid.to(tl.int64), total)

@@ -1,0 +1,143 @@
+"""The k largest weights of each query and their keys, when lse is known.
+
+A program has a tile of queries and walks their keys upwards. Each query keeps its k largest scores so far,
+in no order. While some query's tile of scores holds one that beats its smallest, the largest of the tile
+takes that one's place. Keys ascend, so of equal scores the lower key stays. In the end they are put in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.primitives import (
+    LOG2E,
+    key_regions,
+    load_scores,
+    log2_unit,
+    logits,
+    stat_start,
+)
+from tilewise.gpu.triton.statistics.kernels import row_shift
+from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, query_tile, row_base
+
+BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def attn_top_k_kernel(
+    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, weight_ptr, key_ptr,
+    ragged, mask, bias, alibi, sinks, factors,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    cfg: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK_M queries of one head; weight_ptr and key_ptr have COUNT entries a query.
+
+    PADDED: a power of two, COUNT at least. Grid: as of the forward.
+    """
+    QK: tl.constexpr = cfg.QK
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    extras = Extras(mask, bias, alibi, sinks, None, None, None)
+    k = Source(k, desc_k, desc_k_rest)
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    )  # fmt: skip
+    i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)
+    if i0 >= seq.seqlen_q:
+        return
+
+    row = i0 + tl.arange(0, BLOCK_M)
+    exists = row < seq.seqlen_q
+    at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + row
+    q_tile = load_tile(q, row_base(q, seq.b, seq.h, q_start), i0, seq.seqlen_q, BLOCK_M, QK, True)
+    shift, low = row_shift(lse_ptr, residual_ptr, at, exists, factors, cfg)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if extras.sinks is not None:
+        lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
+        below = tl.load(extras.sinks + seq.h).to(tl.float32) - lse
+        if residual_ptr is not None:
+            below -= tl.load(residual_ptr + at, mask=exists, other=0.0)
+        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(below * LOG2E))
+
+    column = tl.arange(0, PADDED)[None, :]
+    no_place = tl.where(column < COUNT, float("-inf"), float("inf"))  # columns from COUNT on are never beaten
+    best = tl.zeros((BLOCK_M, PADDED), tl.float32) + no_place
+    keys = tl.full((BLOCK_M, PADDED), -1, tl.int32)
+    i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
+    lo, _full_lo, _full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)  # all tiles are taken as edges
+    i = row[:, None]
+    for j0 in range(lo, hi, BLOCK_N):
+        k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
+        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+        tile_bias = load_scores(extras.bias, i, j, seq, True)
+        tile_mask = load_scores(extras.mask, i, j, seq, True)
+        s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+        s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
+        total += tl.sum(tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]), 1)
+        best, keys = take_largest(best, keys, s, j)
+
+    total = tl.where(total == 0.0, 1.0, total)
+    store_in_order(
+        best,
+        keys,
+        shift,
+        low,
+        total,
+        weight_ptr,
+        key_ptr,
+        at,
+        exists,
+        seq.first_col,
+        factors,
+        cfg,
+        COUNT,
+        PADDED,
+    )
+
+
+@triton.jit
+def take_largest(best, keys, s, j):
+    """The largest scores of `best` [BLOCK_M, PADDED] and the tile s, and their keys."""
+    column = tl.arange(0, best.shape[1])[None, :]
+    least = tl.min(best, 1)
+    largest = tl.max(s, 1)
+    while tl.max((largest > least).to(tl.int32), 0) > 0:
+        beats = (largest > least)[:, None]
+        key = tl.min(tl.where(s == largest[:, None], j, BEYOND), 1)[:, None]
+        # Of equal smallest ones the highest key goes; of places that are still free, any.
+        is_least = best == least[:, None]
+        last = tl.max(tl.where(is_least, keys, -2), 1)[:, None]
+        place = tl.min(tl.where(is_least & (keys == last), column, BEYOND), 1)[:, None]
+        goes = beats & (column == place)
+        best = tl.where(goes, largest[:, None], best)
+        keys = tl.where(goes, key, keys)
+        s = tl.where(beats & (j == key), float("-inf"), s)
+        least = tl.min(best, 1)
+        largest = tl.max(s, 1)
+    return best, keys
+
+
+@triton.jit
+def store_in_order(
+    best, keys, shift, low, total, weight_ptr, key_ptr, at, exists, first_key, factors,
+    cfg: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Weights, largest first, of equal ones the lower key first; keys count from the batch entry's first."""
+    column = tl.arange(0, PADDED)[None, :]
+    best = tl.where(column < COUNT, best, float("-inf"))
+    is_left = (column < COUNT) & exists[:, None]
+    for n in range(COUNT):
+        score = tl.max(tl.where(is_left, best, float("-inf")), 1)
+        candidate = is_left & (best == score[:, None])
+        key = tl.min(tl.where(candidate, keys, BEYOND), 1)
+        place = tl.min(tl.where(candidate & (keys == key[:, None]), column, BEYOND), 1)
+        is_left = is_left & (column != place[:, None])
+        weight = tl.exp2((score - shift) * log2_unit(factors, cfg) - low) / total
+        is_none = score == float("-inf")
+        tl.store(weight_ptr + at * COUNT + n, tl.where(is_none, 0.0, weight), mask=exists)
+        found = tl.where(is_none, -1, key.to(tl.int64) + first_key)
+        tl.store(key_ptr + at * COUNT + n, found, mask=exists)
