@@ -372,7 +372,7 @@ def test_tiles_can_be_skipped_and_heads_are_not_repeated(calls):
     model(ids, use_cache=False)
     sliding, full = calls
     assert sliding["window"] == (5, 0) and sliding["mask"] is None and sliding["softcap"] == 0.7
-    assert full["causal"] and full["mask"] is None
+    assert full["window"] == (None, 0) and full["mask"] is None
     assert all(call["key_shape"] == (3, 19, 2, 8) for call in calls)
 
     calls.clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "llvm")]  # the tests share emulator.py and random_cases.py
+sys.path[:0] = [str(HERE), str(HERE.parent / "llvm")]  # the tests share qemu.py and random_cases.py
 
 
 @pytest.fixture

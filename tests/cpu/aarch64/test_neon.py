@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-import emulator
 import llvmlite.binding
 import pytest
+import qemu
 import random_cases
 import torch
 from random_cases import Case, llvm
@@ -19,9 +19,9 @@ from tilewise.cpu.host.arguments import Config
 
 # One of 2015, with neither bfloat16 nor arithmetic of float16, where any later instruction is an illegal one;
 # and the code for an Apple M2 on a processor that has every extension.
-OLD = emulator.Processor(kernels.neon_targets("cortex-a72", "", has_bf16=False)[0], "cortex-a72")
-NEW = emulator.Processor(kernels.neon_targets("apple-m2", "", has_bf16=True)[0], "max")
-needs_emulator = pytest.mark.skipif(emulator.missing() is not None, reason=f"{emulator.missing()}")
+OLD = qemu.Processor(kernels.neon_targets("cortex-a72", "", has_bf16=False)[0], "cortex-a72")
+NEW = qemu.Processor(kernels.neon_targets("apple-m2", "", has_bf16=True)[0], "max")
+needs_emulator = pytest.mark.skipif(qemu.missing() is not None, reason=f"{qemu.missing()}")
 on_both = pytest.mark.parametrize(
     ("processor", "dtype"),
     [(OLD, torch.float32), (OLD, torch.float16), (OLD, torch.bfloat16), (NEW, torch.bfloat16)],
@@ -116,9 +116,9 @@ def test_any_number_of_threads_gives_the_same_bits(install, seqlen_q, seqlen_k):
 @needs_emulator
 def test_an_instruction_that_the_processor_lacks_is_found(install):
     """That the tests above can fail: dot products of bfloat16 do not run on a processor of 2015."""
-    install(emulator.Processor(NEW.target, OLD.emulated))
+    install(qemu.Processor(NEW.target, OLD.emulated))
     inputs = Inputs(*(torch.randn(1, 40, 1, 32).bfloat16() for _ in range(3)))
-    with pytest.raises(emulator.subprocess.CalledProcessError):
+    with pytest.raises(qemu.subprocess.CalledProcessError):
         llvm.forward(describe(inputs, Options()), inputs)
 
 

@@ -71,9 +71,7 @@ class Play:
         self.lengths, self.worked, division = case.sequences, 0.0, plan.division
         if division is None:
             longest = max(n for n, _ in self.lengths)
-            division = (
-                plan.divide(longest) if isinstance(plan, ForwardPlan) else plan.divide(longest, longest)[0]
-            )
+            division = plan.divide(*[longest] * (1 if isinstance(plan, ForwardPlan) else 2))
         self.items, self.words, self.done = division.items, division.words, {}
         steps = {ForwardPlan: self.forward, BackwardPlan: self.backward}.get(type(plan), self.split)
         for item in range(self.items):

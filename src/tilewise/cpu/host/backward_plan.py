@@ -262,9 +262,10 @@ def _dbias_dtype(problem: AttentionProblem, inputs: Any) -> torch.dtype | None:
 
 
 def _adds_dbias(problem: AttentionProblem) -> bool:
-    """Whether sequences, heads or queries share an entry of the bias."""
+    """Whether sequences, heads or queries may share an entry of the bias; a single row is taken as shared."""
     assert problem.bias_shape is not None
-    return problem.bias_shape[:3] != (problem.batch, problem.num_heads, problem.seqlen_q)
+    shape = problem.batch, problem.num_heads, problem.seqlen_q
+    return problem.seqlen_q == 1 or problem.bias_shape[:3] != shape
 
 
 def _sink_gradient(

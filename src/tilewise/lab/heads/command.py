@@ -41,7 +41,7 @@ def heads(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the model and its batches.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model: seconds, not minutes.")] = False,
 ) -> None:
-    """Draw what the heads of a small trained model attend to in a long text.
+    """Draw what heads attend to in a long text.
 
     Trains on Python's standard library, on the CPU. What is drawn is exact, and takes O(N) memory.
     """

@@ -31,7 +31,7 @@ def mask(
     h: Annotated[int, typer.Option("--h", min=0, help="The head.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw into this file: .svg, .png or .pdf.")] = None,
 ) -> None:
-    """Show which tiles a mask function leaves empty, partial or full."""
+    """Show the tiles that a mask function leaves."""
     from tilewise.lab.mask.picture import draw_mask, kinds_of, shares
 
     lengths = seqlen, seqlen if seqlen_k is None else seqlen_k
