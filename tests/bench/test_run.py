@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import time
 
@@ -130,6 +131,15 @@ def test_the_faster_layout_is_timed():
 
     record = runner.run_case(CASE, [TwoLayouts("x")], "cpu", CpuStopwatch(), Settings("cpu"), 0)
     assert record["peers"]["x"]["layout"] == "fast"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage():
+    """What other tests have loaded is not walked at each of a measurement's collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
