@@ -46,7 +46,7 @@ def attn_block_sum_kernel(
     if (first_i >= end_i) | (first_j >= end_j):
         return
 
-    total = 0.0
+    total = tl.zeros([BLOCK_M], tl.float32)
     for i0 in range(first_i, end_i, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
         at = stat_start(b, h, q_start, sizes, ragged) + i
@@ -60,5 +60,5 @@ def attn_block_sum_kernel(
             s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
             s, _, _ = logits(s, i[:, None], j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
             p = tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None])
-            total += tl.sum(tl.sum(tl.where(j < end_j, p, 0.0), 1), 0)
-    tl.store(block_ptr + pid.to(tl.int64), total)
+            total += tl.sum(tl.where(j < end_j, p, 0.0), 1)
+    tl.store(block_ptr + pid.to(tl.int64), tl.sum(total, 0))
