@@ -20,6 +20,14 @@ from tilewise.lab.bench.timing import CpuStopwatch
 CASE = dense("forward", "float32", 16, 1, 1, 32)
 
 
+@pytest.fixture(autouse=True)
+def little_garbage():
+    """What other tests have loaded is not walked at each of a measurement's collections."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Scripted(Peer):
     """Computes what `attend` says, and logs its calls."""
 
@@ -131,15 +139,6 @@ def test_the_faster_layout_is_timed():
 
     record = runner.run_case(CASE, [TwoLayouts("x")], "cpu", CpuStopwatch(), Settings("cpu"), 0)
     assert record["peers"]["x"]["layout"] == "fast"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage():
-    """What other tests have loaded is not walked at each of a measurement's collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
