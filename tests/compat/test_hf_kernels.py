@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -157,5 +158,11 @@ def test_without_sinks_it_is_flash_attn():
     within(out, exact(q, k, v))
     with pytest.raises(NotImplementedError, match="return_attn_probs=True must be False with s_aux"):
         functions.flash_attn_func(q, k, v, return_attn_probs=True, s_aux=sinks)
+    with pytest.raises(NotImplementedError, match="must be None with s_aux"):
+        lengths = torch.tensor([0, 9]), torch.tensor([0, 13]), 9, 13
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        functions.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, block_table=table, s_aux=sinks)
+    for function in (functions.flash_attn_func, functions.flash_attn_varlen_func):  # transformers asks so
+        assert {"s_aux", "window_size", "softcap"} <= set(inspect.signature(function).parameters)
     with pytest.raises(NotImplementedError, match="return_softmax_lse=True must be False with s_aux"):
         functions.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, s_aux=sinks)

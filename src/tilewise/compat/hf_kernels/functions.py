@@ -2,76 +2,64 @@
 
 They are those of `tilewise.flash_attn`, with one argument more, as vLLM's FlashAttention-3 has it: s_aux,
 (heads,) logits that take part in each row's softmax without a value. Errors and the other arguments are the
-same; return_attn_probs and s_aux exclude each other.
+same. With s_aux a call gives neither log-sum-exp nor weights, and varlen calls take no pages.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
+from tilewise.core.checks import shown
 from tilewise.faces import flash_attn
 from tilewise.faces.flash_attn_call import options
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    s_aux: Tensor | None = None,
-) -> Any:
-    """Attention; q, k and v are (batch, seqlen, heads, head_dim)."""
-    if s_aux is None:
-        return flash_attn.flash_attn_func(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs,
-        )  # fmt: skip
-    _refuse("return_attn_probs", return_attn_probs)
-    scalars = _scalars(softmax_scale, causal, window_size, softcap, dropout_p, deterministic)
-    return attention(q, k, v, alibi_slopes=alibi_slopes, sinks=s_aux, **scalars)
+S_AUX = inspect.Parameter("s_aux", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    s_aux: Tensor | None = None,
-) -> Any:
-    """Attention over packed sequences; q, k and v are (total, heads, head_dim)."""
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if s_aux is None:
-        return flash_attn.flash_attn_varlen_func(
-            q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_attn_probs,
-        )  # fmt: skip
-    _refuse("return_attn_probs", return_attn_probs)
-    scalars = _scalars(softmax_scale, causal, window_size, softcap, dropout_p, deterministic)
-    return attention_varlen(q, k, v, *lengths, alibi_slopes=alibi_slopes, sinks=s_aux, **scalars)
+def _with_sinks(plain: Callable[..., Any], attend: Callable[..., Any], *tensors: str) -> Callable[..., Any]:
+    """A function of flash-attn's with s_aux: where that is given, `attend` serves, and takes `tensors`.
+
+    transformers reads the signature to learn what the function can do.
+    """
+    name, signature = plain.__name__, inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def function(*args: Any, s_aux: Tensor | None = None, **kwargs: Any) -> Any:
+        if s_aux is None:
+            return getattr(flash_attn, name)(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        _refuse(return_attn_probs=given["return_attn_probs"], block_table=given.get("block_table"))
+        checked = options(given["softmax_scale"], given["causal"], given["window_size"], given["softcap"])
+        return attend(
+            *(given[t] for t in tensors),
+            causal=checked.causal,
+            window=(checked.window_left, checked.window_right),
+            softcap=checked.softcap,
+            scale=checked.scale,
+            dropout_p=given["dropout_p"],
+            deterministic=given["deterministic"],
+            alibi_slopes=given["alibi_slopes"],
+            sinks=s_aux,
+        )
+
+    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), S_AUX])  # type: ignore[attr-defined]
+    return function
+
+
+_QKV, _LENGTHS = ("q", "k", "v"), ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+flash_attn_func = _with_sinks(flash_attn.flash_attn_func, attention, *_QKV)
+flash_attn_varlen_func = _with_sinks(flash_attn.flash_attn_varlen_func, attention_varlen, *_QKV, *_LENGTHS)
 
 
 def flash_attn_with_kvcache(
@@ -80,7 +68,7 @@ def flash_attn_with_kvcache(
     """Append to a cache, contiguous or in pages, then attend to what it holds."""
     if s_aux is None:
         return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
-    _refuse("return_softmax_lse", kwargs.pop("return_softmax_lse", False))
+    _refuse(return_softmax_lse=kwargs.pop("return_softmax_lse", False))
     kwargs["return_softmax_lse"] = True
     out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
     # A sink adds exp(sink) to the sum exp(lse) that weights were divided by.
@@ -88,26 +76,8 @@ def flash_attn_with_kvcache(
     return (out * share[..., None]).to(out.dtype)
 
 
-def _refuse(name: str, flag: bool) -> None:
-    if flag:
-        raise NotImplementedError(f"{name}=True must be False with s_aux")
-
-
-def _scalars(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-) -> dict[str, Any]:
-    """Checked as flash-attn's arguments, named as ours."""
-    checked = options(softmax_scale, causal, window_size, softcap)
-    return {
-        "causal": checked.causal,
-        "window": (checked.window_left, checked.window_right),
-        "softcap": checked.softcap,
-        "dropout_p": dropout_p,
-        "scale": checked.scale,
-        "deterministic": deterministic,
-    }
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            wanted = "False" if name.startswith("return") else "None"
+            raise NotImplementedError(f"{name}={shown(value)} must be {wanted} with s_aux")
