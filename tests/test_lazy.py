@@ -7,7 +7,7 @@ import torch
 
 import tilewise
 from tilewise import flash_attn, flash_attn_3, repeat
-from tilewise.core.lazy import is_lazy
+from tilewise.core.signature import is_lazy
 from tilewise.cpu.host.tensor_bits import tensor_bits
 from tilewise.integrations.sdpa import scaled_dot_product_attention
 

@@ -29,9 +29,9 @@ from tilewise.core.checks import (
 )
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
-from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
+from tilewise.core.signature import all_resolved, resolved
 from tilewise.core.statistics import Aux
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.autograd.second_order import AttentionBackward, AttentionJvp, directions, place
 from tilewise.autograd.vmap import fold_or_loop
 from tilewise.core.checks import check_tensors
-from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layout
-from tilewise.core.signature import LazyTensor, NoMemory, Request
+from tilewise.core.signature import LazyTensor, NoMemory, Request, all_resolved, resolved
 from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans

@@ -22,10 +22,9 @@ from torch import Tensor, library
 
 from tilewise.core.checks import refuse_other_derivatives
 from tilewise.core.functions.expression import decode
-from tilewise.core.lazy import all_resolved
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
-from tilewise.core.signature import Request, new_out
+from tilewise.core.signature import Request, all_resolved, new_out
 from tilewise.core.torch_private import is_plain_eager, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order

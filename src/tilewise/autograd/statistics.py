@@ -10,10 +10,9 @@ from torch import Tensor
 from tilewise.autograd.functions import is_served
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.core.checks import check_tensors
-from tilewise.core.lazy import all_resolved, resolved
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
-from tilewise.core.signature import LazyTensor, NoMemory
+from tilewise.core.signature import LazyTensor, NoMemory, all_resolved, resolved
 from tilewise.core.statistics import Aux, Measured, Statistics, check_request
 from tilewise.core.torch_private import is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values

@@ -82,8 +82,29 @@ def swapped(sizes: Sequence[int]) -> tuple[int, ...]:
     return first, third, second, fourth
 
 
+# PyTorch keeps a negation, or that all numbers are 0, as a bit: `x.conj().imag` is such a tensor. PyTorch's
+# operations look at the bits, kernels that read memory do not. So whoever calls a kernel without PyTorch's
+# dispatcher resolves its tensors first. Conjugates are complex, which no function here takes.
+
+
 class LazyTensor(Exception):
-    """A tensor's numbers are not what its memory holds: it is to be resolved first, see `core.lazy`."""
+    """A tensor's numbers are not what its memory holds: it is to be resolved first."""
+
+
+def is_lazy(t: Tensor) -> bool:
+    """Whether memory does not hold the numbers."""
+    return t.is_neg() or t._is_zerotensor()
+
+
+def resolved(value: Any) -> Any:
+    """A tensor with its numbers in memory; anything else as it is. Differentiable."""
+    if isinstance(value, Tensor) and is_lazy(value):
+        return value.clone()
+    return value
+
+
+def all_resolved(values: Any) -> tuple[Any, ...]:
+    return tuple(map(resolved, values))
 
 
 class NoMemory(Exception):

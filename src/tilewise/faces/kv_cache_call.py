@@ -15,9 +15,9 @@ from torch import Tensor
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions
 from tilewise.core.device_errors import check_if_debugging
-from tilewise.core.lazy import is_lazy, resolved
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.rotary import apply_rotary
+from tilewise.core.signature import is_lazy, resolved
 from tilewise.core.values import check_values
 from tilewise.faces import chunks
 from tilewise.faces.flash_attn_call import with_qv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import hashlib
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilewise
 from tilewise.cpu.host import compile as kernels
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels import forward
@@ -162,3 +164,16 @@ def test_blocks_are_cut_to_the_l2_cache_of_the_machine(tmp_path, said, expected)
     size_file.write_text(said)
     assert kernels._l2_bytes(size_file) == expected
     assert kernels._l2_bytes(tmp_path / "missing") == 1 << 20
+
+
+def test_a_stored_kernel_is_known_by_all_that_it_is_made_from():
+    """Whatever module of ours the generator imports counts: a stored kernel is not that of other sources."""
+    known = set(kernels.kernel_sources())
+    package = Path(tilewise.__file__).parent
+    for path in (*(package / "cpu" / "kernels").rglob("*.py"), *(package / "cpu" / "dsl").rglob("*.py")):
+        assert path in known
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tilewise."):
+                module = package.joinpath(*str(node.module).split(".")[1:])
+                found = {module.with_suffix(".py"), *(module / f"{n.name}.py" for n in node.names)} & known
+                assert found, (path, node.module)

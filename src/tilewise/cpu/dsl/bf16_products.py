@@ -44,7 +44,7 @@ from tilewise.cpu.dsl.vector import (
     number,
 )
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.tiles import BF16_STEP, Scratch, Shape, column_chunks, load_rows
+from tilewise.cpu.kernels.common.tiles import BF16_STEP, Scratch, Shape, column_chunks, load_rows
 
 TILE = BF16_STEP  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile

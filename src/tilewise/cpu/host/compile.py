@@ -275,9 +275,13 @@ def _link(code: bytes, machine: Target) -> Any:
 
 @functools.cache
 def _sources_hash() -> str:
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    sources += sorted((Path(__file__).parents[2] / "core" / "functions").glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in kernel_sources())).hexdigest()
+
+
+def kernel_sources() -> list[Path]:
+    """All that kernels are made from: the generator's files, and those of the core that it reads."""
+    package = Path(__file__).parents[2]
+    return [path for name in ("cpu", "core") for path in sorted((package / name).rglob("*.py"))]
 
 
 @functools.cache

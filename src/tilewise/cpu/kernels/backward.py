@@ -50,10 +50,10 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.dropout import Dropout
-from tilewise.cpu.kernels.scores import Scores
-from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, scale_rows, sum_bytes
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.dropout import Dropout
+from tilewise.cpu.kernels.common.scores import Scores
+from tilewise.cpu.kernels.common.sums import add_in_turn, add_to, fill_zero, scale_rows, sum_bytes
+from tilewise.cpu.kernels.common.tiles import (
     BLOCK_K,
     INF,
     Arguments,

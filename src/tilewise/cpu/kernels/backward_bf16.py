@@ -35,11 +35,19 @@ from tilewise.cpu.dsl.vector import Operand, Scalar, Value, absolute, fma, like,
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.backward import BackwardKernel
-from tilewise.cpu.kernels.dropout import TileDropout
+from tilewise.cpu.kernels.common.dropout import TileDropout
+from tilewise.cpu.kernels.common.scores import Scores, TileScores
+from tilewise.cpu.kernels.common.sums import fill_zero
+from tilewise.cpu.kernels.common.tiles import (
+    INF,
+    Head,
+    Scratch,
+    Shape,
+    build_kernel,
+    load_rows,
+    transpose_rows,
+)
 from tilewise.cpu.kernels.forward_bf16 import DEGREES, finish_scores, score_unit
-from tilewise.cpu.kernels.scores import Scores, TileScores
-from tilewise.cpu.kernels.sums import fill_zero
-from tilewise.cpu.kernels.tiles import INF, Head, Scratch, Shape, build_kernel, load_rows, transpose_rows
 
 
 class BFloat16BackwardKernel(BackwardKernel):

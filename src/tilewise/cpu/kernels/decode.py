@@ -45,9 +45,9 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.functions import KernelFunctions, RowFunctions
-from tilewise.cpu.kernels.splits import Block, SplitKernel
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.functions import KernelFunctions, RowFunctions
+from tilewise.cpu.kernels.common.splits import Block, SplitKernel
+from tilewise.cpu.kernels.common.tiles import (
     BLOCK_K,
     INF,
     Grid,

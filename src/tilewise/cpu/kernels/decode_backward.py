@@ -38,10 +38,9 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.decode import DecodeKernel
-from tilewise.cpu.kernels.splits import ITEM_HEADS, Block
-from tilewise.cpu.kernels.sums import add_in_turn, add_to, fill_zero, sum_bytes
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.splits import ITEM_HEADS, Block
+from tilewise.cpu.kernels.common.sums import add_in_turn, add_to, fill_zero, sum_bytes
+from tilewise.cpu.kernels.common.tiles import (
     INF,
     Head,
     Scratch,
@@ -52,6 +51,7 @@ from tilewise.cpu.kernels.tiles import (
     round_up,
     store_rows,
 )
+from tilewise.cpu.kernels.decode import DecodeKernel
 
 SPLIT_KEYS = 512  # at most
 HEIGHT = 4  # keys whose dk or dv is summed at once

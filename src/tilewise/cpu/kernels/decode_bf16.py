@@ -53,8 +53,8 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.splits import Block, SplitKernel
-from tilewise.cpu.kernels.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
+from tilewise.cpu.kernels.common.splits import Block, SplitKernel
+from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
 
 SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward

@@ -32,9 +32,9 @@ from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE, exp, log, log_sum_exp, quo
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, like, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.dropout import GROUP, Dropout, TileDropout
-from tilewise.cpu.kernels.scores import Scores
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.dropout import GROUP, Dropout, TileDropout
+from tilewise.cpu.kernels.common.scores import Scores
+from tilewise.cpu.kernels.common.tiles import (
     INF,
     Arguments,
     Head,

@@ -33,10 +33,9 @@ from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp2, exp_avx512, quotient
 from tilewise.cpu.dsl.vector import Operand, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.dropout import GROUP, TileDropout
-from tilewise.cpu.kernels.forward import ForwardKernel, Sums, Tile, weighted
-from tilewise.cpu.kernels.scores import TileScores, has_options
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.dropout import GROUP, TileDropout
+from tilewise.cpu.kernels.common.scores import TileScores, has_options
+from tilewise.cpu.kernels.common.tiles import (
     INF,
     Grid,
     Head,
@@ -46,6 +45,7 @@ from tilewise.cpu.kernels.tiles import (
     column_chunks,
     transpose_rows,
 )
+from tilewise.cpu.kernels.forward import ForwardKernel, Sums, Tile, weighted
 
 DEGREES = {"bf16": 4, "f16": 4, "f32": 5}  # of 2^f; 4 is off by 5e-6, 5 by 8e-8
 

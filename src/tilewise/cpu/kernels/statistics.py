@@ -25,9 +25,9 @@ from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE
 from tilewise.cpu.dsl.vector import Operand, Value, Var, maximum, minimum
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.scores import Scores, TileScores
-from tilewise.cpu.kernels.statistics_sums import Sums, Tile
-from tilewise.cpu.kernels.tiles import (
+from tilewise.cpu.kernels.common.scores import Scores, TileScores
+from tilewise.cpu.kernels.common.statistics_sums import Sums, Tile
+from tilewise.cpu.kernels.common.tiles import (
     INF,
     Arguments,
     Head,

@@ -13,10 +13,10 @@ from tilewise.cpu.dsl.control import loop
 from tilewise.cpu.dsl.vector import Operand, Value, Var, maximum
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.scores import TileScores
+from tilewise.cpu.kernels.common.scores import TileScores
+from tilewise.cpu.kernels.common.statistics_sums import Tile
+from tilewise.cpu.kernels.common.tiles import INF, Head, Scratch, build_kernel, transpose_rows
 from tilewise.cpu.kernels.statistics import StatisticsKernel
-from tilewise.cpu.kernels.statistics_sums import Tile
-from tilewise.cpu.kernels.tiles import INF, Head, Scratch, build_kernel, transpose_rows
 
 
 class BFloat16StatisticsKernel(StatisticsKernel):

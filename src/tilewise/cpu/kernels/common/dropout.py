@@ -15,7 +15,7 @@ import llvmlite.ir as ir
 
 from tilewise.core.dropout import KEY_A, KEY_B, LOW32, ROUND_A, ROUND_B, ROUNDS
 from tilewise.cpu.dsl.vector import I32, I64, Operand, Scalar, Value, as_int, builder, int32, splat
-from tilewise.cpu.kernels.tiles import Arguments, Head, Shape
+from tilewise.cpu.kernels.common.tiles import Arguments, Head, Shape
 
 GROUP = 4  # keys that are served together
 Counter = tuple[Operand, Operand, Operand, Operand]

@@ -33,8 +33,8 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
-from tilewise.cpu.kernels.function_scope import LANE, LINE, Scope, Wrong, any_of, levels_of, report
-from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape
+from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Scope, Wrong, any_of, levels_of, report
+from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape
 
 
 class KernelFunctions:

@@ -35,7 +35,7 @@ from tilewise.cpu.dsl.vector import (
     splat,
 )
 from tilewise.cpu.host.arguments import DIMENSION_BITS, INDEX_BITS
-from tilewise.cpu.kernels.tiles import Head, Shape
+from tilewise.cpu.kernels.common.tiles import Head, Shape
 
 Known = dict[tuple[Any, ...], Operand]
 LANE, LINE = "lane", "line"

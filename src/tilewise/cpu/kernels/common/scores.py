@@ -26,8 +26,8 @@ from tilewise.cpu.dsl.vector import (
     to_float,
 )
 from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.kernels.functions import KernelFunctions
-from tilewise.cpu.kernels.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
+from tilewise.cpu.kernels.common.functions import KernelFunctions
+from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
 
 BYTES_AT_ONCE = 32  # of a mask
 

@@ -31,7 +31,16 @@ from tilewise.cpu.dsl.vector import (
     splat,
     to_float,
 )
-from tilewise.cpu.kernels.tiles import BLOCK_K, INF, Arguments, Head, KeyBlocks, Scratch, Shape, store_rows
+from tilewise.cpu.kernels.common.tiles import (
+    BLOCK_K,
+    INF,
+    Arguments,
+    Head,
+    KeyBlocks,
+    Scratch,
+    Shape,
+    store_rows,
+)
 
 ITEM_HEADS = 8  # key heads of a work item at most
 

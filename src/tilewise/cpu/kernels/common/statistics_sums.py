@@ -33,9 +33,9 @@ from tilewise.cpu.dsl.vector import (
     splat,
     to_float,
 )
-from tilewise.cpu.kernels.dropout import GROUP
+from tilewise.cpu.kernels.common.dropout import GROUP
+from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
 from tilewise.cpu.kernels.forward import weighted
-from tilewise.cpu.kernels.tiles import INF, Arguments, Head, Scratch, Shape
 
 OF_ROWS = ("row_max", "entropy", "expected_distance")
 OF_TOTALS = {"entropy", "expected_distance", "top_k"}  # what is divided by the sum of a row's weights

@@ -8,7 +8,7 @@ from typing import Any
 from tilewise.cpu.dsl.control import either, loop, wait_until, when
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var
-from tilewise.cpu.kernels.tiles import Shape, column_chunks, store_rows
+from tilewise.cpu.kernels.common.tiles import Shape, column_chunks, store_rows
 
 
 def fill_zero(shape: Shape, area: Rows, count: Value | int) -> None:
