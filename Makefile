@@ -8,6 +8,9 @@ STAMP  := $(VENV)/.installed
 # The oldest Triton that the kernels are written for; the newest is in constraints/dev.txt.
 OLD_TRITON := $(VENV)/triton-3.6.0
 
+# Tests start many processes, which would all compile the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-all test-isa test-old-triton torture lint clean
 
 install: $(STAMP)

@@ -26,17 +26,17 @@ DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "di
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 FUNCTIONS, PICTURES = ROOT / "docs" / "functions.md", ROOT / "docs" / "functions"
 RESULTS = ROOT / "benchmarks" / "results"
-HEADLINE, MASKS, DECODE, CPU = (
+HEADLINE, OPTIONS, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
-    "h100-masks-quick-2026-11-25.json",
+    "h100-options-quick-2026-11-25.json",
     "h200-decode-graph-2026-11-22.json",
-    "cpu-2026-11-23.json",
+    "cpu-amd-2026-11-25.json",
 )
 TABLE = (  # what, file, whose cases
     ("H200, forward and backward, bf16", HEADLINE, ""),
-    ("H100, the same with boolean masks", MASKS, ""),
+    ("H100, ALiBi, bias, softcap, dropout, bf16", OPTIONS, ""),
     ("H200, decoding, bf16, 1 query", DECODE, r"decode-.*-q1-k\d+$"),
-    ("2 cores of a Xeon, float32, bf16 and f16", CPU, ""),
+    ("2 cores of an EPYC (Zen 4), float32, bf16 and f16", CPU, ""),
 )
 
 

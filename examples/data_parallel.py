@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -104,6 +105,8 @@ def alone(args: argparse.Namespace) -> list[Tensor]:
 
 def fsdp2(args: argparse.Namespace) -> list[Tensor]:
     """Parameters, gradients and optimiser states in shards: each block is gathered when it is needed."""
+    if "RANK" not in os.environ:
+        sys.exit("start it by torchrun, as torchrun --nproc-per-node 2 examples/data_parallel.py fsdp2")
     _, batch = world_of(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

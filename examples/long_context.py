@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -113,6 +114,8 @@ def say(text: str) -> None:
 
 def start_ranks() -> torch.device:
     """This rank's device, in a process group of those that torchrun has started."""
+    if "RANK" not in os.environ:
+        sys.exit("start it by torchrun, as torchrun --nproc-per-node 2 examples/long_context.py")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

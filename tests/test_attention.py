@@ -90,7 +90,7 @@ def test_packed_sequences(problem, data):
     check_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, holds_mean=False, **options)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -249,6 +249,7 @@ def test_the_longest_length_may_be_a_tensor():
     assert torch.equal(found, tilewise.attention_varlen(x, x, x, starts, starts, 4, 4))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", ["llvm", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_mask_and_a_bias_that_are_broadcast_over_keys(backend, dtype):

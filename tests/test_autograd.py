@@ -9,6 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tilewise import reference
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options
 
@@ -45,12 +46,14 @@ def differentiable(case, backend=None):
     return function, leaves
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_first_derivatives(case):
     function, leaves = differentiable(case)
     assert gradcheck(function, leaves, check_batched_grad=True, check_forward_ad=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_second_derivatives(case):
     function, leaves = differentiable(case)
@@ -76,6 +79,44 @@ def test_aten_first_and_second_derivatives():
 
     assert gradcheck(function, (q, k, v))
     assert gradgradcheck(function, (q, k, v))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+@pytest.mark.parametrize("backend", [None, "llvm", "tiled"])
+def test_slopes_are_learned(backend, shape):
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for n, h in ((20, 4), (31, 2), (31, 2)))
+    leaves = [t.requires_grad_() for t in (q, k, v, torch.rand(shape, dtype=torch.float64))]
+    options = {"causal": True, "softcap": 3.0, "alibi_slopes": leaves[3]}
+    options["score_mod"] = lambda score, b, h, i, j: score * torch.cos(score + h)
+    out, (exact, *_) = (
+        tilewise.attention(q, k, v, backend=backend, **options),
+        reference.attention(q, k, v, **options),
+    )
+    dout = torch.randn_like(out)
+    grads = zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(exact, leaves, dout), strict=True)
+    for found, expected in ((out, exact), *grads):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_slopes_of_packed_sequences_are_learned():
+    q, k, v = (torch.randn(30, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([0, 11, 30])
+    out = tilewise.attention_varlen(q, k, v, ends, ends, alibi_slopes=slopes)
+    parts = [
+        tilewise.attention(*(t[None, a:b] for t in (q, k, v)), alibi_slopes=slopes)[0]
+        for a, b in ((0, 11), (11, 30))
+    ]
+    expected = torch.cat(parts)
+    for a, b in zip(
+        *(torch.autograd.grad(o.square().sum(), (slopes, q)) for o in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(
+        NotImplementedError, match=r"alibi_slopes.requires_grad=True has a gradient in attention"
+    ):
+        tilewise.attention_varlen(q, k, v, ends, ends.clone(), alibi_slopes=slopes)
 
 
 def small(dtype=torch.float64):
@@ -276,6 +317,7 @@ def test_inductor_runs_the_operators(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bhsd", [False, True])
 def test_opcheck(bhsd):
     q, k, v = small()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 import pytest
 import torch
 
 import tilewise
-from tilewise import flash_attn
+from tilewise import flash_attn, flex_attention
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.values import check_values
 from tilewise.merge import merge
@@ -85,15 +88,16 @@ ATTENTION = {
         dict(mask=x(2, 6, 4, 6).bool()), ValueError, "mask.shape=(2, 6, 4, 6) must be broadcastable to (batch, heads",
     ),
     "mask rank": (dict(mask=x(1, 2, 6, 4, 5).bool()), ValueError, "mask.shape=(1, 2, 6, 4, 5) must be broadcastable"),
+    "mask without heads": (
+        dict(mask=x(2, 4, 5).bool()), ValueError, "(batch, heads, seqlen_q, seqlen_k)=(2, 6, 4, 5); of (batch, seqlen_q, seqlen_k) pass mask[:, None]",
+    ),
+    "mask function": (dict(mask=lambda b, h, i, j: j <= i), TypeError, "mask=function must be a torch.Tensor: pass a function as mask_mod"),
     "mask type": (dict(mask=[True]), TypeError, "mask=list must be a torch.Tensor"),
     "bias dtype": (dict(bias=x(4, 5).long()), TypeError, "bias.dtype=torch.int64 must be a floating-point dtype"),
     "bias shape": (dict(bias=x(3, 4, 5)), ValueError, "bias.shape=(3, 4, 5) must be broadcastable to"),
     "bias device": (dict(bias=x(4, 5).to("meta")), ValueError, "bias.device=meta must equal query.device=cpu"),
     "sinks": (dict(sinks=x(3)), ValueError, "sinks.shape=(3,) must be (heads,)=(6,)"),
     "slopes": (dict(alibi_slopes=x(2, 3)), ValueError, "alibi_slopes.shape=(2, 3) must be (heads,)=(6,) or"),
-    "slope gradient": (
-        dict(alibi_slopes=x(6).requires_grad_()), NotImplementedError, "alibi_slopes.requires_grad=True has no gradient",
-    ),
 }  # fmt: skip
 
 
@@ -105,6 +109,18 @@ def test_attention(name):
         tilewise.attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_of_two_meanings_is_told_which_was_taken():
+    """(batch, seqlen_k) is as large as (seqlen_q, seqlen_k)."""
+    q, mask = torch.randn(5, 5, 2, 8), torch.eye(5).cumsum(0) > 0
+    with pytest.warns(UserWarning, match=r"mask.shape=\(5, 5\) is taken as \(seqlen_q, seqlen_k\)"):
+        out = tilewise.attention(q, q, q, mask=mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(tilewise.attention(q, q, q, mask=mask[None, None]), out)
+        assert not torch.equal(tilewise.attention(q, q, q, mask=mask[:, None, None, :]), out)
+        tilewise.attention(q[:3], q[:3], q[:3], mask=mask)
 
 
 def test_a_backend_asked_for_by_name_refuses_and_names_what_serves():
@@ -357,6 +373,7 @@ def test_a_misspelt_option_is_told_which_was_meant(name):
         ("attention", "attn_mask", "did you mean mask (True = attend), or bias for additive scores?"),
         ("attention", "attention_mask", "did you mean mask (True = attend)"),
         ("attention", "key_padding_mask", "did you mean mask, as mask[:, None, None, :] with True = attend?"),
+        ("attention_with_cache", "k", "did you mean key?"),
         ("attention", "s_aux", "did you mean sinks?"),
         ("attention", "enable_gqa", "leave it out, as key and value may always have fewer heads"),
         (
@@ -373,6 +390,43 @@ def test_a_name_from_elsewhere_is_told_the_name_here(function, name, hint):
     with pytest.raises(TypeError) as caught:
         getattr(tilewise, function)(*arguments, **{name: 1})
     assert str(caught.value).startswith(f"{name}=1 is no argument of {function}: {hint}")
+
+
+def test_drop_ins_tell_which_option_was_meant():
+    faces = [
+        tilewise.scaled_dot_product_attention,
+        flex_attention.flex_attention,
+        flex_attention.create_block_mask,
+    ]
+    for module in (tilewise.flash_attn, tilewise.flash_attn_3):
+        faces += [getattr(module, name) for name in module.__all__]
+    for face in faces:
+        options = list(inspect.signature(face).parameters.values())[:-1]
+        required = [None for p in options if p.default is p.empty]
+        name = options[-1].name
+        with pytest.raises(
+            TypeError, match=f"^{name}s=1 is no argument of {face.__name__}: did you mean {name}.$"
+        ):
+            face(*required, **{f"{name}s": 1})
+
+
+@pytest.mark.parametrize(
+    ("face", "name", "meant"),
+    [
+        (tilewise.scaled_dot_product_attention, "casual", "is_causal"),
+        (tilewise.scaled_dot_product_attention, "causal", "is_causal"),
+        (tilewise.scaled_dot_product_attention, "mask", "attn_mask"),
+        (tilewise.scaled_dot_product_attention, "softmax_scale", "scale"),
+        (tilewise.flash_attn.flash_attn_func, "casual", "causal"),
+        (tilewise.flash_attn_3.flash_attn_func, "scale", "softmax_scale"),
+        (tilewise.flash_attn_3.flash_attn_func, "sliding_window", "window_size"),
+        (flex_attention.flex_attention, "mask_mod", "block_mask"),
+    ],
+)  # fmt: skip
+def test_drop_ins_have_names_of_their_own(face, name, meant):
+    with pytest.raises(TypeError) as caught:
+        face(KV, KV, KV, **{name: 1})
+    assert str(caught.value) == f"{name}=1 is no argument of {face.__name__}: did you mean {meant}?"
 
 
 def test_a_misspelt_option_in_compiled_code():

@@ -34,6 +34,7 @@ def close(found, exact):
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("module", [theirs, ours], ids=["torch", "tilewise"])
 @pytest.mark.parametrize("backend", ["llvm", "tiled"])
 def test_with_functions_and_options(module, backend):

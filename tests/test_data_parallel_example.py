@@ -36,6 +36,7 @@ def expected() -> list[float]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["fsdp2", "accelerate", "lightning"])
 def test_two_processes_learn_as_one(way):
     if way != "fsdp2" and importlib.util.find_spec(way) is None:

@@ -127,8 +127,8 @@ def test_source_is_the_trees():
     assert inspect.getsource(tiled.online_softmax_step).strip() in hooks.source(
         "tilewise.tiled.backend.online_softmax_step"
     )
-    method = hooks.source("tilewise.cpu.kernels.forward.ForwardKernel.attend")
-    assert "\ndef attend(self" in method and "@gluon.jit\ndef mma_role(" in hooks.source(
+    method = hooks.source("tilewise.cpu.kernels.forward.ForwardKernel.attend_block")
+    assert "\ndef attend_block(" in method and "@gluon.jit\ndef mma_role(" in hooks.source(
         "tilewise.gpu.hopper.forward.kernel.mma_role"
     )
 
@@ -167,6 +167,7 @@ def test_tables_hold_every_result():
         assert f"`{path.relative_to(hooks.RESULTS).as_posix()}`" in text
 
 
+@pytest.mark.slow
 def test_builds_without_a_warning(tmp_path):
     for package in ("mkdocs", "material", "mkdocstrings_handlers"):
         if importlib.util.find_spec(package) is None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.core.dropout import keep_mask, philox4x32, rate, threshold
+from tilewise.core.dropout import keep_mask, philox4x32, rate, threshold, with_origin
 
 # Known-answer vectors of Philox4x32 with 10 and 7 rounds, from the Random123 distribution (kat_vectors).
 ONES = (0xFFFFFFFF,) * 4, 0xFFFFFFFFFFFFFFFF
@@ -40,6 +40,13 @@ def test_a_tile_is_a_part_of_the_whole():
     whole = keep_mask(seed, 0.4, range(3), 2, 0, 39, 0, 43)
     for q0, q1, k0, k1 in [(0, 7, 0, 5), (3, 19, 6, 23), (18, 19, 22, 23), (5, 5, 1, 2), (16, 39, 33, 43)]:
         assert torch.equal(keep_mask(seed, 0.4, range(1, 3), 2, q0, q1, k0, k1), whole[1:3, :, q0:q1, k0:k1])
+
+
+def test_a_part_of_a_call_draws_what_the_call_does():
+    seed = torch.tensor(-1234567890123456789)
+    whole = keep_mask(seed, 0.4, range(2), 5, 0, 80, 0, 90)
+    part = keep_mask(with_origin(seed, 33, 17, 1, 5), 0.4, range(2), 3, 2, 40, 1, 60)
+    assert torch.equal(part, whole[:, 1:4, 35:73, 18:77])
 
 
 def test_rate_and_seed():

@@ -1,21 +1,11 @@
 """examples/eight_bits.py: the error of 8-bit attention over FlashAttention-3's way, and the perplexity."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
-
-PATH = Path(__file__).parents[1] / "examples" / "eight_bits.py"
 
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("eight_bits_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def example(load_example):
+    return load_example("eight_bits")
 
 
 def shares(errors: dict[str, float]) -> dict[str, float]:

@@ -52,7 +52,8 @@ SIGNATURES = {  # of flash_attn/flash_attn_interface.py, version 2.8
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
+    *parameters, unknown = inspect.signature(function).parameters.values()
+    assert unknown.kind is inspect.Parameter.VAR_KEYWORD  # refused with what was meant
     assert [(p.name, p.default) for p in parameters] == SIGNATURES[function]
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
     assert getattr(tilewise.flash_attn, function.__name__) is function

@@ -99,6 +99,8 @@ def test_new_values_and_closures_are_seen():
     ("options", "error", "message"),
     [
         ({"mask_mod": lambda b, h, i: i > 0}, TypeError, "must take"),
+        ({"score_mod": lambda s, b, h, i, j: j <= i}, TypeError, "returns a bool, must return a score"),
+        ({"mask_mod": lambda b, h, i, j: i * 0.5}, TypeError, "returns a float, must return a bool"),
         ({"mask_mod": lambda b, h, i, j: i > 0 and j > 0}, TypeError, "branch.*test_functions.py"),
         (
             {"score_mod": lambda s, b, h, i, j: torch.fft.fft(s)},
@@ -139,7 +141,7 @@ def test_a_kernel_names_the_line_too():
 def test_other_backends_refuse():
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(NotImplementedError, match=r"mask or score functions; .*'tiled' would serve"):
-        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i, backend="aten")
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: j != i, backend="aten")
 
 
 @pytest.mark.sample(1)

@@ -1,23 +1,14 @@
 """examples/generate.py runs, and generates what a pass without a cache chooses."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PATH = Path(__file__).parents[1] / "examples" / "generate.py"
-
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("generate_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
+def example(load_example):
+    return load_example("generate")
 
 
 @pytest.mark.parametrize("model", ["gpt", "tiny"])

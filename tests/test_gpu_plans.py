@@ -11,6 +11,7 @@ import torch
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe_signature
 from tilewise.core.signature import Request, Signature, look
+from tilewise.dispatch import plans
 from tilewise.gpu.launch import launch_plan
 
 LEAST_ADDRESS = 1 << 22  # of a process; the other integers of these launches are smaller
@@ -103,10 +104,7 @@ def recorder(monkeypatch):
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    call = importlib.import_module("tilewise.gpu.triton.call")
-    call.table_tile.cache_clear()
-    yield recorder
-    call.table_tile.cache_clear()
+    return recorder
 
 
 def on_gpu(tensors):
@@ -192,6 +190,35 @@ def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
         grads = run(Inputs(q, k, v), Results(out, lse, None), dout, None)[:3]
         found.append(recorder.take((q, k, v, out, lse, dout, *grads)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 100, 130), (1, 4, 100, 130), (2, 1, 1, 130), (1, 4, 100, 1)], ids=str
+)
+def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, recorder, monkeypatch):
+    """It starts when the kernel of row statistics has ended: nobody between the two has waited for that."""
+    monkeypatch.setattr("tilewise.gpu.hopper.plan.missing_device", lambda problem: None)
+    launches = []
+    monkeypatch.setattr(launch_plan, "start", launches.append)
+    q, k, v, out, lse, residual, dout = draw((64, 64), (100, 130), "bshd", 0)
+    inputs = Inputs(q, k, v, bias=torch.zeros(shape, dtype=q.dtype))
+    results = Results(out, lse, residual)
+    if layout == "bhsd":
+        inputs = inputs._replace(query=q.transpose(1, 2), key=k.transpose(1, 2), value=v.transpose(1, 2))
+        results, dout = results._replace(out=out.transpose(1, 2)), dout.transpose(1, 2)
+    seen = on_gpu(inputs), on_gpu((*results, dout, None))
+    for needs_gradient in (False, True):
+        launches.clear()
+        call = (Options(causal=True), "hopper", Request(), needs_gradient, 1, layout)
+        entry = plans._make_backward(Signature("backward", *seen, False, *call))
+        grads = plans.run(entry, inputs, results, dout, None)
+        assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
+        modules = [launch.kernel.__module__.split(".")[2] for launch in launches]
+        assert modules == ["hopper"] * 3 + ["triton"] * 2 * needs_gradient
+    assert grads.bias.shape == shape and grads.bias.dtype == q.dtype
+    assert launches[-1].kernel.__name__ == "attn_bwd_dbias_kernel"
+    assert not any(launch.launch_pdl for launch in launches[-2:])
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])

@@ -1,22 +1,12 @@
 """examples/kv_eviction.py: what is kept, and that it stands where attention finds it."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-PATH = Path(__file__).parents[1] / "examples" / "kv_eviction.py"
-
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("kv_eviction_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def example(load_example):
+    return load_example("kv_eviction")
 
 
 def test_it_runs(example, capsys):

@@ -63,7 +63,7 @@ def test_on_the_terminal(tmp_path):
     [
         (["q_idx kv_idx"], "is no expression, and no FILE.py:NAME"),
         (["q_idx and kv_idx"], "can't be traced: a branch of Python's"),
-        (["nothing.py:f"], "nothing.py"),
+        (["nothing.py:f"], "nothing.py: No such file or directory"),
         (["q_idx", "--seqlen", "0"], "seqlen"),
     ],
 )

@@ -128,13 +128,13 @@ def test_functions_make_no_mask():
 
 
 def test_growth_is_linear():
-    """Standard attention's scores would grow by 4 * (4096^2 - 1024^2) * 4 bytes, 240 MiB.
+    """Standard attention's scores would grow by 4 * (3072^2 - 1024^2) * 4 bytes, 128 MiB.
 
     glibc's malloc keeps a changing share of freed blocks for later; under a fixed threshold it returns each to the
     system at once, so the peak is what the call asked for and repeats to 0.2 MiB.
     """
     small, large = (
-        peak_extra_mib(n, "both", "tiled", 4, MALLOC_MMAP_THRESHOLD_="65536") for n in (1024, 4096)
+        peak_extra_mib(n, "both", "tiled", 4, MALLOC_MMAP_THRESHOLD_="65536") for n in (1024, 3072)
     )
-    inputs_growth = 3072 * 4 * 64 * 4 / 2**20  # one query-sized tensor: 3 MiB
+    inputs_growth = 2048 * 4 * 64 * 4 / 2**20  # one query-sized tensor: 2 MiB
     assert large - small <= 4 * inputs_growth

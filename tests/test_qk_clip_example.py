@@ -1,22 +1,12 @@
 """examples/qk_clip.py: logits run away without the clip and do not with it."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-PATH = Path(__file__).parents[1] / "examples" / "qk_clip.py"
-
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("qk_clip_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
+def example(load_example):
+    return load_example("qk_clip")
 
 
 def test_logits_diverge_without_the_clip_alone(example, capsys):

@@ -13,7 +13,7 @@ from tilewise.core.signature import contiguous_strides, look, named
 from tilewise.dispatch import plans
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", ["query", "key", "value", "mask", "bias", "alibi_slopes", "sinks"])
 @pytest.mark.parametrize("backend", ["llvm", "aten", "tiled", ""])
 def test_what_was_called_before_does_not_matter(run_script, backend, tensor):
@@ -83,6 +83,7 @@ print(len(plans.entries()))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hidden", [(), ("guards",), ("modes",), ("guards", "modes")], ids=str)
 def test_a_pytorch_without_private_names_gives_the_same(hidden):
     """The third call of each way finds the plans of the first."""

@@ -1,20 +1,12 @@
 """examples/train_gpt2.py runs, and every attention learns alike."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "examples" / "train_gpt2.py"
 
-
-def test_every_attention_learns_alike(tmp_path):
-    spec = importlib.util.spec_from_file_location("train_gpt2_example", PATH)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example  # where dataclasses look their annotations up
-    spec.loader.exec_module(example)
+def test_every_attention_learns_alike(load_example, tmp_path):
+    example = load_example("train_gpt2")
     sizes = "--layers 2 --width 32 --heads 2 --vocabulary 256 --seqlen 48 --batch 2 --steps 30 --lr 0.03"
     path = tmp_path / "runs.json"
     runs = example.main(f"--device cpu --eager {sizes} --json {path}".split())

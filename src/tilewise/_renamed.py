@@ -21,7 +21,7 @@ MODULES = {
     "tilewise.merge": "tilewise.core.merge",
     "tilewise.paged_cache": "tilewise.cache.paged",
     "tilewise.pages": "tilewise.cache.pages",
-    "tilewise.rotary": "tilewise.core.rotary",
+    "tilewise.rotary": "tilewise.cache.rotary",
 }
 
 

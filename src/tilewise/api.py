@@ -25,10 +25,11 @@ from tilewise.core.checks import (
     check_number,
     check_tensors,
     shown,
+    warn_of_two_meanings,
     window_bound,
 )
 from tilewise.core.device_errors import check_if_debugging
-from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
+from tilewise.core.functions.call import MaskFunction, ScoreFunction, is_learned, with_functions
 from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.quantized import Quantized, check_offsets, inputs_of, is_quantized
 from tilewise.core.signature import all_resolved, resolved
@@ -88,7 +89,7 @@ def attention(
             get gradients. What can't be traced raises an error that names the line.
         block_mask: FlexAttention's `BlockMask`, from PyTorch or `tilewise.flex_attention`, for (batch or 1,
             num_heads or 1, seqlen_q, seqlen_k). With mask_mod, a key is visible where both say so.
-        alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|.
+        alibi_slopes: (num_heads,) or (batch, num_heads): adds -slope * |distance|. Has a gradient.
         softcap: scores become softcap * tanh(scores / softcap) before any bias; 0 is off.
         sinks: (num_heads,) logits that join the softmax without a value; differentiable.
         dropout_p: probability in [0, 1) of dropping an attention weight, rounded to a multiple of 1/256 (but
@@ -124,7 +125,8 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
-    check_known(attention, unknown)
+    if unknown:
+        check_known(attention, unknown)
     bounds = NO_WINDOW if window is None else window_bounds(window)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
@@ -139,7 +141,8 @@ def attention(
     if mask is not None or bias is not None:
         _check_scores(inputs, layout, mask, bias)
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
-    if mask_mod is not None or score_mod is not None or block_mask is not None:
+    is_scored = alibi_slopes is not None and is_learned(alibi_slopes)
+    if mask_mod is not None or score_mod is not None or block_mask is not None or is_scored:
         added, options = with_functions(in_layout(inputs, layout), options, mask_mod, score_mod, block_mask)
         inputs = in_layout(added, layout)
     if return_aux is not None:
@@ -208,9 +211,11 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, starts, starts).flatten()
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
-    check_known(attention_varlen, unknown)
+    if unknown:
+        check_known(attention_varlen, unknown)
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_flag("return_lse", return_lse)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
     )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -218,10 +223,11 @@ def attention_varlen(
         check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
         precision = products_of(inputs, precision)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
-    options = Options(
-        causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, *lengths, precision
-    )
-    inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
+    bounds = NO_WINDOW if window is None else window_bounds(window)
+    options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, *lengths, precision)
+    is_scored = alibi_slopes is not None and is_learned(alibi_slopes)
+    if mask_mod is not None or score_mod is not None or block_mask is not None or is_scored:
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask)
     if return_aux is not None:
         out, lse, aux = statistics.attention(inputs, options, backend, return_aux)
         return (out, lse, aux) if return_lse else (out, aux)
@@ -298,10 +304,13 @@ def attention_with_cache(
         >>> attention_with_cache(x, cache, x, x).shape, cache.lengths.tolist()
         (torch.Size([1, 3, 1, 4]), [3])
     """
-    check_known(attention_with_cache, unknown)
+    if unknown:
+        check_known(attention_with_cache, unknown)
     check_tensors(query=query)
-    check_flag("return_lse", return_lse)
-    check_flag("rotary_interleaved", rotary_interleaved)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
+    if rotary_interleaved is not False:
+        check_flag("rotary_interleaved", rotary_interleaved)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
     if not torch.compiler.is_compiling():
@@ -312,7 +321,8 @@ def attention_with_cache(
     query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
     has_rotary = rotary_cos is not None or rotary_sin is not None
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
-    options = Options(causal, *window_bounds(window), softcap, scale=scale, precision=precision)
+    bounds = NO_WINDOW if window is None else window_bounds(window)
+    options = Options(causal, *bounds, softcap, scale=scale, precision=precision)
     request = functions.LSE if return_lse else functions.NO_LSE
     step = cached_step(cache, batch, query, key, value)
     try:
@@ -417,13 +427,17 @@ def check_layout(layout: Any) -> None:
 
 
 def _check_scores(inputs: Inputs, layout: str, mask: Tensor | None, bias: Tensor | None) -> None:
-    """Raises ValueError unless mask and bias, as they were given, fit tensors of four dimensions."""
+    """Raises ValueError unless mask and bias, as they were given, fit tensors of four dimensions.
+
+    Warns of a mask whose shape is also that of padding.
+    """
     query, key = inputs.query, inputs.key
     check_tensors(query=query, key=key)
     if query.ndim == key.ndim == 4:
         rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
         full = (query.shape[0], query.shape[heads], query.shape[rows], key.shape[rows])
         check_broadcastable(full, mask=mask, bias=bias)
+        warn_of_two_meanings(mask, full)
 
 
 def read_length(name: str, length: int | Tensor | None) -> int | None:

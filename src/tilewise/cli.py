@@ -53,6 +53,7 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
     from tilewise.lab.mask.command import mask
     from tilewise.lab.tune import tune
+    from tilewise.lab.warmup import warmup
 
     app.command()(demo)
     app.command()(doctor)
@@ -68,6 +69,7 @@ def _app():  # type: ignore[no-untyped-def]
     app.command()(distributed)
     app.command()(claims)
     app.command()(tune)
+    app.command()(warmup)
     app.add_typer(bench_app, name="bench")
     return app
 

@@ -49,6 +49,7 @@ class Explanation:
         seconds: the larger of flops and bytes over their ceilings. No kernel is faster than a datasheet's
             ceilings allow, with inputs in main memory; measured ceilings give about the best time.
         bound: "compute" or "memory", whichever that is. Both None without ceilings.
+        from_functions: the options that mask_mod and score_mod say, by which they are served instead.
     """
 
     backend: str
@@ -59,6 +60,7 @@ class Explanation:
     device: Device | None
     problem: AttentionProblem
     sequences: tuple[Span, ...]
+    from_functions: tuple[str, ...] = ()
 
     @property
     def intensity(self) -> float:
@@ -88,6 +90,9 @@ class Explanation:
             f"backend    {self.backend} (backward: {self.backward_backend})",
         ]
         rows += [f"           not {name}: {why}" for name, why in self.reasons.items() if why is not None]
+        if self.from_functions:
+            rest = "" if p.functions is None else "; the rest stays a function"
+            rows += [f"options    {', '.join(self.from_functions)}, as the functions say{rest}"]
         rows += [
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
             f"{self.intensity:.4g} FLOP/byte"
@@ -140,7 +145,7 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     call = _options(given)
     call = call._replace(precision=products_of(inputs, call.precision))
     mask_mod, score_mod, block_mask = (given[name] for name in ("mask_mod", "score_mod", "block_mask"))
-    inputs, call = with_functions(inputs, call, mask_mod, score_mod, block_mask, cached)
+    inputs, call, before = *with_functions(inputs, call, mask_mod, score_mod, block_mask, cached), call
     backend = given["backend"]
     problem = describe(inputs, call)
     _check_lengths(inputs)
@@ -155,7 +160,21 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
         device=device_for(inputs.query.device, problem.dtype, problem.precision),
         problem=problem,
         sequences=tuple(sequences),
+        from_functions=_from_functions(before, call, inputs.alibi_slopes is not given["alibi_slopes"]),
     )
+
+
+def _from_functions(before: Options, call: Options, has_new_slopes: bool) -> tuple[str, ...]:
+    """What `with_functions` has made options of."""
+    found = []
+    if call.causal != before.causal:
+        found.append("causal=True")
+    window = (call.window_left, call.window_right)
+    if window != (before.window_left, before.window_right):
+        found.append(f"window={window}")
+    if call.softcap != before.softcap:
+        found.append(f"softcap={call.softcap}")
+    return (*found, *(("alibi_slopes",) if has_new_slopes else ()))
 
 
 def _call(args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:

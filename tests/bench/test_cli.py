@@ -25,6 +25,7 @@ def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["run"], []], ids=["bench run", "bench"])
 def test_run_prints_a_table_and_writes_every_sample(tiny, tmp_path, command):
     path = tmp_path / "run.json"

@@ -25,6 +25,7 @@ def test_standard_attention_needs_its_two_score_matrices():
     assert 2 * scores - 2 * MIB < measure(case, "standard") < 2 * scores + 2 * MIB
 
 
+@pytest.mark.slow
 def test_the_tiles_need_far_less_and_no_more_for_twice_the_length():
     short, long = (
         measure(dense("forward+backward", "float32", 64, 4, 1, n, kind="memory"), "tilewise:tiled")

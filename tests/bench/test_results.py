@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -67,12 +68,17 @@ def test_bad_files(tmp_path, text, message):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_source_digest_changes_with_the_source(monkeypatch, tmp_path):
-    package = tmp_path / "tilewise"
-    (package / "bench").mkdir(parents=True)
-    (package / "bench" / "results.py").write_text("a = 1\n")
-    monkeypatch.setattr(results, "__file__", str(package / "bench" / "results.py"))
-    before = results._source_digest()
-    assert results._source_digest() == before
-    (package / "bench" / "results.py").write_text("a = 2\n")
-    assert results._source_digest() != before
+def test_digests_change_with_their_sources(monkeypatch, tmp_path):
+    for folder in ("lab/bench", "core", "cpu", "gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "lab" / "bench" / "results.py"))
+
+    def digests():
+        return results._digest("."), results.kernels_digest("cpu"), results.kernels_digest("cuda")
+
+    found = [digests()]
+    for path in ("lab/bench/a.py", "core/a.py", "cpu/a.py", "gpu/a.py"):
+        (tmp_path / path).write_text("a = 1\n")
+        found.append(digests())
+    changed = [tuple(a != b for a, b in zip(*pair)) for pair in itertools.pairwise(found)]
+    assert changed == [(True, False, False), (True, True, True), (True, True, False), (True, False, True)]

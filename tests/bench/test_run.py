@@ -241,10 +241,12 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_run(tiny, tmp_pat
         runner.plan(Settings("tiny", json=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_slow_to_set_up_runs_on_some_cases(monkeypatch, tmp_path):
     cases = [dense("forward", "float32", 16, 1, 1, n) for n in (16, 32)]
     suite = Suite(lambda quick, device: iter(cases), "cpu", ("sdpa-flash", "standard"), {"standard": "s32-"})
     monkeypatch.setitem(SUITES, "limited", suite)
+    monkeypatch.setattr(CpuStopwatch, "target", 0.002)
     for peers, expected in (((), "refused"), (("standard",), "ok")):
         found = runner.run(runner.plan(Settings("limited", peers=peers)))
         first, second = (record["peers"]["standard"] for record in found["cases"])

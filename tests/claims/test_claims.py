@@ -43,8 +43,11 @@ def test_8_bit_errors_shrink_and_results_are_exact():
     assert CLAIMS["exact"].holds(CLAIMS["exact"].measure(CPU).value)
 
 
+@pytest.mark.slow
 def test_a_training_step_has_the_loss_of_eager_attention(monkeypatch):
     pytest.importorskip("transformers")
+    build = models._gpt2
+    monkeypatch.setattr(models, "_gpt2", lambda setting, seqlen, *layers: build(setting, seqlen, 1, 1))
     monkeypatch.setattr(models, "STEPS", 1)
     measured = CLAIMS["gpt2-step"].measure(CPU)
     ours, eager = (float(part.split()[-1]) for part in measured.note.split(";")[1].split(","))
@@ -90,6 +93,12 @@ def test_a_file_is_taken_up_where_it_ended(tmp_path):
         run.run(claims, CPU, path, lambda claim, row: None)
 
 
+def test_what_other_kernels_gave_is_marked():
+    found = run.run([CLAIMS["balance-a100"]], CPU, None, lambda claim, row: None)
+    assert "with older kernels" not in report.tables([found])
+    assert "with older kernels" in report.tables([found | {"kernels_sha256": "another"}])
+
+
 def test_a_claim_that_cannot_be_measured_says_why():
     def refuse(setting: Setting) -> Measured:
         raise BenchError("needs something")
@@ -105,4 +114,6 @@ def test_command():
     done = command("--filter", "kv-cache-70b|gqa")
     assert done.exit_code == 0 and "does not hold" in done.output and "8× measured: holds" in done.output
     wrong = command("--filter", "nothing-of-this-name")
-    assert wrong.exit_code == 2 and "leaves none" in wrong.output
+    assert (
+        wrong.exit_code == 2 and "tilewise claims: --filter" in wrong.output and "leaves none" in wrong.output
+    )

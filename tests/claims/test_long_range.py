@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,12 +120,8 @@ def test_it_learns():
     assert sum(progress.losses[-10:]) < 0.97 * sum(progress.losses[:10])
 
 
-def test_the_example(tmp_path):
-    path = Path(__file__).parents[2] / "examples" / "long_range_arena.py"
-    spec = importlib.util.spec_from_file_location("long_range_arena_example", path)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example
-    spec.loader.exec_module(example)
+def test_the_example(load_example, tmp_path):
+    example = load_example("long_range_arena")
     sizes = "--seqlen 1024 --layers 1 --width 16 --heads 2 --steps 3 --batch 2 --held-out 4 --device cpu"
     file = tmp_path / "runs.json"
     runs = example.main(f"pathfinder {sizes} --attention tilewise sdpa --json {file}".split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
@@ -49,7 +51,7 @@ def check(name: str, degrees: dict[str, int], mask: torch.Tensor | None, dtype: 
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
     compat_diffusers.register()
     padding = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [17]]))[:, None, None]
     check("ring", {"ring_degree": 2}, None, torch.float32)

@@ -91,6 +91,7 @@ def run(code, *arguments, **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_runs_without_the_package(repository):
     run(LOAD, repository)
 
@@ -164,5 +165,10 @@ def test_without_sinks_it_is_flash_attn():
         functions.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, block_table=table, s_aux=sinks)
     for function in (functions.flash_attn_func, functions.flash_attn_varlen_func):  # transformers asks so
         assert {"s_aux", "window_size", "softcap"} <= set(inspect.signature(function).parameters)
+    for aux in (None, sinks):
+        with pytest.raises(
+            TypeError, match="casual=True is no argument of flash_attn_func: did you mean causal"
+        ):
+            functions.flash_attn_func(q, k, v, casual=True, s_aux=aux)
     with pytest.raises(NotImplementedError, match="return_softmax_lse=True must be False with s_aux"):
         functions.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, s_aux=sinks)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import random
+import time
+from datetime import timedelta
+from unittest import mock
 
 import torch
 
-from tilewise import Aux, KVCache, attention, attention_varlen, reference
+from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
-    attention_with_split_cache,
-    context_parallel,
     context_parallel_attention,
+    engine,
     positions,
     shard,
     unshard,
@@ -39,6 +41,8 @@ def problem(seed: int, options: dict, n: int, heads: int, kv_heads: int, cu_seql
         options["alibi_slopes"] = torch.rand(heads, dtype=torch.float64)
     if shape := options.pop("bias", None):
         tensors["bias"] = new(2, heads, n if shape == "rows" else 1, n)
+    if "dropout_p" in options:
+        options["dropout_seed"] = torch.randint(2**63 - 1, ())
     if options.pop("mask", False):
         options["mask"] = torch.rand(2, 1, 1, n) < 0.7
     return tensors, options
@@ -56,7 +60,10 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
         else:
             own[name] = shard(t, dim=2 if name == "bias" else dim, **where)
     own = {name: t.requires_grad_() for name, t in own.items()}
-    out, lse = context_parallel_attention(**own, **options, **where, method=method, seqlen=n, return_lse=True)
+    given = dict(options)
+    if "dropout_seed" in options:  # that of the first rank counts
+        given["dropout_seed"] = options["dropout_seed"] + torch.distributed.get_rank(group)
+    out, lse = context_parallel_attention(**own, **given, **where, method=method, seqlen=n, return_lse=True)
     torch.manual_seed(seed + 1)
     q, v = tensors["query"], tensors["value"]
     dout = torch.randn(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
@@ -80,6 +87,30 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
         close(g, wanted[name], f"d{name}")
 
 
+def dropout_by_a_kernel(group, method, balance, options):
+    """A kernel asked for by name draws one device's mask where all pieces begin at multiples of 16."""
+    world = torch.distributed.get_world_size(group)
+    options = {"dropout_p": 0.3, "backend": "llvm"} | options
+    n = 64 * world
+    tensors, where = problem(0, {}, n, 12, 12)[0], {"group": group, "balance": balance}
+    own = [shard(t, **where).requires_grad_() for t in tensors.values()]
+    torch.manual_seed(7 + torch.distributed.get_rank(group))
+    drawn = torch.Generator().manual_seed(1 + torch.distributed.get_rank(group))
+    out = context_parallel_attention(*own, **options, **where, method=method, generator=drawn)
+    grads = torch.autograd.grad(out.square().sum(), own)
+    alone = [t.clone().requires_grad_() for t in tensors.values()]
+    exact = attention(*alone, **options, generator=torch.Generator().manual_seed(1))
+    close(unshard(out.detach(), **where), exact.detach(), "out")
+    for name, g, w in zip(tensors, grads, torch.autograd.grad(exact.square().sum(), alone)):
+        close(unshard(g, **where), w, f"d{name}")
+    odd = [shard(t[:, :-5], **where) for t in tensors.values()]
+    try:
+        context_parallel_attention(*odd, **options, **where, method=method, seqlen=n - 5)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def close(found, exact, name):
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
@@ -94,6 +125,8 @@ def random_check(group, seed):
     if draw.random() < 0.3:
         options["softcap"] = 3.0
     options |= {name: True for name in ("sinks", "alibi") if draw.random() < 0.3}
+    if draw.random() < 0.3:
+        options["dropout_p"] = 0.4
     cu_seqlens = None
     if draw.random() < 0.5:
         cu_seqlens = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 5))), n]
@@ -120,6 +153,35 @@ def round_trip(group, n, balance, cu_seqlens):
     return own.shape[1]
 
 
+def second_call(group, method, cu_seqlens):
+    """A call like one before looks nothing up but what that found; one that differs is checked."""
+    n, lead = 32, () if cu_seqlens else (1,)
+    where = {"group": group, "cu_seqlens": cu_seqlens}
+    new = lambda: shard(torch.randn(*lead, n, 2, 8), dim=0 if cu_seqlens else 1, **where)  # noqa: E731
+
+    def call(q, **options):
+        return context_parallel_attention(q, q, q, method=method, causal=True, **where, **options)
+
+    for needs_grad in (False, True):
+        call(new().requires_grad_(needs_grad))
+    slow = ["faults._check", "cost.estimate", "schedule._rounds", "heads.sorted", "parts._packed"]
+    with contextlib.ExitStack() as stack:
+        for name in slow:
+            error = AssertionError(f"{name} was called again")
+            stack.enter_context(
+                mock.patch(f"tilewise.distributed.{name}", side_effect=error, create=name == "heads.sorted")
+            )
+        call(new())
+        call(new().requires_grad_())
+    for options in ({"softcap": -1.0}, {"window": (0, -3)}, {"backend": "none"}, {"scale": [1.0]}):
+        try:
+            call(new(), **options)
+        except (ValueError, TypeError) as error:
+            assert next(iter(options)) in str(error), error
+        else:
+            raise AssertionError(f"{options} was taken")
+
+
 def disagree(group, change):
     rank = torch.distributed.get_rank(group)
     q = torch.ones(1, 4, 2, 8)
@@ -136,185 +198,50 @@ def disagree(group, change):
     return None
 
 
-def decode(group, seed, sinks, softcap):
-    """A prompt whose keys lie in the ranks' caches, then steps whose tokens the ranks take in turn."""
-    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    torch.manual_seed(seed)
-    prompt, steps = 2 * world - 1, (1, 1, 3, 1)  # of 2 prompts the last rank has nothing
-    n = prompt + sum(steps)
-    q, k, v = (torch.randn(2, n, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    options = {"softcap": softcap, "sinks": torch.randn(4, dtype=torch.float64) if sinks else None}
-    exact, exact_lse = reference.attention(q, k, v, causal=True, **options)
-    cache = KVCache(2, n, 2, 16, dtype=torch.float64)
-    if rank < world - 1:
-        own = slice(2 * rank, 2 * rank + 2)
-        cache.append(k[:, own], v[:, own])
-    start = prompt - 1
-    for number, count in enumerate((1, *steps)):
-        rows = slice(start, start + count)
-        where = {"owner": number % world, "group": group}
-        out, lse = attention_with_split_cache(
-            q[:, rows], cache, k[:, rows], v[:, rows], **where, **options, return_lse=True
-        )
-        close(out, exact[:, rows], f"out of step {number}")
-        close(lse, exact_lse[..., rows], f"lse of step {number}")
-        start += count
-
-
-def overflow(group):
-    cache, x = KVCache(1, 1, 1, 8, dtype=torch.float32), torch.ones(1, 2, 1, 8)
+def silent_rank(group, when):
+    """The last of four ranks does not come, or comes and then stops: what the others are told, and when."""
+    short = torch.distributed.new_group(range(4), timeout=timedelta(seconds=1))
+    is_silent = torch.distributed.get_rank(group) == 3
+    q = shard(torch.ones(1, 40, 2, 8), group=short)
+    stop = mock.patch("tilewise.distributed.engine.run", side_effect=KeyError("stopped"))
+    start, message = time.monotonic(), None
     try:
-        attention_with_split_cache(x, cache, x, x, owner=1, group=group)
-    except ValueError as error:
-        return str(error)
+        with stop if is_silent and when == "within" else contextlib.nullcontext():
+            if not is_silent or when == "within":
+                context_parallel_attention(q, q, q, group=short, method="ring", causal=True)
+    except (RuntimeError, KeyError) as error:
+        message = str(error)
+    if is_silent:
+        time.sleep(3)  # alive, so that others wait for it
+    return message, time.monotonic() - start
 
 
-def inside_context(group, seed, face, balance, cu_seqlens):
-    """Code that knows of no ranks, in `context_parallel`: forward and gradients."""
-    draw = torch.Generator().manual_seed(seed)
-    n = 43
-    q, dout = (torch.randn(1, n, 4, 16, dtype=torch.float64, generator=draw) for _ in range(2))
-    k, v = (torch.randn(1, n, 2, 16, dtype=torch.float64, generator=draw) for _ in range(2))
-    wanted = [q.clone(), k.clone(), v.clone()]
-    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
-    buffers = [q, k, v, dout]
-    with context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, -3, 1], no_restore_buffers={dout}, **where):
-        leaves = [t.clone().requires_grad_() for t in buffers[:3]]
-        assert leaves[0].shape[1] < n
-        if face == "sdpa":
-            heads_first = [t.transpose(1, 2) for t in leaves]
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *heads_first, is_causal=True, enable_gqa=True
-            )
-            out = out.transpose(1, 2)
-        elif face == "varlen":
-            ends = torch.tensor([0, leaves[0].shape[1]])
-            out = attention_varlen(*(t[0] for t in leaves), ends, ends, causal=True)[None]
+def learned_slopes(group, method, balance, with_score):
+    """ALiBi whose slopes have a gradient, by itself or before a score function; the same in one call."""
+    torch.manual_seed(2)
+    n, new = 37, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    tensors = [new(2, n, heads, 8) for heads in (4, 2, 2)]
+    slopes, dout = torch.rand(2, 4, dtype=torch.float64), new(2, n, 4, 8)
+    options = {"causal": True}
+    if with_score:
+        options["score_mod"] = lambda score, b, h, i, j: torch.tanh(score) + 0.01 * (i - 2 * j)
+    results = []
+    for slopes in (slopes.clone().requires_grad_() for _ in range(2)):
+        if not results:
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            out, given = attention(*leaves, alibi_slopes=slopes, **options), dout
         else:
-            out, _ = attention(*leaves, causal=True, return_lse=True)
-        own = dout.clone()
-    grads = torch.autograd.grad(out, leaves, own)
-    for t, before in zip((q, k, v), wanted):
-        assert torch.equal(t, before)
-    assert dout.shape[1] < n
-    whole = unshard(dout, seqlen=n, **where)
-    starts = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    packed = {} if starts is None else {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    tensors = wanted if starts is None else [t[0] for t in wanted]
-    lead = (lambda t: t) if starts is None else (lambda t: t[None])
-    exact = reference.attention(*tensors, causal=True, **packed)[0]
-    close(unshard(out.detach(), seqlen=n, **where), lead(exact), "out")
-    dout = whole if starts is None else whole[0]
-    gradients = reference.attention_backward(dout, *tensors, causal=True, **packed)
-    for g, name in zip(grads, ("query", "key", "value")):
-        close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
-
-
-def refused_in_context(group, change):
-    x = torch.ones(1, 5, 2, 8)
-    ends = torch.tensor([0, 2, 5])
-    calls = {
-        "dropout": lambda: attention(x, x, x, dropout_p=0.5),
-        "documents": lambda: attention_varlen(x[0], x[0], x[0], ends, ends),
-        "function": lambda: attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k),
-        "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True)),
-    }
-    try:
-        with context_parallel(group=group, seqlen=10):
-            calls[change]()
-    except (NotImplementedError, ValueError) as error:
-        assert attention(x, x, x).shape == x.shape  # outside all is as before
-        return str(error)
-    return None
-
-
-def transformers_model(group, implementation):
-    """A model whose layers have a window, on shards of a batch of two: logits and gradients."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    from tilewise.integrations.transformers import register
-
-    register()
-    torch.manual_seed(0)
-    window = 5 if implementation == "tilewise" else None
-    config = MistralConfig(
-        vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=window, attn_implementation=implementation,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).double()
-    n = 21
-    tokens = torch.randint(11, (2, n))
-    places = torch.arange(n).expand(2, -1).clone()
-    exact = model(input_ids=tokens).logits
-    wanted = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
-    where = {"group": group, "balance": "zigzag" if implementation == "tilewise" else "contiguous"}
-    with context_parallel(buffers=[tokens, places], buffer_seq_dims=[1, 1], **where):
-        logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
-        grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
-    close(unshard(logits.detach(), seqlen=n, **where), exact.detach(), "logits")
-    for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
-        torch.distributed.all_reduce(g, group=group)
-        close(g, w, name)
-
-
-def long_context(group, path):
-    """The example on the ranks of the pool, all of them: its losses."""
-    spec = importlib.util.spec_from_file_location("long_context", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
-    return example.main(sizes.split(), torch.device("cpu"))
-
-
-def bench_suite(group):
-    """The benchmark's own loop on the ranks of the pool, all of them: what the first rank writes."""
-    from tilewise.lab.bench.cases import dense, packed
-    from tilewise.lab.bench.run import Settings
-    from tilewise.lab.distributed.bench import run
-    from tilewise.lab.distributed.peers import Group
-
-    cases = [
-        dense("forward", "float32", 16, 4, 1, 130, causal=True),
-        packed("forward+backward", "float32", 16, 4, (70, 1, 60), True),
-        dense("forward+backward", "float32", 16, 4, 1, 128, window=(20, 0)),
-    ]
-    ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
-    return run(Settings("distributed", rounds=2), cases, ranks)
-
-
-def on_dtensors(group, layout, packed):
-    """Heads over two ranks, the sequence over two others, out and gradients as DTensors again."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
-    torch.manual_seed(0)
-    shape = (12, 4, 8) if packed else (2, 12, 4, 8)
-    whole = [torch.randn(shape, dtype=torch.float64) for _ in range(4)]
-    ends = torch.tensor([0, 5, 12]) if packed else None
-    starts = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if packed else {}
-    exact = reference.attention(*whole[:3], causal=True, **starts)
-    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
-    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
-    places = (
-        [Shard(0), Shard(1)] if packed else [Shard(2), Shard(1)] if layout == "bhsd" else [Shard(1), Shard(2)]
-    )
-    q, k, v, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = context_parallel_attention(
-        *leaves, causal=True, layout=layout, cu_seqlens=ends, return_lse=True, method="ring"
-    )
-    assert isinstance(out, DTensor) and list(out.placements) == places and out.shape == q.shape
-    close(swap(out.full_tensor()), exact[0], "out")
-    close(lse.full_tensor(), exact[1], "lse")
-    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
-        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
-    other = distribute_tensor(swap(whole[0]).contiguous(), mesh, [Replicate(), Shard(places[1].dim)])
-    try:
-        context_parallel_attention(other, other, other, layout=layout, cu_seqlens=ends)
-    except ValueError as error:
-        return str(error)
-    return None
+            where = {"group": group, "balance": balance}
+            leaves, given = [shard(t, **where).requires_grad_() for t in tensors], shard(dout, **where)
+            out = context_parallel_attention(
+                *leaves, alibi_slopes=slopes, method=method, seqlen=n, **where, **options
+            )
+        results.append([out.detach(), *torch.autograd.grad(out, (*leaves, slopes), given)])
+    (*exact, wanted), (*found, share) = results
+    torch.distributed.all_reduce(share, group=group)
+    close(share, wanted, "dslopes")
+    for f, e in zip(found, exact):
+        close(unshard(f, seqlen=n, **where), e, "out and gradients")
 
 
 def rounding(group, seed, method, dtype):
@@ -372,31 +299,47 @@ def with_functions(group, seed, method, balance, options):
         close(g, w, "captured")
 
 
-def ring_flash_attn_names(group, name):
-    """Shards cut as users of ring_flash_attn cut them."""
-    from tilewise.compat import ring_flash_attn
+def window_by_function(group):
+    """A mask function that says a window is one: keys that it hides do not travel."""
+    q = torch.randn(1, 80, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    where = {"group": group, "balance": "contiguous"}
+    own = shard(q, **where)
+    window = lambda b, h, i, j: (i >= j) & (i - j < 5)  # noqa: E731
+    with mock.patch("tilewise.distributed.engine.run", wraps=engine.run) as run:
+        out = context_parallel_attention(own, own, own, mask_mod=window, method="ring", **where)
+    close(unshard(out, **where), attention(q, q, q, causal=True, window=(4, None)), "out")
+    return [step.keys for step in run.call_args.args[0].steps]
 
-    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    torch.manual_seed(3)
-    lengths = (4 * world, 8 * world) if "varlen" in name else (12 * world,)
-    lead = () if "varlen" in name else (2,)
-    whole = [torch.randn(*lead, sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    dim = len(lead)
 
-    def cut(t):
-        parts = []
-        for document in t.split(lengths, dim):
-            chunks = document.chunk(2 * world, dim)
-            own = (rank, 2 * world - 1 - rank) if "zigzag" in name else (2 * rank, 2 * rank + 1)
-            parts += [chunks[n] for n in own]
-        return torch.cat(parts, dim)
-
-    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
-    exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
-    local = (ends // world, max(lengths) // world) if packed else ()
-    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
-    out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
-    close(out, cut(exact), "out")
-    close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
-    assert probs is None
+def functions_of_documents(group, method, balance, cu_seqlens, options):
+    """Functions that read the document, the head and places in the document, and slopes that are learned."""
+    torch.manual_seed(4)
+    n, heads, new = cu_seqlens[-1], 4, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    tensors = [new(n, heads, 8), new(n, 2, 8), new(n, 2, 8)]
+    dout, table = new(n, heads, 8), new(len(cu_seqlens) - 1, n)
+    slopes, hidden = torch.rand(heads, dtype=torch.float64), torch.randint(n, (len(cu_seqlens) - 1,))
+    ends = torch.tensor(cu_seqlens, dtype=torch.int32)
+    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
+    results = []
+    for is_shared in (False, True):
+        read, own_slopes = (t.clone().requires_grad_() for t in (table, slopes))
+        functions = {
+            "score_mod": lambda s, b, h, i, j, read=read: torch.tanh(s) * 2 + read[b, i] * (h - j) * 0.1,
+            "mask_mod": lambda b, h, i, j: (j != hidden[b]) | (h == 1),
+            "alibi_slopes": own_slopes,
+        }
+        leaves = [(shard(t, dim=0, **where) if is_shared else t.clone()).requires_grad_() for t in tensors]
+        if is_shared:
+            out = context_parallel_attention(*leaves, method=method, **functions, **options, **where)
+        else:
+            out = attention_varlen(
+                *leaves, ends, ends, max_seqlen_q=n, max_seqlen_k=n, **functions, **options
+            )
+        given = shard(dout, dim=0, **where) if is_shared else dout
+        results.append([out.detach(), *torch.autograd.grad(out, (*leaves, read, own_slopes), given)])
+    for number, (exact, found) in enumerate(zip(*results)):
+        if number < 4:
+            found = unshard(found, dim=0, **where)
+        else:
+            torch.distributed.all_reduce(found, group=group)
+        close(found, exact, ("out", "dq", "dk", "dv", "dtable", "dslopes")[number])

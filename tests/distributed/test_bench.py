@@ -9,14 +9,20 @@ from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.bench import results
+from tilewise.lab.bench.cases import dense, packed
 from tilewise.lab.bench.report import tables
+from tilewise.lab.bench.run import Settings
+from tilewise.lab.bench.timing import CpuStopwatch
+from tilewise.lab.distributed.bench import run
+from tilewise.lab.distributed.one_rank import ranks_of_peer
+from tilewise.lab.distributed.peers import Group
 
-CASES = str(Path(__file__).parent / "cases.py")
+CASES = str(Path(__file__).parent / "user_cases.py")
 
 
 def test_the_suite(pool):
     found = pool.run(4, CASES, "bench_suite")[0]
-    assert found["world"] == 4 and found["complete"] and len(found["cases"]) == 3
+    assert found["world"] == 4 and found["complete"] and len(found["cases"]) == 2
     for record in found["cases"]:
         assert {name.split(":")[-1] for name in record["peers"]} >= {
             "auto",
@@ -37,7 +43,27 @@ def test_the_suite(pool):
     assert f"| {results.ratio(one, ring):.3f} (" in row
 
 
-def test_without_torchrun_it_says_how(monkeypatch):
+def test_one_device_does_the_work_of_one_rank_of_many(monkeypatch):
+    """Without torchrun: results of every method are right, so messages are."""
+    monkeypatch.setattr(CpuStopwatch, "most", 3)
+    cases = [
+        dense("forward+backward", "float32", 16, 8, 1, 1040, causal=True),
+        packed("forward+backward", "float32", 16, 8, (70, 1, 160, 33), True),
+        dense("forward", "float32", 16, 8, 1, 515, window=(100, 0)),
+    ]
+    found = run(Settings("distributed", rounds=2), cases, Group(0, 1, "cpu"))
+    assert found["complete"] and found["world"] == 1 and "copies" in found["method"]
+    for record in found["cases"]:
+        assert len(record["peers"]) == 12
+        for name, entry in record["peers"].items():
+            assert entry["status"] == "ok" and entry["ranks"] == ranks_of_peer(name), (name, entry)
+    row = next(line for line in tables(found).splitlines() if found["cases"][0]["name"] in line)
+    one, ring = (found["cases"][0]["peers"][name] for name in ("one-device", "ring, 1 of 4"))
+    assert f"| {results.ratio(one, ring) / 4:.3f} (" in row
+
+
+def test_the_command_runs_without_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    done = CliRunner().invoke(_app(), ["bench", "--suite", "distributed"])
-    assert done.exit_code == 2 and "torchrun --nproc-per-node" in done.stderr
+    options = ["--quick", "--rounds", "5", "--peers", "one-device", "--budget", "1e-9"]
+    done = CliRunner().invoke(_app(), ["bench", "--suite", "distributed", *options])
+    assert done.exit_code == 0 and "not run" in done.stdout, done.output

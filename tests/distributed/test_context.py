@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = str(Path(__file__).parent / "cases.py")
+CASES = str(Path(__file__).parent / "user_cases.py")
 DOCUMENTS = [0, 10, 11, 43]
 
 
@@ -18,7 +18,7 @@ def test_calls_are_those_of_the_whole_sequence(pool, face, balance, cu_seqlens):
 
 
 REFUSED = {
-    "dropout": "dropout_p", "documents": "cu_seqlens", "function": "mask_mod", "statistics": "return_aux",
+    "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
 }  # fmt: skip
 
 
@@ -26,6 +26,15 @@ REFUSED = {
 def test_what_is_not_served_raises(pool, change):
     for message in pool.run(2, CASES, "refused_in_context", change):
         assert message is not None and REFUSED[change] in message
+
+
+@pytest.mark.parametrize("method, cu_seqlens", [("ring", [0, 37]), ("ulysses", [0, 37]), ("auto", DOCUMENTS)])
+def test_functions_of_a_call(pool, method, cu_seqlens):
+    pool.run(2, CASES, "functions_in_context", method, cu_seqlens)
+
+
+def test_dropout_is_that_of_one_device(pool):
+    pool.run(2, CASES, "dropout_in_context")
 
 
 @pytest.mark.parametrize("implementation", ["tilewise", "sdpa"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = str(Path(__file__).parent / "cases.py")
+CASES = str(Path(__file__).parent / "user_cases.py")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

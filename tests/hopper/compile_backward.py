@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
+from tilewise.core.plan import Results
 from tilewise.core.problem import Options, describe
+from tilewise.dispatch import plans
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.mask.functions import with_mask_of_function
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
+from compile_forward import with_documents
+from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
 # its splits
@@ -40,6 +43,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "mask_d64": (64, 64, torch.bfloat16, False, {}),
     "mask_d64_causal": (64, 64, torch.float16, False, {"causal": True}),
     "mask_d128": (128, 128, torch.bfloat16, False, {}),
+    "function_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
     "mask_d128_window_softcap": (
         128,
         128,
@@ -49,6 +53,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     ),
     "dropout_d64": (64, 64, torch.bfloat16, False, {"dropout_p": 0.1}),
     "dropout_d64_softcap": (64, 64, torch.float16, True, {"dropout_p": 0.1, "softcap": 20.0}),
+    "dropout_d128_part": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1, "dropout_step": 16}),
     "dropout_d128_causal": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1, "causal": True}),
     "dropout_d128_deterministic": (
         128,
@@ -68,6 +73,9 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     ),
     "bias_d64": (64, 64, torch.bfloat16, False, {}),
     "bias_d128_causal": (128, 128, torch.bfloat16, False, {"causal": True}),
+    "dbias_d64_causal": (64, 64, torch.float16, False, {"causal": True}),  # with the kernel beside
+    "dbias_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
+    "bias_of_rows_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
     "bias_mask_dropout_softcap_d128": (
         128,
         128,
@@ -94,15 +102,25 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     extras = ("packed", *offsets) if is_packed else tuple(n for n in ("mask", "alibi", "bias") if n in name)
     seqlen_q = 1 << 15 if "in_dq" in name else 512
     inputs = case_inputs(Case(dim, dim_v, dtype, options, extras=extras, kv_heads=2, seqlen_q=seqlen_q))
+    if "of_rows" in name:
+        inputs = inputs._replace(bias=inputs.bias[:, :, :1])
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
-    host.num_sms = lambda index: 4 if "whole" in name else 132  # type: ignore[assignment]
-    host.scheduler_counter = lambda device, number=0: torch.empty(2, dtype=torch.int32, device="meta")
-    problem = describe(inputs, Options(**options))
+    asked = Options(**options)
+    if "function" in name:
+        inputs, asked = with_documents(inputs, asked)
+    problem = describe(inputs, asked)
+    problem = with_mask_of_function(problem) if problem.functions else problem
     given = (problem, inputs, out, lse, out, lse)
-    return compiled_rows(name, lambda: plan.backward(*given, residual=lse), 90)
+
+    def run() -> None:
+        if "dbias" in name:
+            plans.differentiate(inputs, Results(out, lse, lse), out, lse, asked, "hopper", True)
+        else:
+            plan.backward(*given, residual=lse)
+
+    return compiled_rows(name, run, 90, 4 if "whole" in name else 132)
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(CompileOnlyDriver(90))
     print_rows(compile_case, CASES, sys.argv[1:])

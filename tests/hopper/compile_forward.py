@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from tilewise.core.problem import Options, describe
+from tilewise.core.functions.call import with_functions
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.mask.functions import with_mask_of_function
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from compile_kernels import Case, CompileOnlyDriver, case_inputs, compiled_rows, print_rows
+from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 CASES = {
     "d64": Case(64, 64),
@@ -56,6 +56,7 @@ CASES = {
     "mask_d64": Case(64, 64, extras=("mask",), kv_heads=2),
     "mask_d64_causal": Case(64, 64, torch.float16, {"causal": True}, ("mask",), heads=32, seqlen_q=4096),
     "mask_d128": Case(128, 128, extras=("mask",), kv_heads=2),
+    "function_d64": Case(64, 64, options={"causal": True}),
     "mask_d128_window_softcap_sinks": Case(
         128, 128, options={"window_left": 600, "window_right": 64, "softcap": 20.0}, extras=("mask", "sinks")
     ),
@@ -66,6 +67,7 @@ CASES = {
         64, 64, torch.float16, {"dropout_p": 0.1, "causal": True}, heads=32, seqlen_q=4096, seqlen_k=4096
     ),
     "dropout_d128_causal": Case(128, 128, options={"dropout_p": 0.1, "causal": True}),
+    "dropout_d128_part": Case(128, 128, options={"dropout_p": 0.1, "dropout_step": 16}),
     "dropout_d128_mask_softcap": Case(
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0}, extras=("mask", "sinks"), kv_heads=2
     ),
@@ -78,6 +80,7 @@ CASES = {
     "alibi_d256": Case(256, 256, options={"causal": True}, extras=("alibi", "sinks")),
     "bias_d64": Case(64, 64, extras=("bias",)),
     "bias_d128_causal": Case(128, 128, torch.float16, {"causal": True}, ("bias",)),
+    "bias_of_rows_d128": Case(128, 128, extras=("bias",)),
     "bias_d128_dropout_softcap": Case(
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("bias", "mask")
     ),
@@ -107,14 +110,23 @@ CASES = {
 }
 
 
+def with_documents(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
+    """A mask function that reads a tensor, queries and keys in documents."""
+    documents = torch.empty(inputs.query.shape[1], dtype=torch.int64, device=inputs.query.device)
+    return with_functions(inputs, options, lambda b, h, i, j: documents[i] == documents[j], None)
+
+
 def compile_case(name: str) -> list[dict[str, Any]]:
-    host.num_sms = lambda index: 132  # type: ignore[assignment]
-    host.scheduler_counter = lambda device: torch.empty(2, dtype=torch.int32, device="meta")
     inputs = case_inputs(CASES[name])
-    problem = describe(inputs, Options(**CASES[name].options))
+    options = Options(**CASES[name].options)
+    if "of_rows" in name:
+        inputs = inputs._replace(bias=inputs.bias[..., :1])
+    if "function" in name:
+        inputs, options = with_documents(inputs, options)
+    problem = describe(inputs, options)
+    problem = with_mask_of_function(problem) if problem.functions else problem
     return compiled_rows(name, lambda: plan.forward(problem, inputs, residual=not problem.is_cached), 90)
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(CompileOnlyDriver(90))
     print_rows(compile_case, CASES, sys.argv[1:])

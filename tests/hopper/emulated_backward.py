@@ -16,6 +16,7 @@ import torch
 emulator.install()
 
 from tilewise import reference
+from tilewise.core.dropout import with_origin
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
@@ -115,6 +116,7 @@ CASES = {
     "mask_rows": (300, 200, 2, 2, 64, 40, {"mask": "rows"}),
     "dropout": (130, 200, 2, 2, 128, 128, {"dropout_p": 0.1}),
     "dropout_causal": (300, 260, 2, 1, 64, 64, {"dropout_p": 0.5, "causal": True}),
+    "dropout_part": (130, 200, 2, 1, 64, 64, {"dropout_p": 0.3, "dropout_step": 16}),
     "dropout_softcap": (150, 150, 2, 1, 64, 40, {"dropout_p": 0.3, "softcap": 3.0, "window_left": 60}),
     "dropout_splits": (700, 500, 2, 2, 64, 64, {"dropout_p": 0.8}),
     "dropout_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 128, 128, {"dropout_p": 0.4}),
@@ -135,6 +137,9 @@ CASES = {
     "bias": (300, 290, 4, 2, 128, 128, {"bias": "full"}),
     "bias_odd_causal": (301, 260, 2, 1, 64, 64, {"bias": "heads", "causal": True}),
     "bias_of_keys": (200, 200, 2, 1, 64, 40, {"bias": "keys", "softcap": 3.0, "alibi": 1}),
+    "bias_of_all_queries": (201, 330, 4, 2, 64, 64, {"bias": "all_queries", "causal": True}),
+    "bias_of_all_keys": (301, 200, 2, 1, 128, 128, {"bias": "all_keys", "window_left": 90}),
+    "bias_of_heads": (130, 140, 2, 2, 64, 64, {"bias": "one"}),
     "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
     "bias_splits": (700, 500, 2, 2, 64, 64, {"bias": "transposed"}),
     "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
@@ -178,7 +183,9 @@ def check(name: str) -> float:
         rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
         packing["alibi_slopes"] = torch.rand(*rows, heads)
     if "dropout_p" in options:
-        packing["dropout_seed"] = torch.tensor(2**62 + 4321)
+        seed = torch.tensor(2**62 + 4321)
+        is_part = "dropout_step" in options
+        packing["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
     inputs = Inputs(q, k, v, **packing)
     problem = describe(inputs, Options(**options))
     visibility = problem.visibility()

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "wrong_pages_of_64": (1, 4, 1, 64, 64, 64, 40, {"wrong": {3: (8, 1 << 30), 4: (0, -(1 << 31))}}),
     "latent_wrong": (1, 16, 1, *LATENT, 64, 5, {"wrong": {0: (4, 61), 3: (2, -5)}}),
     "latent_wide_wrong": (
-        2,
+        1,
         96,
         1,
         *LATENT,
@@ -77,8 +77,8 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "latent": (1, 16, 1, *LATENT, None, 3, {"causal": True}),
     "latent_one_worker": (4, 16, 1, *LATENT, None, 1, {"causal": True, "lengths": [130, 0, 65]}),
     "latent_many_workers": (3, 8, 1, *LATENT, 64, 40, {"causal": True, "lengths": [517, 1]}),
-    "latent_head_blocks": (2, 96, 1, *LATENT, 64, 7, {"causal": True, "lengths": [130, 0, 65]}),
-    "latent_row_tiles": (5, 16, 1, *LATENT, 256, 4, {"window_left": 100, "lengths": [300, 0, 65]}),
+    "latent_head_blocks": (2, 96, 1, *LATENT, 64, 7, {"causal": True, "lengths": [130, 65]}),
+    "latent_row_tiles": (5, 16, 1, *LATENT, 256, 4, {"window_left": 100, "lengths": [300, 65]}),
     "latent_sinks": (1, 12, 1, *LATENT, None, 3, {"sinks": True, "softcap": 3.0}),
 }
 

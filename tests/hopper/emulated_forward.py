@@ -15,6 +15,7 @@ emulator.install()
 emulator.TIMEOUT = 20.0
 
 from tilewise import reference
+from tilewise.core.dropout import with_origin
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
@@ -83,6 +84,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "dropout_causal_d64": (400, 300, 3, 1, 64, 64, {"dropout_p": 0.5, "causal": True}),
     "dropout_long_d64": (700, 650, 3, 1, 64, 64, {"dropout_p": 0.8, "sinks": True}),
     "dropout_d256": (300, 200, 4, 2, 256, 128, {"dropout_p": 0.3, "softcap": 3.0}),
+    "dropout_part": (200, 290, 2, 1, 64, 64, {"dropout_p": 0.3, "dropout_step": 16}),
     "dropout_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"dropout_p": 0.4}),
     "dropout_few_queries": (5, 400, 8, 2, 128, 128, {"dropout_p": 0.2, "causal": True}),
     "dropout_steep": (500, 400, 2, 2, 64, 64, {"dropout_p": 0.1, "scale": 20.0}),  # done again
@@ -103,6 +105,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "bias": (300, 290, 4, 2, 128, 128, {"bias": "full"}),
     "bias_odd_causal_d64": (400, 301, 3, 1, 64, 64, {"bias": "heads", "causal": True}),
     "bias_of_keys": (300, 200, 2, 1, 64, 64, {"bias": "keys", "softcap": 3.0, "sinks": True}),
+    "bias_of_all_queries": (201, 330, 4, 2, 64, 64, {"bias": "all_queries", "causal": True}),
+    "bias_of_all_keys": (301, 200, 2, 1, 128, 128, {"bias": "all_keys", "window_left": 90}),
+    "bias_of_heads": (130, 140, 2, 2, 64, 64, {"bias": "one", "sinks": True}),
     "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
     "bias_d256": (300, 200, 2, 2, 256, 256, {"bias": "transposed", "alibi": 1}),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
@@ -155,7 +160,9 @@ def check(name: str) -> float:
         rows = (len(lengths_q) if is_packed else 1,) * (options.pop("alibi") - 1)
         extras["alibi_slopes"] = torch.rand(*rows, heads)
     if "dropout_p" in options:
-        extras["dropout_seed"] = torch.tensor(2**62 + 4321)
+        seed = torch.tensor(2**62 + 4321)
+        is_part = "dropout_step" in options
+        extras["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
     out, lse, residual = plan.forward(problem, inputs, residual=True)

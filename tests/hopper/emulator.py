@@ -69,6 +69,12 @@ def draw_bias(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tens
             return torch.randn(1, heads, seqlen_q, seqlen_k)
         case "keys":
             return torch.randn(1, heads, 1, seqlen_k).expand(1, heads, seqlen_q, seqlen_k)
+        case "all_queries":
+            return torch.randn(1, heads, 1, seqlen_k)
+        case "all_keys":
+            return torch.randn(1, 1, seqlen_q, 1)
+        case "one":
+            return torch.randn(1, heads, 1, 1)
         case "hides":
             return torch.where(torch.rand(1, 1, seqlen_q, seqlen_k) < 0.02, 0.0, -math.inf)
         case "transposed":

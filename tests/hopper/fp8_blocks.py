@@ -32,29 +32,58 @@ def exact_of_rounded(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor,
     return reference.attention(q, k, v, scale=problem.scale, window=window, softcap=problem.softcap, **extras)
 
 
-def lse_of_torch_products(problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """lse of the same 8-bit numbers, their products by PyTorch on the GPU and all else in float64.
+def of_torch_products(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the same 8-bit numbers: scores from PyTorch's products on the GPU, all else in float64.
 
-    Tensor cores keep about 14 bits of a sum of 8-bit products, whoever asks them: this is the error of that.
+    Tensor cores keep about 14 bits of a sum of 8-bit products, whoever asks them: this is the error of that,
+    and of weights in 8 bits.
     """
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
-    group = problem.num_heads // problem.num_kv_heads
     parts = []
-    for query, key, _ in sequences(problem, inputs):
-        q, k = fp8.round_rows(fp8.rotate(query)), fp8.round_rows(fp8.rotate(key))
-        s = torch.stack(
-            [
-                torch_product(q.values[h], q.factors[h], k.values[h // group], k.factors[h // group])
-                for h in range(problem.num_heads)
-            ]
-        )
-        s = s * (problem.scale / q.values.shape[-1])
-        if problem.softcap:
-            s = problem.softcap * torch.tanh(s / problem.softcap)
-        q, k = (t.new_zeros(1, t.shape[1], problem.num_heads, 1) for t in (query, key))
-        parts.append(reference.attention(q, k, k, bias=s[None], window=window, sinks=inputs.sinks)[1])
-    return torch.cat(parts, 2)[0] if problem.is_packed else torch.cat(parts)
+    for query, key, value in sequences(problem, inputs):
+        (rows, keys), heads = (query.shape[1], key.shape[1]), problem.num_heads
+        s = scores_of_torch_products(problem, query, key)
+        q, k = query.new_zeros(1, rows, heads, 1), query.new_zeros(1, keys, heads, 1)
+        each = torch.eye(keys, device=q.device)[None, :, None].expand(-1, -1, heads, -1)  # shows the weights
+        p, lse = reference.attention(q, k, each, bias=s[None], window=window, sinks=inputs.sinks)
+        out = product_with_values(p[0].transpose(0, 1), value, window[0] is not None)
+        parts.append((out.transpose(0, 1)[None].to(problem.dtype), lse))
+    outs, lses = zip(*parts, strict=True)
+    if problem.is_packed:
+        return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
+    return torch.cat(outs), torch.cat(lses)
+
+
+def scores_of_torch_products(problem: AttentionProblem, query: Tensor, key: Tensor) -> Tensor:
+    """Scaled and capped scores, float64 (heads, rows, keys), of a sequence's (heads, rows, dim)."""
+    q, k = fp8.round_rows(fp8.rotate(query)), fp8.round_rows(fp8.rotate(key))
+    group = problem.num_heads // problem.num_kv_heads
+    s = torch.stack(
+        [
+            torch_product(q.values[h], q.factors[h], k.values[h // group], k.factors[h // group])
+            for h in range(problem.num_heads)
+        ]
+    )
+    s = s * (problem.scale / q.values.shape[-1])
+    return problem.softcap * torch.tanh(s / problem.softcap) if problem.softcap else s
+
+
+def product_with_values(p: Tensor, value: Tensor, is_reversed: bool) -> Tensor:
+    """p (heads, rows, keys) times value (KV heads, keys, dim), both in 8 bits as `tiled.fp8` rounds them.
+
+    A weight joins with its values' factor and is rounded over the largest so far of its row's tiles.
+    """
+    v = fp8.round_rows(value)
+    factors = v.factors.repeat_interleave(len(p) // len(value), 0)  # (heads, tiles)
+    tiles = torch.nn.functional.pad(p, (0, -p.shape[-1] % fp8.BLOCK_ROWS))
+    tiles = tiles.view(*p.shape[:2], factors.shape[1], fp8.BLOCK_ROWS) * factors[:, None, :, None]
+    largest = tiles.amax(-1, keepdim=True)
+    order = (lambda t: t.flip(2)) if is_reversed else (lambda t: t)
+    largest = order(order(largest).cummax(2).values)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    weights = (fp8.round_weights(tiles / largest) * largest).flatten(2)[..., : p.shape[-1]]
+    return weights @ v.values.double().repeat_interleave(len(p) // len(value), 0)
 
 
 def torch_product(q: Tensor, q_factors: Tensor, k: Tensor, k_factors: Tensor) -> Tensor:

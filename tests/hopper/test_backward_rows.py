@@ -105,7 +105,7 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     assert (stats[-1, 0, total % block_m :] == math.inf).all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_evenly_split", [False, True])
 @pytest.mark.parametrize(("block_d", "dim", "dim_v"), [(64, 64, 40), (128, 128, 104)])
 def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, is_evenly_split: bool):

@@ -15,9 +15,12 @@ import torch
 
 import tilewise
 from tilewise import reference
+from tilewise.core import kept
+from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
 from tilewise.gpu.hopper.mask import tile_map
+from tilewise.gpu.hopper.mask.functions import source_of
 from tilewise.testing import compare
 
 pytest.importorskip("triton")
@@ -25,6 +28,7 @@ pytest.importorskip("triton")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
 WARPGROUPS = 2
+MASKS = 6  # drawn for the interpreted scan
 
 
 def draw(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
@@ -68,26 +72,42 @@ def dense(found: MaskMap, b: int, h: int, seqlen_q: int, seqlen_k: int, block_n:
 
 def check_scan() -> None:
     """Run by the test below in a process that interprets Triton."""
-    for _ in range(12):
+    for _ in range(MASKS):
         seqlen_q, seqlen_k = random.randint(1, 300), random.randint(1, 500)
         mask, block_n = draw(seqlen_q, seqlen_k), random.choice([64, 128])
-        found = tile_map.tile_map(mask, seqlen_q, seqlen_k, WARPGROUPS, block_n)
         full = mask.expand(*mask.shape[:2], seqlen_q, seqlen_k)
-        for b in range(mask.shape[0]):
-            for h in range(mask.shape[1]):
-                assert torch.equal(dense(found, b, h, seqlen_q, seqlen_k, block_n), full[b, h])
-        check_lists(mask, seqlen_q, seqlen_k, block_n)
+        for source in (mask, as_function(mask, seqlen_q, seqlen_k)):
+            found = tile_map.tile_map(source, seqlen_q, seqlen_k, WARPGROUPS, block_n)
+            for b in range(mask.shape[0]):
+                for h in range(mask.shape[1]):
+                    assert torch.equal(dense(found, b, h, seqlen_q, seqlen_k, block_n), full[b, h])
+            check_lists(mask, source, seqlen_q, seqlen_k, block_n)
         print(tuple(mask.shape))
 
 
-def check_lists(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, block_m: int) -> None:
-    """The transposed map against each tile of keys of the full mask, causal or with a window or neither."""
+def as_function(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> Any:
+    """A function that reads the mask, in a call that it fits."""
+    table = mask.reshape([n for n in mask.shape if n > 1] or [1])
+    is_used = [n > 1 for n in mask.shape]
+
+    def mask_mod(b, h, i, j):
+        at = [n for n, reads in zip((b, h, i, j), is_used, strict=True) if reads]
+        return table[tuple(at) or 0]
+
+    batch, heads = mask.shape[:2]
+    q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k))
+    inputs, options = with_functions(Inputs(q, k, k), Options(), mask_mod, None)
+    return source_of(describe(inputs, options), inputs)
+
+
+def check_lists(mask: torch.Tensor, source: Any, seqlen_q: int, seqlen_k: int, block_m: int) -> None:
+    """A source's transposed map against each tile of keys of the mask, causal or with a window or neither."""
     kv_heads, group = random.choice([(1, 2), (2, 1)]) if mask.shape[1] == 2 else (2, 3)
     q = torch.empty(mask.shape[0], seqlen_q, kv_heads * group, 64, dtype=torch.bfloat16)
     k = q.new_empty(mask.shape[0], seqlen_k, kv_heads, 64)
     options = random.choice([Options(), Options(causal=True), Options(window_left=70, window_right=9)])
     problem = describe(Inputs(q, k, k, mask=mask), options)
-    found = tile_map.transposed_map(problem, mask, block_m)
+    found = tile_map.transposed_map(problem, source, block_m)
     key_tiles, tiles_q = -(-seqlen_k // 128), -(-seqlen_q // block_m)
     full = mask.expand(len(mask), kv_heads * group, seqlen_q, seqlen_k)
     visibility = problem.visibility()
@@ -116,7 +136,7 @@ def test_scan_writes_what_the_mask_says():
     done = subprocess.run(
         command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 12, done.stderr[-2000:]
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == MASKS, done.stderr[-2000:]
 
 
 @pytest.fixture
@@ -129,7 +149,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return MaskMap()
 
     monkeypatch.setattr(tile_map, "_map_of", scan)
-    tile_map.clear()
+    kept.clear()
     return scanned
 
 
@@ -147,16 +167,6 @@ def test_a_mask_is_scanned_once_until_it_is_written_to(scans: list[Any]):
     other = mask.clone()
     tile_map.tile_map(other[None, None], 70, 90, 2, 64)
     assert len(scans) == 5
-
-
-def test_maps_go_with_their_masks_and_are_few(scans: list[Any]):
-    for _ in range(5):
-        tile_map.tile_map(torch.ones(1, 1, 8, 8, dtype=torch.bool), 8, 8, 2, 64)
-    assert len(scans) == 5 and len(tile_map._maps) == 0
-    kept = [torch.ones(1, 1, 8, 8, dtype=torch.bool) for _ in range(tile_map.MAX_MASKS + 3)]
-    for mask in kept:
-        tile_map.tile_map(mask, 8, 8, 2, 64)
-    assert len(tile_map._maps) == tile_map.MAX_MASKS
 
 
 def test_inference_tensors_are_scanned_in_every_call(scans: list[Any]):
@@ -196,3 +206,49 @@ def test_a_graph_replays_with_a_new_mask():
     mask.copy_(torch.rand(300, 300, device="cuda") < 0.5)
     graph.replay()
     assert torch.equal(out, tilewise.attention(q, k, v, mask=mask, backend="hopper"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 20), "softcap": 8.0}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 300), (65, 577), (640, 129)], ids=str)
+def test_mask_functions_are_the_masks_that_they_say(
+    lengths: tuple[int, int], dims: tuple[int, int], options: dict[str, Any]
+):
+    """Bit for bit, gradients too, and again with other numbers in the same tensors."""
+    q = torch.randn(2, lengths[0], 4, dims[0], device="cuda").bfloat16().requires_grad_()
+    k, v = (torch.randn(2, lengths[1], 2, d, device="cuda").bfloat16().requires_grad_() for d in dims)
+    of_query, of_key = (torch.randint(3, (n,), device="cuda") for n in lengths)
+    prefix = torch.tensor([17, 200], device="cuda", dtype=torch.int32)
+    b, h, i, j = torch.meshgrid(*(torch.arange(n, device="cuda") for n in (2, 4, *lengths)), indexing="ij")
+
+    def mask_mod(b, h, i, j):
+        return (of_query[i] == of_key[j]) & ((h != 1) | (j % 3 < 2)) | (j < prefix[b])
+
+    for _ in range(2):
+        given = options | {"backend": "hopper"}
+        out = tilewise.attention(q, k, v, mask_mod=mask_mod, **given)
+        expected = tilewise.attention(q, k, v, mask=mask_mod(b, h, i, j), **given)
+        assert torch.equal(out, expected)
+        if dims[0] <= 128:
+            dout = torch.randn_like(out)
+            ours, theirs = (torch.autograd.grad(o, (q, k, v), dout) for o in (out, expected))
+            for a, e in zip(ours[1:], theirs[1:], strict=True):
+                assert torch.equal(a, e)
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-2, atol=1e-2)  # summed in any order
+        of_query.copy_(of_query.roll(1))
+        prefix += 5
+
+
+@needs_hopper
+def test_functions_that_may_read_out_of_range_are_refused_by_name():
+    """The Triton kernels serve, which look at indices."""
+    q = torch.randn(1, 300, 2, 64, device="cuda").bfloat16()
+    table = torch.ones(301, device="cuda", dtype=torch.bool)
+    index = torch.arange(300, device="cuda")
+    given = {"mask_mod": lambda b, h, i, j: table[index[i]] & (j <= i)}
+    with pytest.raises(NotImplementedError, match="in range for certain; 'triton'"):
+        tilewise.attention(q, q, q, backend="hopper", **given)
+    assert torch.equal(
+        tilewise.attention(q, q, q, **given), tilewise.attention(q, q, q, backend="triton", **given)
+    )

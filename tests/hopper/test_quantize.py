@@ -44,6 +44,7 @@ def draw(dim: int, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     return t[..., 2:4, :], cu_seqlens
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", ["query", "key", "value"])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 128, 192, 256])
@@ -59,6 +60,7 @@ def test_rounded_as_defined(dim: int, is_packed: bool, kind: str):
     assert torch.equal(found.dequantize(), expected.dequantize())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", ["query", "key"])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 256])

@@ -40,6 +40,7 @@ def test_rings_fit_at_every_head_size(seqlen: int):
             assert taken <= SHARED_BYTES, (dim, dim_v, options, cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "dims"), [("d64", (64, 64)), ("d256_128", (256, 128))])
 def test_compiled_kernels_take_what_the_sum_says(

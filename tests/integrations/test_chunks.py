@@ -356,6 +356,7 @@ def test_empty():
     assert not flash_attn_with_kvcache(q, k, k, attention_chunk=2).any()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_compiled(is_packed, is_dynamic):
@@ -378,6 +379,7 @@ def test_compiled(is_packed, is_dynamic):
         same((out, out.sum()), (theirs, theirs.sum()), (q, k))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seqlen_q", [1, 3, 20])
 def test_kvcache_compiled(seqlen_q):
     def function(q, k_cache, v_cache, lengths, **where):

@@ -5,7 +5,7 @@ import torch
 
 import tilewise
 from tilewise import flash_attn_3, reference
-from tilewise.core.rotary import apply_rotary
+from tilewise.cache.rotary import apply_rotary
 from tilewise.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 INF = float("inf")

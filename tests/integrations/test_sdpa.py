@@ -36,9 +36,9 @@ def same_as_torch(q, k, v, **options):
 
 
 def test_signature():
-    assert [
-        (p.name, p.default) for p in inspect.signature(scaled_dot_product_attention).parameters.values()
-    ] == [
+    *parameters, unknown = inspect.signature(scaled_dot_product_attention).parameters.values()
+    assert unknown.kind is inspect.Parameter.VAR_KEYWORD  # refused with what was meant
+    assert [(p.name, p.default) for p in parameters] == [
         ("query", inspect.Parameter.empty),
         ("key", inspect.Parameter.empty),
         ("value", inspect.Parameter.empty),

@@ -596,6 +596,7 @@ def test_missing_or_old_transformers(monkeypatch):
         register()
 
 
+@pytest.mark.slow
 def test_import_does_not_import_transformers():
     code = "import sys, tilewise.integrations.transformers; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -30,6 +30,7 @@ SIZES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_continuous_batching_gives_the_tokens_of_eager(kind, monkeypatch):
     """Five prompts for at most 64 tokens a step: sequences join as others leave; a window in Mistral."""

@@ -113,7 +113,7 @@ def test_predicted_against_measured(tmp_path):
     assert fields[2] == "matrix products" and fields[5].endswith("%")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.torture import minimise
 from tests.torture.problems import Problem
 
@@ -13,12 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_some_sequences():
-    command = [sys.executable, "-m", "tests.torture", "--seed", "31", "--problems", "16", "--seconds", "60"]
+    command = [sys.executable, "-m", "tests.torture", "--seed", "31", "--problems", "10", "--seconds", "60"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "16 sequences" in done.stdout and done.stdout.rstrip().endswith("0 failures")
+    assert "10 sequences" in done.stdout and done.stdout.rstrip().endswith("0 failures")
 
 
+@pytest.mark.slow
 def test_a_failure_becomes_a_small_script():
     def run(problems):
         return ["wrong"] if any(p.causal and p.seqlen_q > 2 for p in problems) else []

@@ -3,7 +3,7 @@
     python tests/triton/compile_kernels.py CAPABILITY [CASE ...]
     python tests/triton/compile_kernels.py CAPABILITY lengths     # how often new lengths compile
 
-The launch code runs unchanged on meta tensors; only the last step, the launch, is replaced by a compilation.
+The launch code runs unchanged on meta tensors, as `tilewise warmup` has it run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
 from tilewise.core.functions.trace import trace
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.signature import Gpu
 from tilewise.core.statistics import Aux
-from tilewise.gpu.launch import combine, launch_plan
-from tilewise.gpu.triton import backward, call, forward, launch, launch_decode
+from tilewise.gpu.launch import combine, launcher
+from tilewise.gpu.triton import backward, forward, launch
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
 STATISTICS = Aux(
@@ -65,6 +64,17 @@ def _functions(heads: int) -> str:
     return found.functions.text
 
 
+def _learned(heads: int, reads_each: bool) -> str:
+    """A score function with gradients: of one number a head, of diagonals, perhaps of keys and any place."""
+    slopes, table = (torch.empty(n, requires_grad=True) for n in ((heads,), (heads, 64)))
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        s = s * slopes[h] + table[h, (i - j).clamp(0, 63)]
+        return s + table[0, j % 64] + table[h, (i + j) // 8 % 64] if reads_each else s
+
+    return trace(None, score_mod).functions.text
+
+
 MASK_ALONE = trace(lambda b, h, i, j: j <= i, None).functions.text
 CASES = {
     "functions_d64": Case(64, 64, options={"functions": _functions(4)}, extras=("captured",)),
@@ -73,6 +83,8 @@ CASES = {
     "functions_packed": Case(
         128, 128, options={"functions": _functions(4)}, extras=("captured", "packed", "bias", "sinks")
     ),
+    "learned_d64": Case(64, 64, options={"functions": _learned(4, True)}, extras=("captured",)),
+    "learned_d128": Case(128, 128, options={"functions": _learned(4, False)}, extras=("captured",)),
     "d64": Case(64, 64),
     "d64_causal": Case(64, 64, options={"causal": True}),
     "d128": Case(128, 128),
@@ -102,6 +114,8 @@ CASES = {
         options={"causal": True, "softcap": 20.0, "dropout_p": 0.1},
         extras=("mask", "bias", "alibi", "sinks"),
     ),
+    "dropout_part": Case(128, 128, options={"dropout_p": 0.1, "dropout_step": 16}),
+    "dropout_odd_part": Case(128, 128, options={"dropout_p": 0.1, "dropout_step": 1}),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "cache": Case(128, 128, options={"causal": True}, extras=("lengths",), seqlen_q=8),
     "paged": Case(128, 128, options={"causal": True}, extras=("paged",), seqlen_q=1),
@@ -122,22 +136,6 @@ CASES = {
         seqlen_q=4,
     ),
 }
-
-
-class CompileOnlyDriver:
-    """Stands where Triton asks which GPU there is."""
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
 
 
 def case_inputs(case: Case) -> Inputs:
@@ -165,13 +163,13 @@ def case_inputs(case: Case) -> Inputs:
         fields["bias"] = make(1, case.heads, lengths["q"], 512, dtype=case.dtype).requires_grad_()
     if "alibi" in case.extras:
         fields["alibi_slopes"] = make(case.heads)
-    if "captured" in case.extras:  # slopes and table of `_functions`
+    if "captured" in case.extras:  # slopes and table of `_functions` and `_learned`
         fields["captured_floats"] = make(case.heads * 65)
         fields["captured_layout"] = torch.tensor([0, case.heads, case.heads, case.heads, 64])
     if "sinks" in case.extras:
         fields["sinks"] = make(case.heads, dtype=case.dtype)
     if case.options.get("dropout_p"):
-        fields["dropout_seed"] = make((), dtype=torch.int64)
+        fields["dropout_seed"] = make((5,) if "dropout_step" in case.options else (), dtype=torch.int64)
     q, k, v = (make(*lead[n], heads[n], dims[n], dtype=case.dtype) for n in "qkv")
     return Inputs(q, k, v, **fields)
 
@@ -180,8 +178,6 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     if name == "combine":
         return compile_combine(capability)
     case = CASES[name]
-    for module in (call, launch_decode):
-        module.gpu_capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
 
@@ -211,18 +207,20 @@ def compile_combine(capability: int) -> list[dict[str, Any]]:
     return compiled_rows("combine", run, capability)
 
 
-def compiled_rows(case: str, run: Callable[[], object], capability: int) -> list[dict[str, Any]]:
-    """A report of each kernel that `run` launches, which is compiled instead."""
+def compiled_rows(
+    case: str, run: Callable[[], object], capability: int, num_sms: int = 132
+) -> list[dict[str, Any]]:
+    """A report of each kernel that `run` launches, compiled for a GPU that need not be here."""
     rows: list[dict[str, Any]] = []
 
-    def compile_instead(started: launch_plan.Launch) -> None:
-        compiled = started.kernel.warmup(*started.arguments, **started.options(), grid=(1,))
-        row = {"case": case, "kernel": started.kernel.__name__, "is_early": started.launch_pdl}
-        tile = {"warps": started.num_warps, "stages": started.num_stages}
+    def add(compiled: Any) -> None:
+        asked = compiled.metadata
+        row = {"case": case, "kernel": asked.name, "is_early": asked.launch_pdl}
+        tile = {"warps": asked.num_warps, "stages": asked.num_stages}
         rows.append(row | tile | report(compiled, capability))
 
-    launch_plan.start = compile_instead
-    run()
+    with launcher.compiling_for(Gpu("a GPU not here", divmod(capability, 10), num_sms), add):
+        run()
     return rows
 
 
@@ -275,7 +273,6 @@ def print_rows(
 
 def main() -> None:
     capability = int(sys.argv[1])
-    triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:

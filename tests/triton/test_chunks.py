@@ -19,7 +19,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16])
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("is_long", [False, True])
@@ -60,7 +60,7 @@ def test_pieces(kind, capacity, page, chunk, is_padded, is_long, seqlen_q):
 MANY = 300 if torch.cuda.is_available() else pytest.param(300, marks=pytest.mark.slow)  # minutes, interpreted
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("batch", [1, 7, MANY])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 def test_packed(batch, chunk):

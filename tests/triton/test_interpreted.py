@@ -17,12 +17,13 @@ import torch
 pytest.importorskip("triton")
 
 TOGETHER = (  # a process each, which takes seconds to start
-    ("triton/decode", "triton/chunks", "hopper/quantize"),
+    ("triton/decode", "triton/chunks", "triton/statistics", "hopper/quantize"),
     ("triton/attention", "triton/guards", "triton/large_scores"),
-    ("triton/functions", "triton/statistics", "hopper/backward_rows"),
+    ("triton/functions", "hopper/backward_rows"),
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
@@ -41,7 +42,7 @@ def test_under_the_interpreter(names: tuple[str, ...], request: pytest.FixtureRe
     assert re.search(r"[1-9]\d* passed", run.stdout)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards pages by mprotect")
 @pytest.mark.parametrize(
     "name",

@@ -73,7 +73,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(40))
 def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
@@ -107,6 +107,7 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
     hold(Inputs(q, k, k, **given), Options(**options), aux)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("column_sum", [True, "group"])
 def test_packed_sequences(column_sum: bool | str):
     lengths_q, lengths_k = [17, 0, 1, 9], [20, 5, 0, 9]
@@ -120,6 +121,7 @@ def test_packed_sequences(column_sum: bool | str):
     hold(inputs, Options(causal=True), aux)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_caches(is_paged: bool):
     """Lengths and left padding of each sequence; columns are where the cache has its keys."""

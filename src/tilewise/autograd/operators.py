@@ -39,7 +39,7 @@ _INPUTS = (
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
     "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, "
-    "str? functions"
+    "str? functions, int dropout_step"
 )
 _TANGENTS = (
     "Tensor? dot_query, Tensor? dot_key, Tensor? dot_value, Tensor? dot_bias, Tensor? dot_sinks, "

@@ -12,9 +12,10 @@ from torch import Tensor
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PADDING, PagedBatch, integers
+from tilewise.cache.rotary import apply_rotary
 from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
-from tilewise.core.rotary import apply_rotary
+from tilewise.core.signature import device_of
 from tilewise.gpu.launch.launch_plan import has_triton
 
 
@@ -151,7 +152,8 @@ class Step(ABC, Generic[C]):
             key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
         )
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
-        return is_plain and same_tokens and key.is_cuda and not torch.compiler.is_compiling() and has_triton()
+        is_on_gpu = not key.is_cpu and device_of(key).type == "cuda" and has_triton()
+        return is_plain and same_tokens and is_on_gpu and not torch.compiler.is_compiling()
 
 
 class ContiguousStep(Step[KVCache]):

@@ -2,7 +2,7 @@
 
 Shards are cut as there: `ring_flash_attn_func` has contiguous ones, `zigzag_...` a chunk of the head and its
 counterpart of the tail, of the sequence or of each document. Lengths that do not divide want
-`context_parallel_attention`, which has more options and methods. Windows are served, dropout is not.
+`context_parallel_attention`, which has more options and methods. Windows and dropout are served.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ring_flash_attn_func(
 
     Args:
         q, k, v: (batch, tokens of the rank, heads, head_dim); KV heads divide query heads.
-        dropout_p: must be 0.
+        dropout_p: of attention weights; the first rank's random state draws the seed.
         softmax_scale: None is 1 / sqrt(head_dim).
         window_size: keys to the left and to the right; -1 is unbounded.
         group: the ranks; None is the default group.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
@@ -131,11 +132,17 @@ def shown(value: Any) -> str:
     return line if len(line) <= 80 else f"{line[:77]}..."
 
 
+_FUNCTION_OF = {"mask": "mask_mod", "bias": "score_mod"}
+
+
 def check_tensors(**tensors: Any) -> None:
     """Raises TypeError if something is no tensor, or one of another layout than strided."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+            hint = (
+                f": pass a function as {_FUNCTION_OF[name]}" if callable(t) and name in _FUNCTION_OF else ""
+            )
+            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor{hint}")
         if t.is_nested:
             kind = f"nested of layout={t.layout}"
             raise TypeError(
@@ -170,10 +177,14 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 @while_tracing
 def _meant(name: str, known: tuple[str, ...]) -> str:
     """What an unknown argument is called here: by its name elsewhere, or the name most like it."""
-    nearest = difflib.get_close_matches(name, known, 1)
-    meant, note = _ALSO_CALLED.get(name, (nearest[0] if nearest else "", ""))
-    if meant in known:
-        return f"did you mean {meant}{note}?"
+    ours, note = _ALSO_CALLED.get(name, (name, ""))
+    if ours in known:
+        return f"did you mean {ours}{note}?"
+    same = [other for other in known if _ALSO_CALLED.get(other, ("",))[0] == ours]  # a drop-in's own name
+    in_lower_case = {other.lower(): other for other in known}
+    nearest = same or [in_lower_case[n] for n in difflib.get_close_matches(name.lower(), in_lower_case, 1)]
+    if nearest:
+        return f"did you mean {nearest[0]}?"
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     return f"it has {', '.join(known)}"
@@ -197,6 +208,9 @@ _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("cos", "rotary_cosine"), ("rotary_cos", "")),
     **dict.fromkeys(("sin", "rotary_sine"), ("rotary_sin", "")),
     "block_mask": ("mask_mod", ""),
+    **dict.fromkeys(("q", "queries"), ("query", "")),
+    **dict.fromkeys(("k", "keys"), ("key", "")),
+    **dict.fromkeys(("v", "values"), ("value", "")),
 }
 _ELSEWHERE = {
     "enable_gqa": "leave it out, as key and value may always have fewer heads than query",
@@ -328,12 +342,25 @@ def check_broadcastable(full: tuple[int | None, ...], **tensors: Any) -> None:
         padded = (1,) * (len(full) - len(shape)) + shape
         if len(shape) > len(full) or any(b is not None and a not in (1, b) for a, b in zip(padded, full)):
             is_padding = padded[-2:] == (full[0], full[3]) and padded[:-2] == (1, 1)
+            is_headless = len(shape) == 3 and shape == (full[0], *full[2:])
             hint = f"; of padding (batch, seqlen_k) pass {name}[:, None, None, :]" if is_padding else ""
+            hint = f"; of (batch, seqlen_q, seqlen_k) pass {name}[:, None]" if is_headless else hint
             sizes = ", ".join("any" if n is None else str(n) for n in full)
             raise ValueError(
                 f"{name}.shape={shape} must be broadcastable to "
                 f"(batch, heads, seqlen_q, seqlen_k)=({sizes}){hint}"
             )
+
+
+def warn_of_two_meanings(mask: Tensor | None, full: tuple[int, int, int, int]) -> None:
+    """Warns of a mask (seqlen_q, seqlen_k) that may be padding (batch, seqlen_k). `full`: all four sizes."""
+    shape = tuple(getattr(mask, "shape", ()))
+    if shape == (full[0], full[3]) == full[2:] != (1, 1) and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"mask.shape={shape} is taken as (seqlen_q, seqlen_k), which mask[None, None] says; "
+            "of padding (batch, seqlen_k), as large here, pass mask[:, None, None, :]",
+            stacklevel=4,
+        )
 
 
 def check_score_tensors(
@@ -350,7 +377,8 @@ def check_score_tensors(
             )
         if s.alibi_slopes.needs_grad:
             raise NotImplementedError(
-                "alibi_slopes.requires_grad=True has no gradient here: pass -slope * distance as bias"
+                "alibi_slopes.requires_grad=True has a gradient in attention, and in attention_varlen where "
+                "cu_seqlens_q and cu_seqlens_k are one tensor; here pass -slope * distance as bias"
             )
     if s.sinks is not None and tuple(s.sinks.shape) != (heads,):
         raise ValueError(f"sinks.shape={tuple(s.sinks.shape)} must be (heads,)=({heads},): one logit a head")

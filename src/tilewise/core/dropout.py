@@ -14,8 +14,12 @@ transposed, two threads hold such a group, and each needs two of the four words.
 
 from __future__ import annotations
 
-import torch
+import functools
 
+import torch
+from torch import Tensor
+
+SQUARE = 16  # queries and keys whose weights share calls of the generator
 ROUNDS = 7
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
@@ -34,6 +38,24 @@ def rate(dropout_p: float) -> float:
     (0.25, 0.1015625, 0.00390625)
     """
     return threshold(dropout_p) / 256
+
+
+def with_origin(seed: Tensor, query: int, key: int, head: int, num_heads: int) -> Tensor:
+    """A seed for a part of a larger call, whose weights get that call's decisions: (5,) int64.
+
+    Args:
+        seed: () int64, of the larger call.
+        query, key: what the part's first query and first key are there, each in its sequence.
+        head: what the part's first head is there: sequence * num_heads + head.
+        num_heads: of the larger call.
+    """
+    return torch.cat((seed.view(1), _on_device((query, key, head, num_heads), seed.device)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, as a copy to a GPU waits for it."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def counter_words(seed: int, sequence_head: int) -> tuple[int, int]:
@@ -72,10 +94,14 @@ def keep_mask(
 
     Query 16 A + 8 e + 2 a + c and key 16 B + 8 f + 2 b + d take, of the counter (4 B + b, 4 A + a, seed's low
     word, seed's high word ^ (sequence * num_heads + head)) and key 0, byte 2 e + f of word 2 c + d.
+    A seed `with_origin` says what the first query, key and head count as.
     """
     device = seed.device
-    head = torch.arange(sequences.start * num_heads, sequences.stop * num_heads, device=device)
-    low, high = counter_words(int(seed), 0)
+    number, query, key, head, heads = seed.tolist() if seed.ndim else (int(seed), 0, 0, 0, num_heads)
+    q0, q1, k0, k1 = q0 + query, q1 + query, k0 + key, k1 + key
+    sequence = torch.arange(sequences.start, sequences.stop, device=device)[:, None]
+    head = (head + sequence * heads + torch.arange(num_heads, device=device)).flatten()
+    low, high = counter_words(number, 0)
     first_q, first_k = q0 // 16, k0 // 16
     calls_q = torch.arange(4 * first_q, 4 * -(-q1 // 16), device=device)[:, None]
     calls_k = torch.arange(4 * first_k, 4 * -(-k1 // 16), device=device)

@@ -74,10 +74,10 @@ def hadamard(dim: int, device: torch.device | str | None = None) -> Tensor:
     """
     if dim < 1 or dim & (dim - 1):
         raise ValueError(f"dim={dim} must be a power of two")
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device="cpu")
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(dim)) * 2 - 1
+    signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(dim), device="cpu") * 2 - 1
     return (signs * matrix).to(device)
 
 
@@ -118,16 +118,18 @@ def round_rows(x: Tensor, dtype: torch.dtype = FP8) -> Rounded:
     largest = torch.nn.functional.pad(x.abs(), (0, 0, 0, -rows % BLOCK_ROWS))
     largest = largest.unflatten(-2, (-1, BLOCK_ROWS)).amax((-2, -1))  # NaN if one is
     if dtype == torch.int8:
-        factors = largest / LARGEST_INTEGER
+        factors = largest / torch.full_like(largest, LARGEST_INTEGER)  # on GPUs / 127 is * (1 / 127)
     else:
         mantissa, exponent = torch.frexp(largest)
         exponent = exponent - 9 + (mantissa > LARGEST / 2**9).int()
         factors = torch.ldexp(torch.ones_like(largest), exponent)
     factors = factors.clamp(min=SMALLEST_FACTOR)
     factors = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), factors, float("nan")))
-    values = x * factors.reciprocal().repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
-    if dtype == torch.int8:
-        values = values.nan_to_num(0.0).round()
+    inverses = factors.reciprocal().repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
+    if dtype == torch.int8:  # the nearest to the exact product, as a fused multiply-add gives
+        values = (x.double() * inverses).nan_to_num(0.0).round()
+    else:
+        values = x * inverses
     return Rounded(values.to(dtype), factors)
 
 

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None  # float, 4-D, broadcastable likewise
     alibi_slopes: Tensor | None = None  # (num_heads,) or (batch, num_heads)
     sinks: Tensor | None = None  # (num_heads,) logits
-    dropout_seed: Tensor | None = None  # () int64
+    dropout_seed: Tensor | None = None  # () int64, or (5,): `core.dropout.with_origin`
     key_scale: Tensor | None = None  # (num_pages, num_kv_heads): of float8 keys in pages; or (heads, blocks)
     value_scale: Tensor | None = None
     captured_floats: Tensor | None = None  # of mask and score functions: see `core.functions.captured`
@@ -76,6 +76,7 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     precision: str = "ieee"  # of products: see `tilewise.attention`
     functions: str | None = None  # mask and score functions: `core.functions.expression.Functions.text`
+    dropout_step: int = 0  # 16 or 1: dropout_seed has an origin, whose query and key are multiples of this
 
 
 class Gradients(NamedTuple):
@@ -141,6 +142,7 @@ class AttentionProblem:
     is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
     functions: str | None = None
     num_captured: int = 0  # floats that functions read
+    dropout_step: int = 0  # as in `Options`
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -313,6 +315,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         bias_needs_grad=signatures.bias is not None and signatures.bias.needs_grad,
         functions=options.functions,
         num_captured=0 if signatures.captured_floats is None else signatures.captured_floats.shape[0],
+        dropout_step=options.dropout_step,
     )
 
 

@@ -179,7 +179,7 @@ def key_order() -> Tensor:
     Of every sixteen columns of weights a thread t holds 2t, 2t + 1, 8 + 2t and 9 + 2t as an accumulator, and
     4t to 4t + 3 as an operand: so key 8c + 2t + b stands at place 4t + 2c + b, and no weight has to move.
     """
-    place = torch.arange(BLOCK_ROWS)
+    place = torch.arange(BLOCK_ROWS, device="cpu")
     t, c, b = place % 16 // 4, place % 4 // 2, place % 2
     return place // 16 * 16 + 8 * c + 2 * t + b
 

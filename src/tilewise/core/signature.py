@@ -6,7 +6,8 @@ is not in it, a plan cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Request(NamedTuple):
 class Signature(NamedTuple):
     """Of one direction of one call; hashable. Tensors are plain tuples here, for speed: see `named`."""
 
-    direction: str  # "forward", "backward", or "statistics" of the weights
+    direction: str  # "forward", "backward", "bias": a backward of the bias alone, "statistics" of the weights
     inputs: tuple[Any, ...]  # of `Inputs`, in its order
     results: tuple[Any, ...]  # backward: of out, lse, residual, dout and dlse; statistics: lse, residual
     shares_memory: bool  # key and value begin at the same address
@@ -111,6 +112,48 @@ class NoMemory(Exception):
     """Something is no tensor, or a tensor that has no memory: PyTorch's dispatcher is to see the call."""
 
 
+# ---- a GPU that is not here
+
+
+class Gpu(NamedTuple):
+    """What plans ask of a GPU."""
+
+    name: str
+    capability: tuple[int, int]  # CUDA's compute capability
+    num_sms: int
+
+
+_stand_in: Gpu | None = None
+
+
+def stand_in() -> Gpu | None:
+    """The GPU that tensors on the meta device stand for, if they do."""
+    return _stand_in
+
+
+@contextlib.contextmanager
+def standing_in(gpu: Gpu) -> Iterator[None]:
+    """Inside, tensors on the meta device are taken for tensors of `gpu`: calls take their usual way to a plan
+    and its launches, which compile and start nothing.
+
+    In every thread, as backwards run in threads of PyTorch's; so nothing else may run on a GPU meanwhile.
+    """
+    global _stand_in
+    before, _stand_in = _stand_in, gpu
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+def device_of(t: Tensor) -> torch.device:
+    """Where plans are to think that a tensor is."""
+    return torch.device("cuda", 0) if _stand_in is not None and t.is_meta else t.device
+
+
+# ---- looking at tensors
+
+
 def look(tensors: Tensors, grad_enabled: bool) -> tuple[Any, ...]:
     """What a plan may know of tensors. Raises LazyTensor, NoMemory."""
     seen: list[tuple[Any, ...] | None] = []
@@ -124,10 +167,11 @@ def look(tensors: Tensors, grad_enabled: bool) -> tuple[Any, ...]:
             address = t.data_ptr()
             if t.is_neg() or (address == 0 and t._is_zerotensor()):
                 raise LazyTensor
-            if address == 0 and t.is_meta:
+            device = device_of(t)
+            if address == 0 and device.type == "meta":
                 raise NoMemory
             needs_grad = grad_enabled and t.requires_grad
-            seen.append((t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT, needs_grad))
+            seen.append((t.shape, t.stride(), t.dtype, device, address % ALIGNMENT, needs_grad))
     except (RuntimeError, AttributeError) as error:
         raise NoMemory from error
     return tuple(seen)

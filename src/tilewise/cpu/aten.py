@@ -76,7 +76,7 @@ def _sees_nothing(attn_mask: Tensor, problem: AttentionProblem) -> Tensor:
     """Which queries the mask, and causality, leave no key: (batch or 1, heads or 1, seqlen_q)."""
     is_seen = attn_mask != float("-inf")
     first = torch.where(is_seen.any(-1), is_seen.byte().argmax(-1), problem.seqlen_k)
-    last = torch.arange(problem.seqlen_q) if problem.causal else problem.seqlen_k - 1
+    last = torch.arange(problem.seqlen_q, device="cpu") if problem.causal else problem.seqlen_k - 1
     return first > last
 
 

@@ -37,16 +37,21 @@ def _has_mask(p: AttentionProblem) -> bool:
     return p.mask_shape is not None
 
 
+def _has_map(p: AttentionProblem) -> bool:
+    """What Hopper's kernels know as a tile map."""
+    return _has_mask(p) or p.functions is not None
+
+
+def _has_score_function(p: AttentionProblem) -> bool:
+    return p.functions is not None and decode(p.functions).score is not None
+
+
 def _has_bias(p: AttentionProblem) -> bool:
     return p.bias_shape is not None
 
 
-def _has_bias_of_rows(p: AttentionProblem) -> bool:
-    return bool(p.bias_shape) and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
-
-
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
-    return p.bias_needs_grad and _has_bias_of_rows(p)
+    return bool(p.bias_shape) and p.bias_needs_grad and p.bias_shape[3] == 1 < p.seqlen_k  # type: ignore[index]
 
 
 def _is_shared_with_padding(p: AttentionProblem) -> bool:
@@ -59,10 +64,13 @@ def _has_captured_gradient(p: AttentionProblem) -> bool:
 
 
 def _has_large_captured_gradient(p: AttentionProblem) -> bool:
-    """More than is worth a sum for each head's split of keys, or at places that a backward does not know."""
-    if p.functions is None or not _has_captured_gradient(p):
-        return False
-    return p.num_captured * p.batch * p.num_kv_heads > MOST_CAPTURED or reads_by_score(decode(p.functions))
+    """More than is worth a sum for each head's split of keys."""
+    return _has_captured_gradient(p) and p.num_captured * p.batch * p.num_kv_heads > MOST_CAPTURED
+
+
+def _has_gradient_by_score(p: AttentionProblem) -> bool:
+    """At places that a backward does not know: its scores may differ from the forward's in the last bit."""
+    return p.functions is not None and reads_by_score(decode(p.functions))
 
 
 def _is_empty(p: AttentionProblem) -> bool:
@@ -100,16 +108,16 @@ ROWS = (
         "aten": NO_CACHE, "hopper": "does not take left padding",
     }),
     Row("mask", _has_mask, {}),
-    Row("gradient with a mask, deterministic", lambda p: _has_mask(p) and p.deterministic, {
+    Row("gradient with a mask, deterministic", lambda p: _has_map(p) and p.deterministic, {
         "hopper backward": "has no deterministic gradient with a mask",
     }, is_rare=True),
-    Row("gradient with a mask, head_dim over 128", lambda p: _has_mask(p) and p.head_dim > 128, {
+    Row("gradient with a mask, head_dim over 128", lambda p: _has_map(p) and p.head_dim > 128, {
         "hopper backward": "has gradients with a mask up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
     }, is_rare=True),
-    Row("mask with 8-bit products", lambda p: _has_mask(p) and p.is_8_bit, dict.fromkeys(
+    Row("mask with 8-bit products", lambda p: _has_map(p) and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
     Row("8-bit products with a cache", lambda p: p.is_cached and p.is_8_bit, dict.fromkeys(
@@ -118,9 +126,6 @@ ROWS = (
     Row("bias", _has_bias, {}),
     Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
         "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",
-    }, is_rare=True),
-    Row("bias that is broadcast over keys", _has_bias_of_rows, {
-        "hopper": "does not take a bias that is broadcast over keys",
     }, is_rare=True),
     Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a bias in dense calls only",
@@ -131,17 +136,27 @@ ROWS = (
     Row("gradient with a bias, head_dim over 128", lambda p: _has_bias(p) and p.head_dim > 128, {
         "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
     }, is_rare=True),
-    Row("mask and score functions", lambda p: p.functions is not None, dict.fromkeys(
-        ("hopper", "aten"), "does not take mask or score functions"
-    )),
+    Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
+    Row("score functions", _has_score_function, {
+        "hopper": "does not take score functions", "aten": "takes no mask or score functions",
+    }),
+    Row("functions that may read out of range", lambda p: p.functions and decode(p.functions).is_guarded, {
+        "hopper": "takes functions only whose indices into captured tensors are in range for certain",
+    }, is_rare=True),
     Row("gradient of tensors that score functions read", _has_captured_gradient, {
         f"{name} backward": "has no gradient of tensors that a score function reads"
-        for name in ("hopper", "triton", "aten")
+        for name in ("hopper", "aten")
+    }, is_rare=True),
+    Row("the same gradient, deterministic", lambda p: _has_captured_gradient(p) and p.deterministic, {
+        "triton backward": "adds gradients of tensors that a score function reads in any order",
     }, is_rare=True),
     Row("gradient of large tensors that score functions read", _has_large_captured_gradient, {
-        "llvm backward": "has no gradient of {p.num_captured} numbers that a score function reads, or where "
-        "an index depends on the score",
+        "llvm backward": "has no gradient of {p.num_captured} numbers that a score function reads",
     }, is_rare=True),
+    Row("gradient of tensors at an index that depends on the score", _has_gradient_by_score, dict.fromkeys(
+        ("triton backward", "llvm backward"),
+        "has no gradient of tensors that are read at an index that depends on the score",
+    ), is_rare=True),
     Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
         BACKENDS[:-1], "prints no erf, no % or // of floats, no power but 0.5 and whole numbers up to 16"
     ), is_rare=True),
@@ -163,6 +178,9 @@ ROWS = (
     Row("dropout with a cache", lambda p: p.dropout_p > 0 and p.is_cached, {
         "aten": NO_CACHE, "hopper": "does not take dropout with a cache",
     }, is_rare=True),
+    Row("dropout of a part that begins at any query and key", lambda p: p.dropout_step == 1, dict.fromkeys(
+        ("hopper", "llvm"), "has dropout of parts of a call only if they begin at multiples of 16"
+    ), is_rare=True),
     Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take dropout with 8-bit products"}, is_rare=True),
@@ -179,7 +197,7 @@ ROWS = (
         "aten": "takes a mask or a bias, not both",
     }),
     Row("gradient of a bias", lambda p: p.bias_needs_grad, {
-        "aten": "has no bias gradient", "hopper backward": "has no gradient of a bias",
+        "aten": "has no bias gradient",
     }),
     Row("gradient of a bias that is broadcast over keys", _is_broadcast_over_keys, {
         "llvm": "has no gradient of a bias that is broadcast over keys",

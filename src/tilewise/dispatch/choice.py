@@ -19,6 +19,8 @@ MODULES = {
     "aten": "tilewise.cpu.aten",
     "tiled": "tilewise.tiled.backend",
 }
+# Of backends whose backward leaves the gradient of a bias to a kernel of another.
+BIAS_GRADIENTS = {"hopper": "triton"}
 
 
 @functools.cache

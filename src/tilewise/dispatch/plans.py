@@ -30,10 +30,11 @@ from tilewise.core.signature import (
     Tensors,
     as_bshd,
     look,
+    rows_dense,
 )
 from tilewise.core.torch_private import alike
 from tilewise.core.values import check_values
-from tilewise.dispatch.choice import choose, load
+from tilewise.dispatch.choice import BIAS_GRADIENTS, choose, load
 from tilewise.gpu.launch import launch_plan
 
 MAX_PLANS = 2048
@@ -140,8 +141,11 @@ def matcher(
     for n, t in enumerate(tensors):
         if t is not None and places.setdefault(id(t), n) != n:
             again.append((n, places[id(t)]))
-    first, absent = list(places.values()), [n for n, t in enumerate(tensors) if t is None]
-    get_absent, nothing = itemgetter(*absent), (None,) * len(absent)  # always several
+    first = list(places.values())
+    absent = {n for n, t in enumerate(tensors) if t is None}
+    starts, ends = sorted(absent - {n + 1 for n in absent}), sorted({n + 1 for n in absent} - absent)
+    get_absent: Callable[[Any], Any] = itemgetter(*map(slice, starts, ends))  # some always are
+    nothing = get_absent(tensors)
     get_first: Callable[[Any], Any] = itemgetter(*first) if len(first) > 1 else itemgetter(slice(1))
     check = alike([tensors[n] for n in first])  # type: ignore[misc]
     may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
@@ -151,9 +155,7 @@ def matcher(
         given = get_first(others)
         if not (check(*given) if check else look(others, grad_enabled) == seen):
             return False
-        if get_absent(others) != nothing:
-            return False
-        if again and any(others[n] is not others[m] for n, m in again):
+        if get_absent(others) != nothing or (again and any(others[n] is not others[m] for n, m in again)):
             return False
         if offsets and [t.data_ptr() % ALIGNMENT for t in given] != offsets:
             return False
@@ -228,8 +230,38 @@ def _make_backward(signature: Signature) -> Entry:
     problem = describe_signature(signature)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
-    plan = fitted(module.plan(problem, signature), signature)
-    return Entry(plan, signature, name, module.saves(problem))
+    plan = module.plan(problem, signature)
+    if problem.bias_needs_grad and name in BIAS_GRADIENTS:
+        other = load(BIAS_GRADIENTS[name])
+        plan = WithBiasGradient(plan, other.plan(problem, signature._replace(direction="bias")))
+    return Entry(fitted(plan, signature), signature, name, module.saves(problem))
+
+
+@dataclass(frozen=True)
+class WithBiasGradient:
+    """A backward without the gradient of the bias, and another backend's plan for that alone."""
+
+    plan: Plan
+    of_bias: Plan
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return self.plan.problem
+
+    @property
+    def layout(self) -> str:
+        return self.plan.layout
+
+    def run(
+        self,
+        inputs: Inputs,
+        results: Results | None = None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> Gradients:
+        given = (inputs, results, dout, dlse)
+        gradients: Any = self.plan.run(*given)
+        return gradients._replace(bias=self.of_bias.run(*given))
 
 
 def run(
@@ -316,6 +348,7 @@ def differentiate(
     `is_partial`: the call has some of the keys only, and results are those of all: its share of the
     gradients.
     """
+    dout = rows_dense(dout)  # that of a sum is one number, which no kernel reads in place
     arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial, layout)
     entry = backward_plan(inputs, results, *arguments)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from tilewise.autograd import functions
 from tilewise.core.checks import check_tensors, shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
-from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.attention import Call, Where, attend
 from tilewise.distributed.layout import Layout, layout_of, shard
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
@@ -42,7 +42,8 @@ def context_parallel(
 
     Like PyTorch's `context_parallel`, it holds for all threads of the process. Run the backward inside: it
     may need buffers as they are in here (an embedding keeps its token ids), and activation checkpointing
-    computes forwards again.
+    computes forwards again. Functions see positions in the whole sequence, or in the document. Dropout takes
+    the seed that the group's first rank draws.
 
     Args:
         mesh, group: the ranks that share the sequence, as of `shard`.
@@ -56,7 +57,7 @@ def context_parallel(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
-        NotImplementedError: in a call: caches, dropout, mask functions, or what `method` does not serve.
+        NotImplementedError: in a call: caches, functions of packed calls, or what `method` does not serve.
 
     Example:
         >>> import tilewise
@@ -72,7 +73,7 @@ def context_parallel(
         raise ValueError("no_restore_buffers must be some of buffers")
     where = {"group": group, "mesh": mesh, "balance": balance, "cu_seqlens": cu_seqlens}
     layout = None if total is None and cu_seqlens is None else layout_of(ranks, balance, total, cu_seqlens)
-    calls = _Calls(ranks, layout, where | {"method": method}, cu_seqlens is not None)
+    calls = _Calls(ranks, layout, method, balance, cu_seqlens is not None)
     whole = [None if id(b) in kept else b.detach().clone() for b in buffers]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     try:
@@ -113,7 +114,7 @@ def _replace(buffer: Tensor, by: Tensor) -> None:
     buffer.copy_(by)
 
 
-_UNSERVED = ("seqlens_k", "leftpad_k", "page_table", "captured_floats", "captured_integers")
+_UNSERVED = ("seqlens_k", "leftpad_k", "page_table")
 
 
 @dataclass
@@ -122,7 +123,8 @@ class _Calls:
 
     ranks: Ranks
     layout: Layout | None  # None: not known, and not packed
-    where: dict[str, Any]
+    method: str
+    balance: str
     is_packed: bool  # documents, told to `context_parallel`
     known_offsets: Tensor | None = None  # of a call, looked at: all layers of a model have the same
 
@@ -131,35 +133,36 @@ class _Calls:
     ) -> tuple[Tensor, Any]:
         """As `autograd.functions.attention`."""
         self._refuse(inputs, options)
-        tensors, rows = inputs[:3], None
-        if self.is_packed and inputs.query.ndim == 4:
-            if len(inputs.query) > 1:
-                raise ValueError(
-                    f"query.shape={tuple(inputs.query.shape)} must have a batch of 1 with cu_seqlens"
-                )
-            tensors = tuple(t[0] for t in tensors)  # type: ignore[assignment]
-        elif not self.is_packed and inputs.query.ndim == 3:
-            rows = self._rows(inputs)
+        tensors, rows, is_dense = inputs[:3], None, inputs.query.ndim == 4
+        if self.is_packed and is_dense and len(inputs.query) > 1:
+            raise ValueError(
+                f"query.shape={tuple(inputs.query.shape)} must have a batch of 1 with cu_seqlens"
+            )
+        if not is_dense:
+            rows = 1 if self.is_packed else self._rows(inputs)
             tensors = tuple(t.unflatten(0, (rows, -1)) for t in tensors)  # type: ignore[assignment]
-        out, lse = context_parallel_attention(
-            *tensors, **self.where,
-            seqlen=None if self.layout is None else self.layout.total,
-            causal=options.causal, window=(options.window_left, options.window_right),
-            mask=inputs.mask, bias=inputs.bias, alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks,
-            softcap=options.softcap, scale=options.scale, deterministic=options.deterministic,
-            precision=options.precision, backend=backend, return_lse=True,
-        )  # fmt: skip
+        inputs = inputs._replace(
+            **dict(zip(("query", "key", "value"), tensors)), cu_seqlens_q=None, cu_seqlens_k=None
+        )
+        options = options._replace(max_seqlen_q=None, max_seqlen_k=None)
+        seqlen = None if self.layout is None else self.layout.total
+        offsets = self.layout.starts if self.layout is not None and self.is_packed else None
+
+        def describe() -> Call:
+            tokens = layout_of(self.ranks, self.balance, seqlen, offsets, inputs.query.shape[1])
+            return Call(inputs, options, tokens)
+
+        where = Where(self.ranks, self.method, self.balance, seqlen, self.is_packed, backend=backend)
+        out, lse = attend(where, describe, True, inputs.query.device)
+        assert lse is not None
         if rows is not None:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        elif out.ndim < inputs.query.ndim:
-            out, lse = out[None], lse[None]
         return out, lse if request.lse else None
 
     def _refuse(self, inputs: Inputs, options: Options) -> None:
         found = [name for name in _UNSERVED if getattr(inputs, name) is not None]
-        found += ["dropout_p"] * bool(options.dropout_p) + ["mask_mod and score_mod"] * (
-            options.functions is not None
-        )
+        if options.functions is not None and inputs.query.ndim == 3:
+            found.append("mask_mod or score_mod of packed calls")
         if found:
             raise NotImplementedError(f"{found[0]} is not served inside of context_parallel")
 

@@ -75,7 +75,10 @@ def attention_with_split_cache(
         )  # fmt: skip
     except (ValueError, TypeError, NotImplementedError) as refusal:
         error = refusal
-    facts = {"query": _fact(query), "key": _fact(key), "owner": owner, "softcap": softcap, "scale": scale}
+
+    def facts() -> dict[str, Any]:
+        return {"query": _fact(query), "key": _fact(key), "owner": owner, "softcap": softcap, "scale": scale}
+
     agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
     assert found is not None
     out, lse = found

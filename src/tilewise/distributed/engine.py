@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.core.problem import Options
 from tilewise.distributed import wire
-from tilewise.distributed.parts import Extras, Part, attend, differentiate, parts_of, tile
+from tilewise.distributed.parts import Extras, Origin, Part, attend, differentiate, parts_of, tile
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Step
 from tilewise.distributed.totals import Totals
@@ -33,10 +33,10 @@ class Work:
     options: Options  # its window is the schedule's
     backend: str | None
     packs: bool  # blocks of several documents share a call
-    first_head: int = 0  # of this rank, where ranks have heads of their own
+    origin: Origin
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
-        return parts_of(step.blocks, self.packs, device)
+        return parts_of(step, self.packs, device)
 
 
 def run(
@@ -81,7 +81,7 @@ class SequenceParallel(torch.autograd.Function):
             delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
             dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-        return None, dq, dk, dv, None, dbias, None, backward.dcaptured, None, None, dsinks
+        return None, dq, dk, dv, None, dbias, None, backward.dcaptured, None, None, None, dsinks
 
 
 def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -108,7 +108,7 @@ def _forward(
         if number + 1 < len(steps):
             arriving = wire.send_keys(work.ranks, steps[number + 1], own)
         for part in work.parts(step, query.device):
-            found = attend(part, query, key, value, extras, work.options, work.backend, work.first_head)
+            found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
             total.add(part.block.q0, *found)
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
@@ -174,7 +174,7 @@ class Backward:
     ) -> None:
         work, block, needs_bias = self.work, part.block, self.dbias is not None
         grads = differentiate(
-            part, self.query, key, value, self.extras, work.options, work.backend, work.first_head,
+            part, self.query, key, value, self.extras, work.options, work.backend, work.origin,
             results, dout, dlse, needs_bias,
         )  # fmt: skip
         self.dquery.add(block.q0, grads.query)

@@ -1,23 +1,38 @@
-"""Ranks that disagree on a call say so, all of them, instead of waiting for each other."""
+"""Calls that are refused, and ranks that disagree on one: all say so, instead of waiting for each other."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tilewise.core.checks import check_tensors
 from tilewise.core.device_errors import IS_DEBUG
+from tilewise.core.dropout import SQUARE
+from tilewise.core.problem import Inputs, Options, describe_tensors
+from tilewise.core.signature import TensorSignature
+from tilewise.dispatch.choice import choose
+from tilewise.distributed.cost import fits, sizes_of
+from tilewise.distributed.layout import Layout
 from tilewise.distributed.ranks import Ranks, gather
+
+_GIVEN = ("mask", "bias", "alibi_slopes", "sinks")
 
 
 class Disagreement(ValueError):
     """Ranks have called with different arguments, or one of them has refused its own."""
 
 
-def agree(ranks: Ranks, facts: dict[str, Any], error: Exception | None, device: torch.device) -> None:
-    """Raise on every rank if facts differ between ranks, or if a rank has an error; `error` is this rank's.
+def agree(
+    ranks: Ranks, facts: Callable[[], dict[str, Any]], error: Exception | None, device: torch.device
+) -> None:
+    """Raise on every rank if facts() differ between ranks, or if a rank has an error; `error` is this rank's.
 
     Checked in every call on CPU groups, and on others if TILEWISE_DEBUG=1. Without that only this rank
     raises.
@@ -29,15 +44,14 @@ def agree(ranks: Ranks, facts: dict[str, Any], error: Exception | None, device: 
         if error is not None:
             raise error
         return
-    if error is not None:
-        facts = {"error": str(error)}
-    text = repr(sorted((name, str(value)) for name, value in facts.items()))
+    said = {n: str(v) for n, v in facts().items()} if error is None else {"error": str(error)}
+    text = repr(sorted(said.items()))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     digests = gather(torch.tensor([digest, error is not None], device=device), ranks).tolist()
     if all(d == [digest, 0] for d in digests):
         return
     everyone: list[Any] = [None] * ranks.world
-    dist.all_gather_object(everyone, {n: str(v) for n, v in facts.items()}, group=ranks.group)
+    dist.all_gather_object(everyone, said, group=ranks.group)
     if error is not None:
         raise error
     raise Disagreement(_sentence(everyone))
@@ -58,3 +72,136 @@ def _sentence(everyone: list[dict[str, str]]) -> str:
             )
             lines.append(f"{name} must be the same on all ranks: {shown}")
     return "; ".join(lines)
+
+
+def check_call(inputs: Inputs, options: Options, *call: Any) -> int:
+    """How many ranks exchange heads for tokens. Checks the call: once for all that differ only in values.
+
+    Args:
+        call: layout, whether it is packed, backend, method, and how many ranks of a mesh exchange heads.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument does not fit.
+    """
+    named = zip(_GIVEN, (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks), strict=True)
+    check_tensors(**{name: t for name, t in named if t is not None})
+    grad_enabled = torch.is_grad_enabled()
+    seen = tuple([
+        None if t is None
+        else TensorSignature(t.shape, (), t.dtype, t.device, 0, grad_enabled and t.requires_grad)
+        for t in inputs
+    ])  # fmt: skip
+    try:
+        return _checked(seen, options, *call)
+    except TypeError:  # an option that cannot be hashed: the checks name it
+        return _checked.__wrapped__(seen, options, *call)
+
+
+@functools.lru_cache(maxsize=512)
+def _checked(
+    seen: tuple[TensorSignature | None, ...],
+    options: Options,
+    tokens: Layout,
+    is_packed: bool,
+    backend: str | None,
+    method: str,
+    inner: int | None,
+) -> int:
+    """`check_call` of tensors that look like this."""
+    inputs: Any = Inputs(*seen)  # type: ignore[arg-type]
+    _check(inputs, options, tokens, is_packed, backend)
+    return _ulysses_degree(method, inner, tokens.world, inputs)
+
+
+def _check(inputs: Any, options: Options, tokens: Layout, is_packed: bool, backend: str | None) -> None:
+    """What `describe_tensors` cannot see: masks have columns for the whole sequence."""
+    query, key = inputs.query, inputs.key
+    problem = describe_tensors(inputs._replace(mask=None, bias=None), options, is_value_in_key=False)
+    if backend is not None:
+        mask, bias = (None if t is None else tuple(t.shape) for t in (inputs.mask, inputs.bias))
+        step = 0 if problem.dropout_p == 0 else SQUARE if tokens.is_cut_at(SQUARE) else 1
+        problem = replace(problem, mask_shape=mask, bias_shape=bias, has_sinks=False, dropout_step=step)
+        choose(problem, backend)
+        if problem.needs_grad:
+            choose(problem, backend, is_backward=True)
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"key has {key.shape[1]} tokens, must have those of query, {query.shape[1]}: each rank holds "
+            "the same tokens of both"
+        )
+    if problem.is_8_bit:
+        raise NotImplementedError(
+            f"precision={problem.precision!r} is not served over several ranks: 'ieee' is"
+        )
+    for name, t, right in (("mask", inputs.mask, "bool"), ("bias", inputs.bias, "floating point")):
+        if t is None:
+            continue
+        if is_packed:
+            raise NotImplementedError(f"{name} with cu_seqlens is not served over several ranks: window is")
+        if (t.dtype == torch.bool) != (name == "mask") or (name == "bias" and not t.dtype.is_floating_point):
+            raise TypeError(f"{name}.dtype={t.dtype} must be {right}")
+        shape = (query.shape[0], query.shape[2], query.shape[1], tokens.total)
+        if t.ndim != 4 or any(size not in (1, full) for size, full in zip(t.shape, shape)):
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must broadcast to (batch, heads, tokens of the rank, seqlen)="
+                f"{shape}"
+            )
+
+
+def batch_of_one(*tensors: Tensor) -> list[Tensor]:
+    for name, t in zip(("query", "key", "value"), tensors):
+        if t.ndim != 3:
+            raise ValueError(
+                f"{name}.shape={tuple(t.shape)} must be (tokens of the rank, heads, dim) with cu_seqlens"
+            )
+    return [t[None] for t in tensors]
+
+
+def _ulysses_degree(method: str, inner: int | None, world: int, inputs: Any) -> int:
+    """How many ranks exchange heads for tokens: 1 is none.
+
+    Raises:
+        ValueError, NotImplementedError: the heads do not divide, or a bias has rows.
+    """
+    if method in ("ring", "all_gather") or (method == "auto" and inner is None) or world == 1:
+        return 1
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+    if method == "ulysses":
+        inner = world
+    elif inner is None:
+        sizes = sizes_of(inputs)
+        inner = max(d for d in range(1, world) if world % d == 0 and fits(d, sizes))
+    if heads % inner:
+        raise ValueError(
+            f"query heads {heads} must be divisible by the {inner} ranks that exchange heads: "
+            "method='ring' serves"
+        )
+    if kv_heads % inner and inner % kv_heads:
+        raise ValueError(
+            f"KV heads {kv_heads} must divide, or be divisible by, the {inner} ranks that exchange heads: "
+            "method='ring' serves"
+        )
+    for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
+        if t is not None and t.shape[2] > 1 and inner > 1:
+            raise NotImplementedError(
+                f"{name}.shape={tuple(t.shape)} has a row for each token, which method={method!r} does not "
+                "exchange: method='ring' serves"
+            )
+    return inner
+
+
+def facts_of(inputs: Inputs, options: Options) -> dict[str, Any]:
+    """What must be equal of a call on all ranks: all but tokens and values."""
+    facts = {name: _tensor_fact(getattr(inputs, name)) for name in ("query", "key", "value", *_GIVEN[2:])}
+    scalars = options._asdict()
+    scalars["window"] = scalars.pop("window_left"), scalars.pop("window_right")
+    scalars["mask_mod and score_mod"] = scalars.pop("functions")
+    return facts | {name: getattr(inputs, name) is not None for name in _GIVEN[:2]} | scalars
+
+
+def _tensor_fact(t: Tensor | None) -> str:
+    """Of a tensor all but its tokens."""
+    if t is None:
+        return "None"
+    shape = (t.shape[0], *t.shape[2:]) if t.ndim == 4 else tuple(t.shape)
+    return f"{str(t.dtype).removeprefix('torch.')} {shape} on {t.device.type}"

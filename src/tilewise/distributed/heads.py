@@ -6,6 +6,7 @@ that are fewer than ranks; their gradients are summed.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,34 +27,36 @@ class Swap:
     ranks: Ranks
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
 
-    @staticmethod
-    def of(ranks: Ranks, layout: Layout, first: int) -> Swap:
-        """For members that are ranks `first`, `first + 1`, ... of a layout."""
-        members = range(ranks.world)
-        pieces = sorted((p, member) for member in members for p in layout.pieces[first + member])
-        rows: list[list[Range]] = [[] for _ in members]
-        end = 0
-        for piece, member in pieces:
-            start, end = end, end + piece.stop - piece.start
-            if rows[member] and rows[member][-1][1] == start:
-                rows[member][-1] = rows[member][-1][0], end
-            else:
-                rows[member].append((start, end))
-        return Swap(ranks, tuple(map(tuple, rows)))
-
     @property
     def length(self) -> int:
         return max((r[-1][1] for r in self.rows if r), default=0)
 
-    def heads_of(self, rank: int, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
-        """The query heads and the KV heads of a rank."""
-        heads, group = num_heads // self.ranks.world, num_heads // num_kv_heads
-        q = slice(rank * heads, (rank + 1) * heads)
-        return q, slice(q.start // group, (q.stop - 1) // group + 1)
 
-    def heads(self, num_heads: int, num_kv_heads: int, of_keys: bool) -> tuple[slice, ...]:
-        both = (self.heads_of(r, num_heads, num_kv_heads) for r in range(self.ranks.world))
-        return tuple(pair[of_keys] for pair in both)
+@functools.lru_cache(maxsize=128)
+def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The query heads and the KV heads of each rank."""
+    heads, group = num_heads // world, num_heads // num_kv_heads
+    queries = tuple(slice(rank * heads, (rank + 1) * heads) for rank in range(world))
+    return queries, tuple(slice(q.start // group, (q.stop - 1) // group + 1) for q in queries)
+
+
+def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
+    """For members that are ranks `first`, `first + 1`, ... of a layout."""
+    return Swap(ranks, _rows(layout, first, ranks.world))
+
+
+@functools.lru_cache(maxsize=128)
+def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ...]:
+    pieces = sorted((p, member) for member in range(world) for p in layout.pieces[first + member])
+    rows: list[list[Range]] = [[] for _ in range(world)]
+    end = 0
+    for piece, member in pieces:
+        start, end = end, end + piece.stop - piece.start
+        if rows[member] and rows[member][-1][1] == start:
+            rows[member][-1] = rows[member][-1][0], end
+        else:
+            rows[member].append((start, end))
+    return tuple(map(tuple, rows))
 
 
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank
@@ -96,16 +99,17 @@ class _Gather(torch.autograd.Function):
 
 
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each tensor's heads to their ranks. What arrives is received where it belongs."""
+    """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
+    meanwhile."""
     me, rows = swap.ranks.rank, swap.rows
-    sends, receives, scattered, results = [], [], [], []
+    sends, receives, scattered, staying, results = [], [], [], [], []
     for t, h in zip(tensors, heads, strict=True):
         t = t.transpose(0, 1)
         result = t.new_empty((swap.length, t.shape[1], h[me].stop - h[me].start, t.shape[-1]))
         for rank, ranges in enumerate(rows):
             mine = t[:, :, h[rank]]
             if rank == me:
-                _put(result, ranges, mine)
+                staying.append((result, ranges, mine))
                 continue
             sends += [(rank, m) for m in _chunk_messages(mine.contiguous(), rows[me])]
             if len(ranges) > MAX_MESSAGES:
@@ -115,7 +119,11 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
             else:
                 receives += [(rank, result[a:b]) for a, b in ranges]
         results.append(result)
-    _exchange(swap.ranks, sends, receives)
+    works = swap.ranks.exchange(sends, receives)
+    for result, ranges, chunk in staying:
+        _put(result, ranges, chunk)
+    for work in works:
+        work.wait()
     for result, ranges, chunk in scattered:
         _put(result, ranges, chunk)
     return tuple(t.transpose(0, 1) for t in results)
@@ -124,25 +132,31 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
 def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back. A head that comes from several ranks is their sum."""
     me, rows = swap.ranks.rank, swap.rows
-    sends, receives, arriving, results = [], [], [], []
+    sends, receives, arriving, staying, results = [], [], [], [], []
     for t, h in zip(tensors, heads, strict=True):
         t = t.transpose(0, 1).contiguous()
         is_shared = sum(s.stop - s.start for s in h) > h[-1].stop
         shape = (t.shape[1], _count(rows[me]), h[-1].stop, t.shape[-1])
         result = t.new_zeros(shape) if is_shared else t.new_empty(shape)
+        by_token = result.transpose(0, 1)
         for rank, ranges in enumerate(rows):
             if rank == me:
-                chunk = t[row_index(ranges, t.device)]
+                staying.append((by_token[:, :, h[me]], t, is_shared))
+                continue
+            chunk = t.new_empty((*shape[1::-1], h[rank].stop - h[rank].start, shape[-1]))
+            receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
+            if len(ranges) > MAX_MESSAGES:
+                sends.append((rank, t[row_index(ranges, t.device)]))
             else:
-                chunk = t.new_empty((*shape[1::-1], h[rank].stop - h[rank].start, shape[-1]))
-                receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
-                if len(ranges) > MAX_MESSAGES:
-                    sends.append((rank, t[row_index(ranges, t.device)]))
-                else:
-                    sends += [(rank, t[a:b]) for a, b in ranges]
-            arriving.append((result.transpose(0, 1)[:, :, h[rank]], chunk, is_shared))
+                sends += [(rank, t[a:b]) for a, b in ranges]
+            arriving.append((by_token[:, :, h[rank]], chunk, is_shared))
         results.append(result)
-    _exchange(swap.ranks, sends, receives)
+    works = swap.ranks.exchange(sends, receives)
+    for target, t, is_shared in staying:
+        for part, chunk in _taken(target, rows[me], t):
+            part.add_(chunk) if is_shared else part.copy_(chunk)
+    for work in works:
+        work.wait()
     for target, chunk, is_shared in arriving:
         target.add_(chunk) if is_shared else target.copy_(chunk)
     return tuple(results)
@@ -150,22 +164,26 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
 
 def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:
     """A rank's tokens, one behind the other, as the messages that the ranges they belong to make."""
-    lengths = [b - a for a, b in ranges]
-    return [chunk] if len(ranges) > MAX_MESSAGES else list(chunk.split(lengths)) if ranges else []
+    if len(ranges) > MAX_MESSAGES or len(ranges) == 1:
+        return [chunk]
+    return list(chunk.split([b - a for a, b in ranges])) if ranges else []
 
 
 def _put(target: Tensor, ranges: tuple[Range, ...], chunk: Tensor) -> None:
     if len(ranges) > MAX_MESSAGES:
         target.index_copy_(0, row_index(ranges, target.device), chunk)
         return
-    for (a, b), rows in zip(ranges, chunk.split([b - a for a, b in ranges]), strict=True):
-        target[a:b].copy_(rows)
+    for rows, part in zip(ranges, _chunk_messages(chunk, ranges), strict=True):
+        target[slice(*rows)].copy_(part)
+
+
+def _taken(target: Tensor, ranges: tuple[Range, ...], source: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(rows of target, rows of source): target has what lies in these ranges of source, without gaps."""
+    if len(ranges) > MAX_MESSAGES:
+        return [(target, source[row_index(ranges, source.device)])]
+    parts = _chunk_messages(target, ranges)
+    return [(part, source[a:b]) for part, (a, b) in zip(parts, ranges, strict=True)]
 
 
 def _count(ranges: tuple[Range, ...]) -> int:
     return sum(b - a for a, b in ranges)
-
-
-def _exchange(ranks: Ranks, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-    for work in ranks.exchange(sends, receives):
-        work.wait()

@@ -57,13 +57,22 @@ class Layout:
     def world(self) -> int:
         return len(self.pieces)
 
+    @functools.cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sum(p.stop - p.start for p in pieces) for pieces in self.pieces)
+
     def length(self, rank: int) -> int:
-        return sum(p.stop - p.start for p in self.pieces[rank])
+        return self._lengths[rank]
 
     def tokens(self, rank: int) -> Tensor:
         """int64 (length,): the tokens of a rank."""
-        ranges = [torch.arange(p.start, p.stop) for p in self.pieces[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+        ranges = [torch.arange(p.start, p.stop, device="cpu") for p in self.pieces[rank]]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def is_cut_at(self, multiple: int) -> bool:
+        """Whether all pieces begin at a multiple of this number of tokens in their documents."""
+        starts = ((p.start - self.starts[p.document]) % multiple for own in self.pieces for p in own)
+        return not any(starts)
 
     def joined(self, inner: int) -> Layout:
         """The layout of groups of `inner` ranks that follow each other, each in the order of the sequence."""
@@ -284,8 +293,9 @@ def positions(
     """
     ranks = ranks_of(group, mesh)
     layout = layout_of(ranks, balance, seqlen, cu_seqlens)
-    starts = [torch.arange(p.start, p.stop) - layout.starts[p.document] for p in layout.pieces[ranks.rank]]
-    found = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
+    pieces = layout.pieces[ranks.rank]
+    starts = [torch.arange(p.start, p.stop, device="cpu") - layout.starts[p.document] for p in pieces]
+    found = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64, device="cpu")
     return found.to(device) if device is not None else found
 
 

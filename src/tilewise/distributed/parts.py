@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.dropout import SQUARE, with_origin
 from tilewise.core.functions.captured import with_shift
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import shifted
@@ -18,7 +20,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.dispatch import plans
-from tilewise.distributed.schedule import Block
+from tilewise.distributed.schedule import Block, Step
 
 
 class Extras(NamedTuple):
@@ -30,6 +32,21 @@ class Extras(NamedTuple):
     captured_floats: Tensor | None = None  # of mask and score functions, as in `Inputs`
     captured_integers: Tensor | None = None
     captured_layout: Tensor | None = None
+    dropout_seed: Tensor | None = None  # () int64, the same on all ranks
+
+
+class Origin(NamedTuple):
+    """How a rank's heads and documents are numbered in the whole call."""
+
+    first_head: int
+    num_heads: int  # of all ranks
+    starts: tuple[int, ...]  # of the documents, as `Layout` has them
+
+    def places(self, block: Block) -> tuple[int, int, int]:
+        """The document of a block, and the places of its first query and first key in it."""
+        document = bisect.bisect_right(self.starts, block.row, hi=len(self.starts) - 1) - 1
+        start = self.starts[document]
+        return document, block.row - start, block.column - start
 
 
 class Packing(NamedTuple):
@@ -50,8 +67,9 @@ class Part:
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_of(blocks: tuple[Block, ...], packs: bool, device: Any) -> tuple[Part, ...]:
+def parts_of(step: Step, packs: bool, device: Any) -> tuple[Part, ...]:
     """The calls of a step. `packs`: blocks that have the same window share one, as far as rows ascend."""
+    blocks = step.blocks
     if not packs or len(blocks) == 1:
         return tuple(Part(block) for block in blocks)
     calls: dict[tuple[Any, ...], list[list[Block]]] = {}
@@ -94,14 +112,14 @@ def attend(
     extras: Extras,
     options: Options,
     backend: str | None,
-    first_head: int,
+    origin: Origin,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
     query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, KV heads, dim).
-    first_head: what the first head's number is in mask and score functions.
+    origin: what numbers functions and dropout count heads, queries and keys by.
     """
-    inputs, options = _call(part, query, key, value, extras, options, first_head)
+    inputs, options = _call(part, query, key, value, extras, options, origin)
     out, lse, _ = plans.attend(inputs, options, backend, Request(), are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:
@@ -118,7 +136,7 @@ def differentiate(
     extras: Extras,
     options: Options,
     backend: str | None,
-    first_head: int,
+    origin: Origin,
     results: tuple[Tensor, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
@@ -126,10 +144,10 @@ def differentiate(
 ) -> Gradients:
     """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
     block, (out, lse) = part.block, results
-    rows = slice(block.q0, block.q1)
-    inputs, options = _call(part, query, key, value, extras, options, first_head)
-    out, dout, lse = out[:, rows], dout[:, rows], lse[..., rows]
-    dlse = None if dlse is None else dlse[..., rows]
+    inputs, options = _call(part, query, key, value, extras, options, origin)
+    q0, q1 = block.q0, block.q1
+    out, dout, lse = _tokens(out, q0, q1), _tokens(dout, q0, q1), _tokens(lse, q0, q1, 2)
+    dlse = None if dlse is None else _tokens(dlse, q0, q1, 2)
     if part.packing is not None:
         out, dout, lse, dlse = out[0], dout[0], lse[0], None if dlse is None else dlse[0]
     else:
@@ -150,10 +168,10 @@ def _call(
     value: Tensor,
     extras: Extras,
     options: Options,
-    first_head: int,
+    origin: Origin,
 ) -> tuple[Inputs, Options]:
     block, packing = part.block, part.packing
-    q, k, v = query[:, block.q0 : block.q1], key[:, block.k0 : block.k1], value[:, block.k0 : block.k1]
+    q, k, v = (_tokens(query, block.q0, block.q1), *(_tokens(t, block.k0, block.k1) for t in (key, value)))
     is_causal = block.right == 0
     options = options._replace(
         causal=is_causal, window_left=block.left, window_right=None if is_causal else block.right
@@ -167,14 +185,33 @@ def _call(
         columns = _column_distance(block, slopes)
         bias, slopes = -columns if bias is None else bias - columns, None
     inputs = Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes)
+    if extras.dropout_seed is not None:
+        inputs, options = _with_dropout(inputs, options, extras.dropout_seed, block, origin)
     if options.functions is None:
         return inputs, options
-    first = first_head, block.row, block.column
-    floats, integers, layout = with_shift(Buffers(*extras[3:]), first, query.device)
+    document, first_query, first_key = origin.places(block)
+    first = document, origin.first_head, first_query, first_key
+    floats, integers, layout = with_shift(Buffers(*extras[3:6]), first, query.device)
     options = options._replace(functions=shifted(options.functions))
     return inputs._replace(
         captured_floats=floats, captured_integers=integers, captured_layout=layout
     ), options
+
+
+def _with_dropout(
+    inputs: Inputs, options: Options, seed: Tensor, block: Block, origin: Origin
+) -> tuple[Inputs, Options]:
+    """Dropout numbers weights as one device would: by their document, and by their places in it."""
+    document, query, key = origin.places(block)
+    step = SQUARE if query % SQUARE == key % SQUARE == 0 else 1
+    head = document * origin.num_heads + origin.first_head
+    seed = with_origin(seed, query, key, head, origin.num_heads)
+    return inputs._replace(dropout_seed=seed), options._replace(dropout_step=step)
+
+
+def _tokens(t: Tensor, start: int, stop: int, dim: int = 1) -> Tensor:
+    """Some tokens; of all of them no view need be made."""
+    return t if start == 0 and stop == t.shape[dim] else t.narrow(dim, start, stop - start)
 
 
 def tile(t: Tensor, block: Block) -> Tensor:

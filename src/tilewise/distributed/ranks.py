@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,16 +38,26 @@ class Ranks:
         A group of their own would want all processes to have made as many groups before.
         """
         peers = tuple(self.peers[m] for m in members)
-        return Ranks(self.group, members.index(self.rank), len(members), peers)
+        return replace(self, rank=members.index(self.rank), world=len(members), peers=peers)
+
+    def of_first(self, t: Tensor) -> Tensor:
+        """A tensor as the first rank has it."""
+        if self.world == 1:
+            return t
+        t = t.clone()
+        dist.broadcast(t, self.peers[0], group=self.group)
+        return t
 
     def connect(self, device: torch.device) -> None:
         """NCCL makes a communicator in the first call of a group, in which all ranks have to take part."""
-        if self.group is not None and not self.is_cpu and self.group not in _connected:
+        if self.group is not None and self.group not in _connected and not self.is_cpu:
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             _connected.add(self.group)
 
     def grid(self, inner: int) -> tuple[Ranks, Ranks]:
         """(inner, outer) of a grid whose inner dimension, of that size, has ranks that follow each other."""
+        if inner == 1:
+            return self.some((self.rank,)), self
         first = self.rank // inner * inner
         columns = tuple(range(first, first + inner))
         rows = tuple(range(self.rank % inner, self.world, inner))
@@ -82,6 +92,21 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
         )
     peers = tuple(dist.get_process_group_ranks(group))
     return Ranks(group, dist.get_rank(group), len(peers), peers)
+
+
+def mesh_degree(mesh: Any, method: str) -> tuple[int | None, Any]:
+    """(ranks that exchange heads, mesh) of a mesh of two dimensions; (None, mesh) of any other."""
+    if getattr(mesh, "ndim", 1) != 2:
+        return None, mesh
+    if method not in ("2d", "auto"):
+        raise ValueError(f"mesh.ndim=2 must be 1 for method={method!r}: (ring, ulysses) is for '2d'")
+    return int(mesh.size(1)), mesh
+
+
+def flat_ranks(mesh: Any, group: Any) -> Ranks:
+    if group is not None:
+        raise ValueError(f"mesh={shown(mesh)} must be None when group is given")
+    return ranks_of(mesh=mesh._flatten())
 
 
 def gather(t: Tensor, ranks: Ranks) -> Tensor:

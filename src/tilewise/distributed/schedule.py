@@ -60,7 +60,7 @@ class Block(NamedTuple):
         return Visibility(self.q1 - self.q0, self.k1 - self.k0, self.left, self.right).visible_pairs()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # schedules are cached, so that a step is found by its identity
 class Step:
     """Keys that arrive together, and what is computed with them."""
 
@@ -78,6 +78,19 @@ class Rules(NamedTuple):
     right: int | None
     needs_tokens: bool  # scores depend on more of positions than the window: ALiBi, a bias, a mask
     has_alibi: bool = False
+    multiple: int = 1  # blocks begin so many tokens, or a multiple of that, behind the begin of a piece
+
+
+@functools.lru_cache(maxsize=128)
+def joined_schedule(
+    layout: Layout, inner: int, rank: int, rules: Rules, method: str
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The schedules, forward and backward, of groups of `inner` ranks; `rank` is that of a group."""
+    joined = layout.joined(inner)
+    return (
+        make_schedule(joined, rank, rules, method),
+        make_schedule(joined, rank, rules, method, is_backward=True),
+    )
 
 
 @functools.lru_cache(maxsize=128)
@@ -91,12 +104,20 @@ def make_schedule(
     """
     steps = _steps_with_others(layout, rank, rules, method)
     length = layout.length(rank)
-    cuts = (0, length // 2, length) if is_backward and steps else (0, length)
+    pieces = layout.pieces[rank]
+    cuts = (0, _half(pieces, rules.multiple), length) if is_backward and steps else (0, length)
     own = [
-        Step((), (), length, _own_blocks(layout.pieces[rank], rules, rows), is_own=True)
+        Step((), (), length, _own_blocks(pieces, rules, rows), is_own=True)
         for rows in itertools.pairwise(cuts)
     ]
     return (own[0], *steps, *own[1:])
+
+
+def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
+    """A row near the middle of a rank's rows, a multiple behind the first of its piece."""
+    half = sum(p.stop - p.start for p in pieces) // 2
+    first = max((row for _, row in _with_offsets(pieces) if row <= half), default=0)
+    return half - (half - first) % multiple
 
 
 @functools.lru_cache(maxsize=128)
@@ -141,6 +162,7 @@ def _distances(layout: Layout, rules: Rules) -> tuple[int, ...]:
 
 def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:
     """Queries [a, b) and keys [c, d) without those that see, or are seen by, none of the others."""
+    query, key = a, c
     if rules.left is not None:
         c = max(c, a - rules.left)
     if rules.right is not None:
@@ -151,7 +173,9 @@ def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, in
         a = max(a, c - rules.right)
     if rules.left is not None:
         b = min(b, d + rules.left)
-    return (a, b, c, d) if a < b else (a, a, c, c)
+    if a >= b:
+        return a, a, c, c
+    return a - (a - query) % rules.multiple, b, c - (c - key) % rules.multiple, d
 
 
 def _block(q: Piece, k: Piece, rows: int, keys: int, rules: Rules) -> Block | None:

@@ -42,15 +42,17 @@ class Transfer:
 
 def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
     """Start what brings this step's keys and values: own (rows, ...) each -> (step.keys, ...) each."""
-    arriving = tuple(t.new_empty((step.keys, *t.shape[1:])) for t in own)
+    arriving = tuple([_new_rows(t, step.keys) for t in own])
     packed: list[tuple[Message, Tensor, Tensor]] = []
     receives = []
-    for message, target in itertools.product(step.receives, arriving):
-        rows = _slice(target, message.rows[0])
-        if len(message.rows) > 1:
-            rows = target.new_empty((_count(message.rows), *target.shape[1:]))
-            packed.append((message, target, rows))
-        receives.append((message.peer, rows))
+    for message in step.receives:
+        for target in arriving:
+            if len(message.rows) == 1:
+                rows = _slice(target, message.rows[0])
+            else:
+                rows = _new_rows(target, _count(message.rows))
+                packed.append((message, target, rows))
+            receives.append((message.peer, rows))
 
     def unpack() -> None:
         for message, target, rows in packed:
@@ -62,7 +64,7 @@ def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
 def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
     """Start the way back: gradients of this step's keys to whom they belong; what arrives is added up."""
     incoming = [
-        (message, total, t.new_empty((_count(message.rows), *t.shape[1:])))
+        (message, total, _new_rows(t, _count(message.rows)))
         for message, (total, t) in itertools.product(step.sends, zip(totals, theirs, strict=True))
     ]
 
@@ -80,12 +82,18 @@ def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Total
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
     return [
         (m.peer, _slice(t, m.rows[0]) if len(m.rows) == 1 else t[row_index(m.rows, t.device)])
-        for m, t in itertools.product(messages, tensors)
+        for m in messages
+        for t in tensors
     ]
 
 
+def _new_rows(t: Tensor, count: int) -> Tensor:
+    """(count, ...) like t."""
+    return torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=t.device)
+
+
 def _slice(t: Tensor, rows: Range) -> Tensor:
-    return t[rows[0] : rows[1]]
+    return t if rows == (0, t.shape[0]) else t[rows[0] : rows[1]]
 
 
 def _count(rows: tuple[Range, ...]) -> int:
@@ -95,5 +103,5 @@ def _count(rows: tuple[Range, ...]) -> int:
 @functools.lru_cache(maxsize=1024)
 def row_index(rows: tuple[Range, ...], device: Any) -> Tensor:
     """int64 (rows,): ranges of rows, one behind the other."""
-    ranges = [torch.arange(a, b) for a, b in rows]
+    ranges = [torch.arange(a, b, device="cpu") for a, b in rows]
     return torch.cat(ranges).to(device) if ranges else torch.empty(0, dtype=torch.int64, device=device)

@@ -23,13 +23,15 @@ All functions raise ValueError or TypeError naming an argument that does not fit
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
 from tilewise import reference
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions as autograd
-from tilewise.core.checks import check_flag
+from tilewise.core.checks import check_flag, check_known
 from tilewise.core.dropout import keep_mask
 from tilewise.core.problem import Inputs, Options, describe, spans
 from tilewise.faces import flash_attn_call
@@ -60,6 +62,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithProbs:
     """Self-attention with query, key and value stacked in one tensor.
 
@@ -72,6 +75,7 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 3, 2, 8), causal=True).shape
         torch.Size([1, 4, 2, 8])
     """
+    check_known(flash_attn_qkvpacked_func, unknown)
     q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -90,6 +94,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithProbs:
     """Attention with key and value stacked in one tensor.
 
@@ -103,6 +108,7 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.ones(1, 4, 2, 8), torch.ones(1, 6, 2, 1, 8)).shape
         torch.Size([1, 4, 2, 8])
     """
+    check_known(flash_attn_kvpacked_func, unknown)
     k, v = flash_attn_call.unpack("kv", kv, 2, rank=5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -122,6 +128,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithProbs:
     """Attention.
 
@@ -138,6 +145,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
+    check_known(flash_attn_func, unknown)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, dropout_p=dropout_p, deterministic=deterministic
     )
@@ -157,6 +165,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithProbs:
     """Self-attention over packed sequences, query, key and value stacked in one tensor.
 
@@ -172,6 +181,7 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(torch.ones(5, 3, 2, 8), starts, 3).shape
         torch.Size([5, 2, 8])
     """
+    check_known(flash_attn_varlen_qkvpacked_func, unknown)
     q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -194,6 +204,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithProbs:
     """Attention over packed sequences, key and value stacked in one tensor.
 
@@ -211,6 +222,7 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, q_starts, k_starts, 3, 4).shape
         torch.Size([5, 2, 8])
     """
+    check_known(flash_attn_varlen_kvpacked_func, unknown)
     k, v = flash_attn_call.unpack("kv", kv, 2, rank=4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -235,6 +247,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    **unknown: Never,
 ) -> WithProbs:
     """Attention over packed sequences.
 
@@ -255,6 +268,7 @@ def flash_attn_varlen_func(
         >>> out.shape, lse.shape
         (torch.Size([5, 2, 8]), torch.Size([2, 5]))
     """
+    check_known(flash_attn_varlen_func, unknown)
     if block_table is not None:
         total = int(cu_seqlens_k[-1]) if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.numel() else 0
         k, v = gather_pages(k, v, block_table, "block_table", counts_of("cu_seqlens_k", cu_seqlens_k, total))
@@ -288,6 +302,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append k and v to a cache in place, then attend to what it holds. Has no gradients.
 
@@ -324,6 +339,7 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    check_known(flash_attn_with_kvcache, unknown)
     check_flag("return_softmax_lse", return_softmax_lse)
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,

@@ -34,13 +34,13 @@ All functions raise ValueError, TypeError or NotImplementedError naming an argum
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.api import canonical_inputs
-from tilewise.core.checks import check_flag, check_tensors
+from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.merge import merge
 from tilewise.faces import chunks, flash_attn_call
 from tilewise.faces.fp8 import Descale, as_bfloat16
@@ -73,6 +73,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithLse:
     """Self-attention with query, key and value in one tensor.
 
@@ -87,6 +88,7 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 4, 8), num_heads_q=2).shape
         torch.Size([1, 4, 2, 8])
     """
+    check_known(flash_attn_qkvpacked_func, unknown)
     if isinstance(qkv, Tensor) and qkv.ndim == 4:
         num_kv_heads = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
         if num_heads_q is None or num_kv_heads < 1 or num_heads_q + 2 * num_kv_heads != qkv.shape[2]:
@@ -121,6 +123,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithLse:
     """Attention.
 
@@ -137,6 +140,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
+    check_known(flash_attn_func, unknown)
     check_flag("return_attn_probs", return_attn_probs)
     chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
@@ -181,6 +185,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> WithLse:
     """Attention over packed sequences.
 
@@ -202,6 +207,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
+    check_known(flash_attn_varlen_func, unknown)
     check_flag("return_attn_probs", return_attn_probs)
     chunk = chunks.chunk_of(attention_chunk)
     descale = Descale(q_descale, k_descale, v_descale)
@@ -259,6 +265,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Append k and v to a cache in place, then attend to what it holds. Has no gradients.
 
@@ -306,6 +313,7 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    check_known(flash_attn_with_kvcache, unknown)
     check_flag("return_softmax_lse", return_softmax_lse)
     chunk = chunks.chunk_of(attention_chunk)
     call = KVCacheCall(
@@ -319,7 +327,11 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Attention over parts of the keys, put together. Differentiable unless out is given.
 
@@ -340,6 +352,7 @@ def flash_attn_combine(
         >>> out.shape, round(lse[0, 0, 0].item(), 4)
         (torch.Size([1, 3, 4, 8]), 0.6931)
     """
+    check_known(flash_attn_combine, unknown)
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1] or not len(out_partial):
         raise ValueError(
@@ -384,8 +397,10 @@ def get_scheduler_metadata(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    **unknown: Never,
 ) -> None:
     """What `flash_attn_with_kvcache` takes as scheduler_metadata: None, as kernels schedule themselves.
 
     Takes what FlashAttention-3 takes, so that code written for it runs, and reads none of it.
     """
+    check_known(get_scheduler_metadata, unknown)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions
+from tilewise.cache.rotary import apply_rotary
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.rotary import apply_rotary
 from tilewise.core.signature import is_lazy, resolved
 from tilewise.core.values import check_values
 from tilewise.faces import chunks

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.api import draw_seed
 from tilewise.autograd import functions
-from tilewise.core.checks import check_flag, check_number, check_tensors
+from tilewise.core.checks import check_flag, check_known, check_number, check_tensors
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.core.torch_private import is_any_autocast_enabled
@@ -37,6 +37,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention`, with torch's semantics.
 
@@ -72,6 +73,8 @@ def scaled_dot_product_attention(
         tensor([0.0000, 0.5000, 1.0000])
     """
     try:
+        if unknown:  # the call would take its time each time
+            check_known(scaled_dot_product_attention, unknown)
         is_lower_right = False
         if attn_mask is not None and hasattr(attn_mask, "seq_len_kv") and not is_jagged(query, key, value):
             is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
@@ -82,24 +85,13 @@ def scaled_dot_product_attention(
             if is_jagged(query, key, value):
                 return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             check_tensors(query=query, key=key, value=value)
-        if is_causal is not False or enable_gqa is not False:
-            check_flag("is_causal", is_causal)
-            check_flag("enable_gqa", enable_gqa)
-        if type(dropout_p) is not float or dropout_p != 0:
-            check_number("dropout_p", dropout_p)
-            if not 0 <= dropout_p <= 1:
-                raise ValueError(f"dropout_p={dropout_p} must be in [0, 1]")
-        if is_causal and attn_mask is not None:
-            raise ValueError("is_causal=True must be False when attn_mask is given")
+        is_default = is_causal is False and enable_gqa is False and type(dropout_p) is float
+        if not is_default or dropout_p != 0:
+            _check_options(attn_mask, dropout_p, is_causal, enable_gqa)
         q, k, v, leading = _batched(query, key, value, enable_gqa)
-        mask = bias = None
+        mask = bias = right = None
         if attn_mask is not None:
-            attn_mask = _flatten_mask(
-                attn_mask,
-                (*(q.shape[:1] if leading is None else leading), q.shape[1], q.shape[2], k.shape[2]),
-            )
-            mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
-        right = None
+            mask, bias = _mask_or_bias(attn_mask, q, k, q.shape[:1] if leading is None else leading)
         if is_causal and not is_lower_right and q.shape[2] != k.shape[2]:
             # Top-left: query i sees keys up to i. In bottom-right terms that is a right edge of
             # seqlen_q - seqlen_k, after the keys that no query can see are cut off.
@@ -113,15 +105,25 @@ def scaled_dot_product_attention(
         _, by_head, by_token, _ = q.stride()  # out lies as query does, as torch's
         request = BY_HEAD if by_head >= by_token else BY_TOKEN
         out = functions.attention(inputs, options, None, request, "bhsd")[0]
-        if leading is None:
-            return out
-        if max(query.ndim, key.ndim, value.ndim) == 2:
-            return out[0, 0]
-        return out.reshape(*leading, *out.shape[1:])
+        if leading is not None:
+            is_one_head = max(query.ndim, key.ndim, value.ndim) == 2
+            out = out[0, 0] if is_one_head else out.reshape(*leading, *out.shape[1:])
+        return out
     except ValueError as error:
         raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
     except TypeError as error:
         raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
+
+
+def _check_options(attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:
+    """Raises ValueError or TypeError."""
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    check_number("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p={dropout_p} must be in [0, 1]")
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True must be False when attn_mask is given")
 
 
 def _is_lower_right(bias: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:
@@ -147,6 +149,13 @@ def _batched(
     if len(sizes_q) == len(sizes_k) == len(sizes_v) == 4:  # noqa: SIM102
         if sizes_q[0] == sizes_k[0] == sizes_v[0] and sizes_q[1] == sizes_k[1] == sizes_v[1]:
             return query, key, value, None
+    return _broadcast(query, key, value, enable_gqa)
+
+
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    """The same of tensors that have other dimensions, or heads that differ."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim < 2:
             raise ValueError(
@@ -205,6 +214,14 @@ def _match_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
         heads = math.lcm(k.shape[1], v.shape[1])
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     return q, k, v
+
+
+def _mask_or_bias(
+    attn_mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, None) or (None, bias), in four dimensions."""
+    flat = _flatten_mask(attn_mask, (*leading, q.shape[1], q.shape[2], k.shape[2]))
+    return (flat, None) if flat.dtype == torch.bool else (None, flat)
 
 
 def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -227,7 +227,7 @@ def _mask_function_kinds() -> dict[CodeType | None, str]:
         hf.causal_mask_function.__code__: "causal",
         hf.sliding_window_overlay(1).__code__: "window",
         hf.sliding_window_bidirectional_overlay(1).__code__: "window both ways",
-        hf.packed_sequence_mask_function(torch.zeros(1, 1)).__code__: "packed",
+        hf.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__: "packed",
         hf.and_masks(hf.causal_mask_function).__code__: "and",
     }
 

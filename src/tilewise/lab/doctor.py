@@ -29,7 +29,13 @@ PACKAGES = {  # what there is without each
     "transformers": 'no attn_implementation="tilewise"',
     "diffusers": 'no set_attention_backend("tilewise")',
 }
-ENVIRONMENT = ("TILEWISE_CPU_ISA", "TILEWISE_CACHE_DIR", "TILEWISE_DEBUG", "TRITON_INTERPRET")
+ENVIRONMENT = (
+    "TILEWISE_CPU_ISA",
+    "TILEWISE_CACHE_DIR",
+    "TILEWISE_KERNELS",
+    "TILEWISE_DEBUG",
+    "TRITON_INTERPRET",
+)
 SEQLEN, HEADS, KV_HEADS, HEAD_DIM = 77, 4, 2, 64  # of the self-check; an odd length
 
 

@@ -60,7 +60,7 @@ class SegmentFunctions:
         )
         shape = len(rows[0]), len(columns[0])
         if 0 in (len(self.b), len(self.h), *shape):
-            return torch.zeros(shape, dtype=torch.uint8)
+            return torch.zeros(shape, dtype=torch.uint8, device="cpu")
         spans = (self.b, self.b), (self.h, self.h), rows, columns
         kinds = tile_kinds(self.functions, self.buffers, *spans).flatten(0, 1)
         low, high = kinds.amin(0), kinds.amax(0)

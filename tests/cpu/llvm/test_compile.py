@@ -17,7 +17,7 @@ import torch
 import tilewise
 from tilewise.cpu.host import compile as kernels
 from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.kernels import forward
+from tilewise.cpu.kernels import build as builder
 
 TESTS = Path(__file__).parents[2]
 CALL = """
@@ -44,6 +44,7 @@ def finish(process: subprocess.Popen) -> None:
     assert process.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_processes_may_start_at_once_and_later_ones_do_not_build(tmp_path):
     for process in [start(CALL, tmp_path) for _ in range(2)]:
         finish(process)
@@ -125,9 +126,9 @@ def test_another_llvmlite_or_cpu_gets_its_own_file(stored, monkeypatch):
 
 
 def test_garbage_is_not_looked_for_while_a_kernel_is_built(monkeypatch, tmp_path):
-    seen, build = [], forward.build
+    seen, build = [], builder.build
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(forward, "build", lambda *a: (seen.append(gc.isenabled()), build(*a))[1])
+    monkeypatch.setattr(builder, "build", lambda *a: (seen.append(gc.isenabled()), build(*a))[1])
     kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target())
     assert seen == [False] and gc.isenabled()
 

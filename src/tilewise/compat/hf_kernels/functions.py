@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
-from tilewise.core.checks import shown
+from tilewise.core.checks import check_known, shown
 from tilewise.faces import flash_attn
 from tilewise.faces.flash_attn_call import options
 
@@ -31,11 +31,13 @@ def _with_sinks(plain: Callable[..., Any], attend: Callable[..., Any], *tensors:
     transformers reads the signature to learn what the function can do.
     """
     name, signature = plain.__name__, inspect.signature(plain)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
 
     @functools.wraps(plain)
     def function(*args: Any, s_aux: Tensor | None = None, **kwargs: Any) -> Any:
         if s_aux is None:
             return getattr(flash_attn, name)(*args, **kwargs)
+        check_known(function, kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -53,7 +55,7 @@ def _with_sinks(plain: Callable[..., Any], attend: Callable[..., Any], *tensors:
             sinks=s_aux,
         )
 
-    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), S_AUX])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*named, S_AUX])  # type: ignore[attr-defined]
     return function
 
 

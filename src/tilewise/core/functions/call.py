@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.core.checks import check_tensors
 from tilewise.core.functions.block_mask import check_block_mask, mask_function
 from tilewise.core.functions.captured import check_indices, pack
+from tilewise.core.functions.options import as_options, key_shift
 from tilewise.core.functions.trace import check_function, trace
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.torch_private import not_compiled
@@ -34,7 +35,8 @@ def with_functions(
     block_mask: Any = None,
     cached: Cached | None = None,
 ) -> tuple[Inputs, Options]:
-    """Inputs and options with the functions' captured tensors and expression. Compiled code breaks here.
+    """Inputs and options with the functions' captured tensors and expression, or with options that say the
+    same. Compiled code breaks here.
 
     q_idx counts a cache's queries by their positions in the sequence, others from 0.
 
@@ -42,11 +44,16 @@ def with_functions(
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced, or the
             block mask does not fit.
     """
-    if mask_mod is None and score_mod is None and block_mask is None:
+    if mask_mod is None and score_mod is None and block_mask is None and not is_learned(inputs.alibi_slopes):
         return inputs, options
     # Only compiled code needs what keeps the compiler out, which imports the compiler.
     add = _added_uncompiled if torch.compiler.is_compiling() else _added
     return add(inputs, options, mask_mod, score_mod, block_mask, cached)
+
+
+def is_learned(alibi_slopes: Any) -> bool:
+    """Whether slopes need a gradient, which captured tensors have."""
+    return isinstance(alibi_slopes, Tensor) and alibi_slopes.requires_grad and torch.is_grad_enabled()
 
 
 def _added(
@@ -55,6 +62,12 @@ def _added(
 ) -> tuple[Inputs, Options]:  # fmt: skip
     check_tensors(query=inputs.query, key=inputs.key)
     extent = _extent(inputs)
+    slopes = inputs.alibi_slopes
+    if slopes is not None and is_learned(slopes) and extent is not None:
+        shift = key_shift(inputs)
+        if shift is None or tuple(slopes.shape) not in ((extent[1],), extent[:2]):
+            return inputs, options  # the checks say what is wrong
+        score_mod, inputs = with_slopes(slopes, shift, score_mod), inputs._replace(alibi_slopes=None)
     if block_mask is not None and extent is not None:
         most = _longest(inputs, options, cached)
         lengths = extent[2:] if most is None else most
@@ -62,12 +75,15 @@ def _added(
         mask_mod = _both(mask_function(block_mask, extent[:2]), mask_mod)
     first = None if cached is None else cached.first
     found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device, first)
-    buffers = pack(found, inputs.query)
     if extent is not None:
-        check_indices(found, extent)
+        found, inputs, options = as_options(found, inputs, options)
+        if not found.functions.roots:
+            return inputs, options
+    buffers = pack(found, inputs.query)
+    functions = found.functions if extent is None else check_indices(found, extent)
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
-    return inputs, options._replace(functions=found.functions.text)
+    return inputs, options._replace(functions=functions.text)
 
 
 _added_uncompiled = not_compiled(_added)
@@ -80,6 +96,18 @@ def _both(in_blocks: MaskFunction, mask_mod: MaskFunction | None) -> MaskFunctio
     check_function("mask_mod", mask_mod)
     own = mask_mod
     return lambda b, h, i, j: in_blocks(b, h, i, j) & own(b, h, i, j)
+
+
+def with_slopes(slopes: Tensor, shift: int, score_mod: ScoreFunction | None) -> ScoreFunction:
+    """ALiBi as a function of captured slopes, and the user's of what that gives."""
+
+    def score(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        score = score - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * (i + shift - j).abs()
+        return score if score_mod is None else score_mod(score, b, h, i, j)
+
+    if score_mod is not None:
+        check_function("score_mod", score_mod)
+    return score
 
 
 def _extent(inputs: Inputs) -> tuple[int, int, int, int] | None:

@@ -7,6 +7,8 @@ one tensor too. Autograd cuts it up again, as it has seen them put together.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import FLOAT, Functions
 from tilewise.core.functions.trace import Trace, line_of_load
+from tilewise.core.kept import kept
 
 
 def pack(trace: Trace, query: Tensor) -> Buffers:
@@ -37,17 +40,19 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
         is_float = described.kind == FLOAT
         layout += [filled[is_float], *t.shape]
         filled[is_float] += t.numel()
-        (floats if is_float else integers).append(t.reshape(-1).to(dtype if is_float else torch.int64))
+        (floats if is_float else integers).append(t)
     return Buffers(
-        _joined(floats), _joined(integers), torch.tensor(layout, dtype=torch.int64) if layout else None
+        _in_one(floats, dtype),
+        _in_one(integers, torch.int64),
+        torch.tensor(layout, dtype=torch.int64, device="cpu") if layout else None,
     )
 
 
-def with_shift(buffers: Buffers, first: tuple[int, int, int], device: torch.device) -> Buffers:
-    """The buffers of `expression.shifted` functions: `first` are the part's first head, query and key."""
+def with_shift(buffers: Buffers, first: tuple[int, int, int, int], device: torch.device) -> Buffers:
+    """The buffers of `expression.shifted` functions: the part's first sequence, head, query and key."""
     integers = _first_of_part(first, device)
     begin = 0 if buffers.integers is None else buffers.integers.numel()
-    place = torch.tensor([begin, len(first)], dtype=torch.int64)
+    place = torch.tensor([begin, len(first)], dtype=torch.int64, device="cpu")
     return Buffers(
         buffers.floats,
         integers if buffers.integers is None else torch.cat((buffers.integers, integers)),
@@ -56,14 +61,23 @@ def with_shift(buffers: Buffers, first: tuple[int, int, int], device: torch.devi
 
 
 @functools.lru_cache(maxsize=1024)
-def _first_of_part(first: tuple[int, int, int], device: torch.device) -> Tensor:
+def _first_of_part(first: tuple[int, int, int, int], device: torch.device) -> Tensor:
     return torch.tensor(first, dtype=torch.int64, device=device)
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    if len(parts) > 1:
-        return torch.cat(parts)
-    return parts[0] if parts else None
+def _in_one(tensors: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Tensors one behind the other: a view of a single one, or a copy, made once if it needs no gradient."""
+    if not tensors:
+        return None
+    if len(tensors) == 1 and tensors[0].dtype == dtype and tensors[0].is_contiguous():
+        return tensors[0].view(-1)
+    has_gradient = any(t.requires_grad for t in tensors)
+    make = functools.partial(_joined, tensors, dtype)
+    return make() if has_gradient else kept(tensors, (dtype,), make, tensors[0].device)
+
+
+def _joined(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,31 +85,63 @@ def _indices_out_of_range(
     functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
 ) -> dict[int, str]:
     """Loads one of whose indices is never in range, with the sentence that says so."""
-    ranges = interval.Ranges.whole(*extent)
-    found = interval.Intervals(functions.graph, functions, None, ranges)
     wrong = {}
-    for n in functions.graph.reachable(functions.roots):
-        node = functions.graph.nodes[n]
-        if node.op != "load":
-            continue
-        for axis, (argument, size) in enumerate(zip(node.args, shapes[node.value])):
-            low, high = (float(x) for x in found(argument))
-            if high < -size or low >= size:
-                seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-                wrong[n] = (
-                    f"index {seen} in dimension {axis} of a captured tensor of shape {shapes[node.value]} "
-                    f"must be at least {-size} and less than {size}"
-                )
+    for index in _indices(functions, shapes, extent):
+        low, high, size = index.low, index.high, index.shape[index.axis]
+        if high < -size or low >= size:
+            seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            wrong[index.load] = (
+                f"index {seen} in dimension {index.axis} of a captured tensor of shape {index.shape} "
+                f"must be at least {-size} and less than {size}"
+            )
     return wrong
 
 
-def check_indices(trace: Trace, extent: tuple[int, int, int, int]) -> None:
-    """Raises IndexError if an index is out of range wherever b, h, i and j are in `extent`."""
+@functools.lru_cache(maxsize=1024)
+def guarded_loads(
+    functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
+) -> frozenset[int]:
+    """The loads one of whose indices may be negative or out of range where b, h, i and j are in `extent`."""
+    indices = _indices(functions, shapes, extent)
+    return frozenset(x.load for x in indices if x.low < 0 or x.high >= x.shape[x.axis])
+
+
+class _Index(NamedTuple):
+    """One index of a load, and between which numbers it lies."""
+
+    load: int
+    axis: int
+    low: float
+    high: float
+    shape: tuple[int, ...]  # of the tensor
+
+
+def _indices(
+    functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
+) -> Iterator[_Index]:
+    ranges = interval.Ranges.whole(*(max(1, n) for n in extent))
+    found = interval.Intervals(functions.graph, functions, None, ranges)
+    for n in functions.graph.reachable(functions.roots):
+        node = functions.graph.nodes[n]
+        if node.op == "load":
+            for axis, argument in enumerate(node.args):
+                low, high = (float(x) for x in found(argument))
+                yield _Index(n, axis, low, high, shapes[node.value])
+
+
+def check_indices(trace: Trace, extent: tuple[int, int, int, int]) -> Functions:
+    """The functions, marked if an index may be out of range where b, h, i and j are in `extent`.
+
+    Raises:
+        IndexError: one is never in range.
+    """
     if not trace.tensors or 0 in extent:
-        return
+        return trace.functions
     shapes = tuple(tuple(t.shape) for t in trace.tensors)
     for n, sentence in _indices_out_of_range(trace.functions, shapes, extent).items():
         raise IndexError(f"{sentence} (line {trace.lines.get(n, 'unknown')})")
+    is_guarded = bool(guarded_loads(trace.functions, shapes, extent))
+    return trace.functions.guarded if is_guarded else trace.functions
 
 
 def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape: tuple[int, ...]) -> str:

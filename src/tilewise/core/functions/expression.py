@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 BOOL, INT, FLOAT = "bool", "int", "float"
 RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  # by which kinds are promoted
 INDICES = ("b", "h", "i", "j")
-SHIFTS = ("h", "i", "j")  # the indices that count from the first of a part of a problem
 LENGTH = 1 << 30  # b, h, i and j are less, or a kernel does not take the call
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "xor", "not", "shl", "shr")
@@ -87,6 +86,18 @@ class Graph:
     def value(self, node: int) -> Any:
         """Of a constant; None of anything else."""
         return self.nodes[node].value if self.nodes[node].op == "const" else None
+
+    def argument_kind(self, n: int, place: int) -> str:
+        """What an argument is converted to before an operation that is no conversion itself."""
+        node = self.nodes[n]
+        kinds = {self.nodes[a].kind for a in node.args}
+        if node.op == "where":
+            return BOOL if place == 0 else node.kind
+        if node.op == "pow":
+            return node.kind
+        if FLOAT in kinds or node.kind == FLOAT:
+            return FLOAT
+        return BOOL if kinds == {BOOL} and node.op in LOGIC and node.kind == BOOL else INT
 
     def reachable(self, roots: Iterable[int]) -> list[int]:
         """All that the roots need, in the order in which it can be computed."""
@@ -162,13 +173,16 @@ class Functions:
 
     Attributes:
         score, mask: the nodes of the score and of whether a key is visible; None without such a function.
+        is_guarded: in this call an index into a captured tensor may be out of range.
         text: all of this as a string, the same for equal functions.
     """
 
     def __init__(
-        self, graph: Graph, score: int | None, mask: int | None, tensors: tuple[Captured, ...]
-    ) -> None:
+        self, graph: Graph, score: int | None, mask: int | None, tensors: tuple[Captured, ...],
+        is_guarded: bool = False,
+    ) -> None:  # fmt: skip
         self.graph, self.score, self.mask, self.tensors = graph, score, mask, tensors
+        self.is_guarded = is_guarded
 
     @property
     def roots(self) -> list[int]:
@@ -208,10 +222,14 @@ class Functions:
             for node in (self.graph.nodes[n] for n in order)
         ]
         roots = [None if root is None else numbers[root] for root in (self.score, self.mask)]
-        return json.dumps([nodes, roots, self.tensors], separators=(",", ":"))
+        return json.dumps([nodes, roots, self.tensors, self.is_guarded], separators=(",", ":"))
+
+    @functools.cached_property
+    def guarded(self) -> Functions:
+        return Functions(self.graph, self.score, self.mask, self.tensors, True)
 
     def without_gradients(self) -> Functions:
-        """As a forward sees it, to which it is all the same which tensors want a gradient."""
+        """As kernels see it, to which it is all the same which tensors want a gradient, and how a call is."""
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
         return Functions(self.graph, self.score, self.mask, plain)
 
@@ -222,13 +240,13 @@ class Functions:
     def with_gradients(self) -> Functions:
         """With the gradient of every captured tensor of floats."""
         wanted = tuple(t._replace(wants_grad=t.kind == FLOAT) for t in self.tensors)
-        return Functions(self.graph, self.score, self.mask, wanted)
+        return Functions(self.graph, self.score, self.mask, wanted, self.is_guarded)
 
 
 @functools.lru_cache(maxsize=512)
 def decode(text: str) -> Functions:
     """The functions of a `Functions.text`."""
-    nodes, (score, mask), tensors = json.loads(text)
+    nodes, (score, mask), tensors, is_guarded = json.loads(text)
     graph = Graph()
     numbers: list[int] = []
     for op, args, kind, *value in nodes:
@@ -236,25 +254,25 @@ def decode(text: str) -> Functions:
             graph.add(op, *(numbers[a] for a in args), value=value[0] if value else None, kind=kind)
         )
     score, mask = (None if root is None else numbers[root] for root in (score, mask))
-    return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors))
+    return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors), is_guarded)
 
 
 @functools.lru_cache(maxsize=512)
 def shifted(text: str) -> str:
     """The text of the same functions for a part of a problem: one more captured tensor of integers holds
-    its first head, query and key, so one text, and one kernel, serves every part."""
+    its first sequence, head, query and key, so one text, and one kernel, serves every part."""
     functions = decode(text)
     graph = Graph()
     numbers: list[int] = []
     for op, args, kind, value in functions.graph.nodes:
         number = graph.add(op, *(numbers[a] for a in args), value=value, kind=kind)
-        if op in SHIFTS:
-            first = graph.load(len(functions.tensors), [graph.const(SHIFTS.index(op))], INT)
+        if op in INDICES:
+            first = graph.load(len(functions.tensors), [graph.const(INDICES.index(op))], INT)
             first = graph.add("minimum", graph.add("maximum", first, graph.const(0)), graph.const(LENGTH - 1))
             number = graph.add("add", number, first)  # of less than 32 bits, as said by the bounds
         numbers.append(number)
     score, mask = (None if root is None else numbers[root] for root in (functions.score, functions.mask))
-    return Functions(graph, score, mask, (*functions.tensors, Captured(INT, 1))).text
+    return Functions(graph, score, mask, (*functions.tensors, Captured(INT, 1)), True).text
 
 
 @functools.lru_cache(maxsize=512)

@@ -34,7 +34,10 @@ class Ranges(NamedTuple):
     @classmethod
     def whole(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Ranges:
         """The only tile of a problem."""
-        ends = ((torch.tensor(0), torch.tensor(n - 1)) for n in (batch, heads, seqlen_q, seqlen_k))
+        first, *last = (
+            torch.tensor(n, device="cpu") for n in (0, batch - 1, heads - 1, seqlen_q - 1, seqlen_k - 1)
+        )
+        ends = ((first, n) for n in last)
         return cls(*ends)
 
 

@@ -31,7 +31,7 @@ class KernelMap(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    numbers: tuple[Tensor | None, ...]  # copies of those that the map was made of
+    numbers: tuple[Tensor, ...]  # copies of those that the map was made of
     layout: tuple[int, ...]
     map: KernelMap
 
@@ -46,33 +46,28 @@ def kernel_map(
     """The map of a call of `extent`: batch, heads, seqlen_q and seqlen_k.
 
     Tiles are larger, by powers of 2, where there would be more than `TILES_AT_ONCE`. The map is kept for the
-    next call, and used if that has the same captured numbers: on GPUs, where to compare numbers would wait,
-    if the map is made of none.
+    next call, and used if that has the same captured numbers. On GPUs to compare numbers would wait: there
+    those who ask keep what they make of a map (`core.kept`).
     """
-    loads = captured_kinds(functions)
-    buffers = buffers if loads else None
+    buffers = buffers if captured_kinds(functions) else None
     batch, heads, seqlen_q, seqlen_k = (max(1, n) for n in extent)
     needs = functions.hides_by
     several = (batch if "b" in needs else 1) * (heads if "h" in needs else 1)
     while several * -(-seqlen_q // block_q) * -(-seqlen_k // block_k) > TILES_AT_ONCE:
         block_q, block_k = 2 * block_q, 2 * block_k
     extent = (batch, heads, seqlen_q, seqlen_k)
-    if device.type != "cpu" and loads:
+    if device.type != "cpu":
         return _made(functions, buffers, extent, block_q, block_k, device)
-    numbers: tuple[Tensor | None, ...] = ()
-    layout: tuple[int, ...] = ()
-    if buffers is not None:
-        numbers = (buffers.floats if FLOAT in loads else None, buffers.integers if loads - {FLOAT} else None)
-        layout = () if buffers.layout is None else tuple(buffers.layout.tolist())
+    numbers, layout = hiding_numbers(functions, buffers)
     key = (functions.text, extent, block_q, block_k, device)
     kept = _kept.get(key)
     if kept is not None and kept.layout == layout and all(map(_same, numbers, kept.numbers)):
         return kept.map
     found = _made(functions, buffers, extent, block_q, block_k, device)
-    if sum(t.numel() for t in numbers if t is not None) <= MAX_KEPT_NUMBERS:
+    if sum(t.numel() for t in numbers) <= MAX_KEPT_NUMBERS:
         if len(_kept) >= MAX_KEPT:
             _kept.clear()
-        _kept[key] = _Kept(tuple(None if t is None else t.detach().clone() for t in numbers), layout, found)
+        _kept[key] = _Kept(tuple(t.detach().clone() for t in numbers), layout, found)
     return found
 
 
@@ -80,6 +75,18 @@ def captured_kinds(functions: Functions) -> set[str]:
     """Of the captured tensors that say what is hidden."""
     nodes = (functions.graph.nodes[n] for n in functions.graph.reachable(functions.hiding))
     return {functions.tensors[node.value].kind for node in nodes if node.op == "load"}
+
+
+def hiding_numbers(
+    functions: Functions, buffers: Buffers | None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The captured numbers that say what is hidden, and the layout of `Buffers`."""
+    loads = captured_kinds(functions)
+    if buffers is None or not loads:
+        return (), ()
+    given = (buffers.floats if FLOAT in loads else None, buffers.integers if loads - {FLOAT} else None)
+    layout = () if buffers.layout is None else tuple(buffers.layout.tolist())
+    return tuple(t for t in given if t is not None), layout
 
 
 def _made(
@@ -92,5 +99,5 @@ def _made(
     return KernelMap(kinds.expand(-1, -1, rows, columns).contiguous(), block_q, block_k)
 
 
-def _same(t: Tensor | None, kept: Tensor | None) -> bool:
-    return t is kept or (t is not None and kept is not None and torch.equal(t.detach(), kept))
+def _same(t: Tensor, kept: Tensor) -> bool:
+    return torch.equal(t.detach(), kept)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import shown
-from tilewise.core.functions.expression import FLOAT, INDICES, LENGTH, Captured, Functions
+from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
 from tilewise.core.functions.proxy import Proxy, Recorder, line_of_error
 
 MASK_ARGUMENTS, SCORE_ARGUMENTS = 4, 5
@@ -68,19 +68,25 @@ def trace(
         key = None
     known = _known.get(key) if key is not None else None
     if known is not None:
-        _latest[known.functions.plain_text] = known.functions, known.lines
+        remember(known.functions, known.lines)
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
     found = _traced(mask_mod, score_mod, wants_grad, device, first)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
-    if len(_latest) >= MAX_TRACES:
-        _latest.clear()
-    _latest[found.functions.plain_text] = found.functions, found.lines
+    remember(found.functions, found.lines)
     if key is not None and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
         _known[key] = _Known(found.functions, tuple(places), found.lines)
     return found
+
+
+def remember(functions: Functions, lines: dict[int, str]) -> None:
+    """For `line_of_load`."""
+    text = functions.plain_text
+    if len(_latest) >= MAX_TRACES and text not in _latest:
+        _latest.clear()
+    _latest[text] = functions, lines
 
 
 def clear() -> None:
@@ -129,12 +135,22 @@ def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands:
     check_function(name, function)
     try:
         found = function(*operands)
-        recorder.number(found)
+        _check_kind(name, recorder.graph.nodes[recorder.number(found)].kind)
     except Exception as error:
         line = line_of_error(error.__traceback__) or _definition(function)
         kind = type(error) if type(error) in (NotImplementedError, IndexError, ValueError) else TypeError
         raise kind(f"{name} can't be traced: {error} (line {line})") from error
     return found
+
+
+def _check_kind(name: str, kind: str) -> None:
+    """Raises TypeError for a truth value as a score, or a floating-point number as a mask."""
+    if name == "score_mod" and kind == BOOL:
+        raise TypeError(
+            "it returns a bool, must return a score: a function that says what is visible is a mask_mod"
+        )
+    if name == "mask_mod" and kind == FLOAT:
+        raise TypeError("it returns a float, must return a bool, True where a query sees a key")
 
 
 def check_function(name: str, function: Any) -> None:

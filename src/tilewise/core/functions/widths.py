@@ -21,7 +21,7 @@ def wide_integers(graph: Graph, functions: Functions) -> frozenset[int]:
         >>> [found.graph.nodes[n].op for n in wide_integers(found.graph, found)]
         ['mul']
     """
-    zero, last = torch.tensor(0), torch.tensor(LENGTH - 1)
+    zero, last = (torch.tensor(n, device="cpu") for n in (0, LENGTH - 1))
     found = Intervals(graph, functions, None, Ranges(*((zero, last),) * 4))
     wide = set()
     for n, node in enumerate(graph.nodes):

@@ -15,15 +15,14 @@ words move as float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.lanes import any_lane, concatenated
+from tilewise.cpu.dsl.control import loop
+from tilewise.cpu.dsl.lanes import concatenated
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
     F32,
@@ -34,17 +33,14 @@ from tilewise.cpu.dsl.vector import (
     Scalar,
     Value,
     Var,
-    absolute,
     as_int,
     bitcast,
     builder,
     emitter,
-    maximum,
     minimum,
     number,
 )
-from tilewise.cpu.host.compile import Target
-from tilewise.cpu.kernels.common.tiles import BF16_STEP, Scratch, Shape, column_chunks, load_rows
+from tilewise.cpu.kernels.common.tiles import BF16_STEP, Scratch, column_chunks
 
 TILE = BF16_STEP  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
@@ -62,7 +58,6 @@ TERMS = {
 # Where cutting works: terms of smaller numbers, and their products, come near 2^-126, below which the tile
 # unit reads and writes 0; sums of products of larger ones may be infinite, and then NaN in terms.
 SMALLEST, LARGEST = 2.0**-80, 2.0**59
-Product = Callable[[Rows, Sequence[Rows], Sequence[Rows], tuple[Scalar, Scalar], int, bool], None]
 VOID = ir.VoidType()
 
 
@@ -97,11 +92,6 @@ def tile_registers(
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, mine.address)
     yield
     emitter().intrinsic("llvm.x86.ldtilecfg", VOID, before.address)
-
-
-def product_of(target: Target) -> Product:
-    """The instruction set's product; see `tile_sums`."""
-    return tile_sums if target.isa == "amx" else functools.partial(dot_sums, target.vector_bytes // 4)
 
 
 def tile_sums(
@@ -237,40 +227,6 @@ def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:
         yield list(term)
         rest = [x - head for x, head in zip(rest, term)]
     yield rest
-
-
-def row_taker(shape: Shape, scratch: Scratch, not_cut: Ptr) -> Callable[..., None]:
-    """A function that brings rows in as many terms as the products want, with the arguments of `take`."""
-    if shape.config.terms == 1:
-        return lambda parts, source, n, count, dim, factor=None: copy_rows(parts[0], source, n, count, dim)
-    wide = scratch.rows(TILE, max(shape.pad, shape.pad_v)).ptr
-
-    def take(
-        parts: Sequence[Rows], source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int,
-        factor: Operand | None = None,
-    ) -> None:  # fmt: skip
-        """parts[.][r, :dim] = the terms of source(r) * factor, as `copy_rows`, through 32 rows of float32.
-
-        `not_cut` becomes 1 where the largest number of 32 rows is too large, or too small and not 0.
-        """
-        rows = Rows(wide, parts[0].stride)
-        for r0 in loop(0, count, TILE):
-            largest = Var(shape.constant(0.0))
-            height = minimum(TILE, count - r0)
-            load_rows(shape, rows, lambda r, first=r0: source(first + r), n - r0, height, dim)  # type: ignore[misc]
-            for r in loop(0, height):
-                for c in range(0, rows.stride, 2 * LANES):
-                    both = [rows[r, c + i].load(LANES) for i in (0, LANES)]
-                    both = both if factor is None else [x * factor for x in both]
-                    for x in both:
-                        largest.set(maximum(absolute(x), largest))
-                    for part, term in zip(parts, cut(both, len(parts))):
-                        part[r0 + r, c].store(rounded(*term))
-            is_small = any_lane(largest > 0.0) ^ any_lane(largest >= SMALLEST)
-            with when(is_small | any_lane(largest >= LARGEST)):
-                not_cut.store(as_int(1))
-
-    return take
 
 
 def rounded(low: Operand, high: Operand) -> Value:

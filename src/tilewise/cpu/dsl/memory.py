@@ -110,6 +110,26 @@ class Ptr:
         builder().atomic_rmw("xchg", self.address, as_int(value).raw, "release")
 
 
+class Halves:
+    """A float32 in two places of 16 bits: the upper half of its bits in one, the lower in the other."""
+
+    def __init__(self, upper: Ptr, lower: Ptr) -> None:
+        self.places = upper.as_kind("i16"), lower
+
+    def __getitem__(self, index: Scalar) -> Halves:
+        return Halves(*(place[index] for place in self.places))
+
+    def load(self, lanes: int) -> Value:
+        wide = ir.VectorType(I32, lanes)
+        upper, lower = (Value(builder().zext(place.load(lanes).raw, wide)) for place in self.places)
+        return bitcast((upper << 16) | lower, F32)
+
+    def store(self, value: Operand) -> None:
+        bits, narrow = bitcast(value, I32), ir.VectorType(I16, value.type.count)
+        for place, half in zip(self.places, (bits >> 16, bits)):
+            place.store(Value(builder().trunc(half.raw, narrow)))
+
+
 class Rows:
     """A matrix in memory: `rows[r, c]` is the address of its element, `.T` the same memory transposed."""
 

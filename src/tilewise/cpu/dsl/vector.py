@@ -14,6 +14,7 @@ has pointers and matrices, `lanes.py` what moves lanes about, `numerics.py` the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -198,13 +199,19 @@ def is_float(type_: ir.Type) -> bool:
 
 
 def _constant(x: Any, type_: ir.Type) -> Value:
-    if isinstance(type_, ir.VectorType) and not isinstance(x, (list, tuple)):
-        x = [x] * type_.count
+    """One object for a constant, so that its text is made once: kernels have thousands of zeros."""
+    return _same_constant(type_, repr(x), x)  # 0.0 equals -0.0, their texts differ
+
+
+@functools.lru_cache(1024)
+def _same_constant(type_: ir.Type, text: str, x: Any) -> Value:
+    if isinstance(type_, ir.VectorType) and not isinstance(x, tuple):
+        x = (x,) * type_.count
     return Value(ir.Constant(type_, x))
 
 
 def as_int(x: Operand | int) -> Operand:
-    return Value(ir.Constant(I64, x)) if isinstance(x, int) else x
+    return _constant(x, I64) if isinstance(x, int) else x
 
 
 def like(x: Any, other: Operand) -> Operand:
@@ -247,7 +254,7 @@ def splat(x: Operand, lanes: int) -> Value:
 
 def steps(lanes: int, width: int) -> Value:
     """0, 1, 2, ..., each `width` times, as 32-bit integers."""
-    return _constant([lane // width for lane in range(lanes)], ir.VectorType(I32, lanes))
+    return _constant(tuple(lane // width for lane in range(lanes)), ir.VectorType(I32, lanes))
 
 
 def iota(lanes: int) -> Value:

@@ -27,10 +27,10 @@ TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n,
 SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
 INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
-    "own_heads", "shared_heads", "sharing",
+    "own_heads", "shared_heads", "sharing", "owners", "sum_tiles",
     "lse_b", "lse_h", "slopes_b",
     "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "asked",
-    "seed", "threshold",
+    "seed", "threshold", "drop_q", "drop_k", "drop_head", "drop_heads",  # of dropout
     "last_rows", "visited_rows", "column_p", "column_b", "column_h",  # of statistics
     "block_size", "block_parts", "block_p", "block_b", "block_h", "block_i",
     "map_b", "map_h", "map_i", "map_q", "map_k",  # of functions' tile map: strides, queries, log2 of keys
@@ -96,10 +96,9 @@ class Block:
         self.address = ctypes.addressof(self.words)
 
     def fill(self, template: Block) -> None:
-        """Take a template's words, if they are not here yet."""
-        if self.template is not template:
-            ctypes.memmove(self.address, template.address, 8 * WORDS)
-            self.template = template
+        """Take a template's words."""
+        ctypes.memmove(self.address, template.address, 8 * WORDS)
+        self.template = template
 
     def update(self, **values: Any) -> None:
         for name, value in values.items():

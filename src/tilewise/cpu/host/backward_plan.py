@@ -19,7 +19,7 @@ from tilewise.core.mask import Visibility
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
-from tilewise.cpu.host.arguments import CHANGING_BACKWARD
+from tilewise.cpu.host.arguments import CHANGING_BACKWARD, COUNTER, SLOTS, WORD
 from tilewise.cpu.host.call_plan import (
     CallPlan,
     Division,
@@ -42,6 +42,8 @@ from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
 # Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SMALL_MACHINE, ITEMS_OF_CORE = 4, 2  # cores, on which as many work items are wanted, where the keys allow
+SUM_BYTES = 1 << 20  # of dq: where all heads' would take more, some go after others,
+ITEMS_OF_THREAD = 16  # so many at a time that each thread has this many work items
 KEYS_OF_ITEM = 128, 64  # at least, or nearly, as each item converts all queries anew; on larger machines
 LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # Linux's
 
@@ -138,11 +140,22 @@ class BackwardPlan(CallPlan):
             "scratch_bytes": thread_bytes,
         }
         threads, tickets = max(1, min(self.wanted_threads, items)), problem.batch * problem.num_heads * tiles
+        owners = self.owners_at_once(splits, tickets * facts["sum_bytes"], threads)
+        sum_tiles = tickets * owners // max(1, self.owners)
+        words.update(owners=owners, sum_tiles=sum_tiles)
         zeros = threads * thread_bytes  # behind the threads' own: tickets, an absent statistic, sums of dq
         absent = zeros + 8 * tickets
         dq_sum = -(-(absent + self.lse_bytes) // 64) * 64
-        size = dq_sum + (tickets * facts["sum_bytes"] if splits > 1 else 0)
+        size = dq_sum + (sum_tiles * facts["sum_bytes"] if splits > 1 else 0)
         return Division(items, threads, thread_bytes, words, (zeros, absent, dq_sum, size))
+
+    def owners_at_once(self, splits: int, sum_bytes: int, threads: int) -> int:
+        """Owners whose sums of dq are kept at once: all, or, of many bytes, as few as leave work for all."""
+        are_alike = not (self.is_ragged or self.has_few_rows or self.problem.bias_needs_grad)
+        if sum_bytes <= SUM_BYTES or splits == 1 or not are_alike:
+            return self.owners
+        fewest = max(-(-ITEMS_OF_THREAD * threads // splits), -(-SUM_BYTES * self.owners // sum_bytes))
+        return next((n for n in range(fewest, self.owners) if self.owners % n == 0), self.owners)
 
     def run(
         self,
@@ -200,8 +213,9 @@ class BackwardPlan(CallPlan):
 
         sums_of: of dbias, delta and captured floats.
         """
-        block, (dbias, delta, dcaptured) = pool.block, sums_of
-        block.fill(self.template)
+        dbias, delta, dcaptured = sums_of
+        zeros, absent, dq_sum, size = division.areas
+        block, scratch = self.take(size)
         if self.division is None:
             block.update(**division.words)
         if dcaptured is not None:
@@ -209,8 +223,6 @@ class BackwardPlan(CallPlan):
         if not division.items:
             return True
         q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
-        zeros, absent, dq_sum, size = division.areas
-        scratch = pool.scratch.reserve(size)
         ctypes.memset(scratch + zeros, 0, dq_sum - zeros)
         zeros, absent = scratch + zeros, scratch + absent
         out, lse, residual = results
@@ -223,7 +235,11 @@ class BackwardPlan(CallPlan):
             0 if delta is None else delta.data_ptr(), scratch + dq_sum,
         )  # fmt: skip
         kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, inputs, division.threads)
+        is_done, step = True, division.words["owners"] * division.words["splits"]
+        for first in range(0, division.items, step):
+            end = min(first + step, division.items)
+            block.words[COUNTER], block.words[SLOTS], block.words[WORD["items"]] = first, 0, end
+            is_done = is_done and self.launch(block, inputs, division.threads)
         del kept
         if size > KEPT_SCRATCH:
             pool.scratch.release()

@@ -1,9 +1,11 @@
-"""What forward and backward plans of the CPU share: the argument block, and how a call fills it."""
+"""What plans of the CPU share: the argument block, how a call fills it, and the run of a forward."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.dropout import rate, threshold
+from tilewise.core.plan import Results, Retry, Watched
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import (
     Signature,
@@ -22,10 +25,13 @@ from tilewise.core.signature import (
 )
 from tilewise.core.torch_private import empty_strided_cpu
 from tilewise.cpu.host import parallel
-from tilewise.cpu.host.arguments import NOT_CUT, UNBOUNDED, Block
+from tilewise.cpu.host.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
 from tilewise.cpu.host.functions import bind_functions, raise_wrong_index
-from tilewise.cpu.host.pool import CPU
+from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
+
+# The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
+put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
 
 GRAIN = 1 << 15  # multiply-adds that are worth a thread: so many take as long as a fork and a join, or less
 
@@ -87,6 +93,7 @@ class CallPlan:
             lse_h=self.given.query.shape[0] if problem.is_packed else problem.seqlen_q,
             score_k0=int(not problem.has_packed_keys),
             threshold=threshold(problem.dropout_p) << 24,
+            drop_heads=problem.num_heads,
             inverse_keep=1 / (1 - rate(problem.dropout_p)),
         )
 
@@ -144,7 +151,8 @@ class CallPlan:
             block.update(page_table=table.data_ptr(), page_b=table.shape[1])
             kept.append(table)
         if problem.dropout_p > 0:
-            block.update(seed=int(inputs.dropout_seed))  # type: ignore[arg-type]
+            names = ("seed", "drop_q", "drop_k", "drop_head", "drop_heads")
+            block.update(**dict(zip(names, inputs.dropout_seed.view(-1).tolist())))  # type: ignore[union-attr]
         if problem.functions is not None:
             most = problem.seqlen_q, problem.seqlen_k
             if self.is_ragged and problem.batch:
@@ -153,6 +161,15 @@ class CallPlan:
             block_q = self.kernel.facts["block_q"] if self.has_tile_map else 0
             kept += bind_functions(problem, block, inputs, most, block_q, is_backward)
         return kept
+
+    def take(self, size: int) -> tuple[Block, int]:
+        """The thread's argument block, with the plan's words, and the address of `size` bytes of scratch."""
+        block, scratch = pool.block, pool.scratch
+        if block.template is not self.template:
+            block.fill(self.template)
+        if size > scratch.size:
+            scratch.grow(size)
+        return block, scratch.address
 
     def launch(self, block: Block, inputs: Inputs, threads: int) -> bool:
         """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void.
@@ -172,6 +189,86 @@ class CallPlan:
     def cuts(self) -> bool:
         """Whether the kernel cuts numbers in terms for tile registers."""
         return bool(self.kernel.facts.get("cuts"))
+
+
+class OutputPlan(CallPlan):
+    """What plans of out and lse share.
+
+    The scratch of a call: each thread's own, partial results of splits and counters of those that are done,
+    lse if it is not wanted.
+    """
+
+    division: Division | None = None  # None: packed sequences, divided by their lengths in each call
+    partial_bytes = ticket_bytes = 0
+    counts_splits = False
+    statistics: tuple[str, ...] = ()  # of the weights, that the kernel gives in its pass
+
+    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+        super().__init__(problem, signature)
+        self.wants_lse, self.wants_residual, order, _ = signature.request
+        query = self.given.query
+        out_shape = (*query.shape[:-1], problem.head_dim_v)
+        out_strides = contiguous_strides(out_shape)
+        if order == "bhsd" and len(out_shape) == 4:
+            _, rows, heads, dim = out_shape
+            out_strides = (heads * rows * dim, dim, rows * dim, 1)
+        self.set_strides("out", out_strides)
+        self.new_out = self.allocator(out_shape, problem.dtype, out_strides)
+        shape = lse_shape(problem, query)
+        self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
+        self.new_lse = allocator(shape, problem.compute_dtype, contiguous_strides(shape))
+
+    def divide(self, seqlen_q: int) -> Division:
+        """Work items for packed sequences of at most seqlen_q queries."""
+        raise NotImplementedError
+
+    def run(
+        self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
+    ) -> Results | Watched | Retry:
+        q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
+        out = self.new_out()
+        lse = self.new_lse() if self.wants_lse else None
+        residual = self.new_lse() if self.wants_residual else None
+        division = self.division or self.divide(longest(inputs.cu_seqlens_q))
+        partial, ticket, spare_lse, size = division.areas
+        block, scratch = self.take(size)
+        if self.division is None:
+            block.update(**division.words)
+        found = Results(out, lse, residual)
+        watched = self.watch(block, found) if self.statistics else found
+        if not division.items:
+            return watched
+        put_addresses(
+            block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            scratch + spare_lse if lse is None else lse.data_ptr(),
+            0 if residual is None else residual.data_ptr(), scratch, scratch + partial, scratch + ticket,
+        )  # fmt: skip
+        if self.counts_splits:
+            ctypes.memset(scratch + ticket, 0, self.ticket_bytes)
+        kept = self.bind(block, inputs) if self.has_options else None
+        is_done = self.launch(block, inputs, division.threads)
+        del kept
+        if size > KEPT_SCRATCH:
+            pool.scratch.release()
+        return watched if is_done else Retry(self.uncut)
+
+    def watch(self, block: Block, results: Results) -> Watched:
+        """Results, with tensors for the statistics that the kernel is to give."""
+        found = {name: self.new_lse() for name in self.statistics}
+        block.update(**{name: t.data_ptr() for name, t in found.items()})
+        return Watched(results, found.get("row_max"), found.get("entropy"))
+
+    def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:
+        """With the offsets of what lies behind the threads' own scratch, and the size of all."""
+        partial = threads * thread_bytes
+        ticket = partial + self.partial_bytes
+        lse = ticket + self.ticket_bytes
+        return Division(items, threads, thread_bytes, words, (partial, ticket, lse, lse + self.lse_bytes))
+
+    @functools.cached_property
+    def uncut(self) -> OutputPlan:
+        """The plan for numbers that cannot be cut."""
+        return type(self)(self.problem, self.signature, may_cut=False)
 
 
 def dense_inputs(signature: Signature) -> Any:

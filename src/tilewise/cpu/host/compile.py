@@ -12,7 +12,6 @@ import ctypes
 import functools
 import gc
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -187,7 +186,7 @@ if hasattr(os, "register_at_fork"):  # a child must not find LLVM at work for an
 
 
 def load(name: str, config: Any) -> Kernel:
-    """The kernel that module `name` builds for `config` (a frozen dataclass): from memory, disk, or LLVM."""
+    """The kernel `name` for `config` (a frozen dataclass): from memory, from disk, or from LLVM."""
     machine = current_target()
     key = (name, config, machine)
     kernel = _loaded.get(key)
@@ -206,10 +205,10 @@ def _load(name: str, config: Any, machine: Target) -> Kernel:
     path = cache_dir() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.kernel"
     stored = _read(path, text)
     if stored is None:
-        products = "_bf16" if getattr(config, "has_bf16_products", False) else ""
-        builder = importlib.import_module(f"tilewise.cpu.kernels.{name}{products}")
+        from tilewise.cpu.kernels.build import build
+
         with _no_collection():
-            ir_text, facts = builder.build(config, machine)
+            ir_text, facts = build(name, config, machine)
         stored = facts, generate(ir_text, machine)
         _write(path, text, *stored)
     facts, code = stored

@@ -2,108 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
-import struct
-from typing import Any
-
-from torch import Tensor
-
-from tilewise.core.plan import Results, Retry, Watched
-from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import Signature, contiguous_strides
-from tilewise.cpu.host.arguments import CHANGING, Block
-from tilewise.cpu.host.call_plan import CallPlan, Division, allocator, longest, lse_shape
+from tilewise.core.problem import AttentionProblem
+from tilewise.core.signature import Signature
+from tilewise.cpu.host.call_plan import Division, OutputPlan
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config
-from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 BLOCK_K = 64  # a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 NEAR_BYTES = 48 << 20  # of keys and values at most, that may come from a cache
 ASKED_NEAR, ASKED_FAR = 2 << 10, 16  # bytes of them, or rows, to ask for at each of 16 keys
-
-# The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
-put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
-
-
-class OutputPlan(CallPlan):
-    """What plans of out and lse share.
-
-    The scratch of a call: each thread's own, partial results of splits and counters of those that are done,
-    lse if it is not wanted.
-    """
-
-    division: Division | None = None  # None: packed sequences, divided by their lengths in each call
-    partial_bytes = ticket_bytes = 0
-    counts_splits = False
-
-    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
-        super().__init__(problem, signature)
-        self.wants_lse, self.wants_residual, order, _ = signature.request
-        query = self.given.query
-        out_shape = (*query.shape[:-1], problem.head_dim_v)
-        out_strides = contiguous_strides(out_shape)
-        if order == "bhsd" and len(out_shape) == 4:
-            _, rows, heads, dim = out_shape
-            out_strides = (heads * rows * dim, dim, rows * dim, 1)
-        self.set_strides("out", out_strides)
-        self.new_out = self.allocator(out_shape, problem.dtype, out_strides)
-        shape = lse_shape(problem, query)
-        self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
-        self.new_lse = allocator(shape, problem.compute_dtype, contiguous_strides(shape))
-
-    def divide(self, seqlen_q: int) -> Division:
-        """Work items for packed sequences of at most seqlen_q queries."""
-        raise NotImplementedError
-
-    def run(
-        self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
-    ) -> Results | Watched | Retry:
-        q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
-        out = self.new_out()
-        lse = self.new_lse() if self.wants_lse else None
-        residual = self.new_lse() if self.wants_residual else None
-        division, block = self.division, pool.block
-        block.fill(self.template)
-        if division is None:
-            division = self.divide(longest(inputs.cu_seqlens_q))
-            block.update(**division.words)
-        watched = self.watch(block, Results(out, lse, residual))
-        if not division.items:
-            return watched
-        partial, ticket, spare_lse, size = division.areas
-        scratch = pool.scratch.reserve(size)
-        put_addresses(
-            block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            scratch + spare_lse if lse is None else lse.data_ptr(),
-            0 if residual is None else residual.data_ptr(), scratch, scratch + partial, scratch + ticket,
-        )  # fmt: skip
-        if self.counts_splits:
-            ctypes.memset(scratch + ticket, 0, self.ticket_bytes)
-        kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, inputs, division.threads)
-        del kept
-        if size > KEPT_SCRATCH:
-            pool.scratch.release()
-        return watched if is_done else Retry(self.uncut)
-
-    def watch(self, block: Block, results: Results) -> Results | Watched:
-        """Results, with tensors for the statistics that the kernel is to give."""
-        return results
-
-    def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:
-        """With the offsets of what lies behind the threads' own scratch, and the size of all."""
-        partial = threads * thread_bytes
-        ticket = partial + self.partial_bytes
-        lse = ticket + self.ticket_bytes
-        return Division(items, threads, thread_bytes, words, (partial, ticket, lse, lse + self.lse_bytes))
-
-    @functools.cached_property
-    def uncut(self) -> OutputPlan:
-        """The plan for numbers that cannot be cut."""
-        return type(self)(self.problem, self.signature, may_cut=False)
 
 
 class ForwardPlan(OutputPlan):
@@ -125,13 +33,6 @@ class ForwardPlan(OutputPlan):
         items, thread_bytes = heads * chunks, facts["scratch_bytes"] + tiles * facts["tile_bytes"]
         words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
         return self.divided(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
-
-    def watch(self, block: Block, results: Results) -> Results | Watched:
-        if not self.statistics:
-            return results
-        found = {name: self.new_lse() for name in self.statistics}
-        block.update(**{name: t.data_ptr() for name, t in found.items()})
-        return Watched(results, found.get("row_max"), found.get("entropy"))
 
 
 class DecodePlan(OutputPlan):

@@ -19,15 +19,13 @@ class Scratch:
         self.release()
 
     def release(self) -> None:
-        self.memory, self.size, self.address = torch.empty(0), -1, 0
+        self.memory, self.size, self.address = torch.empty(0, device="cpu"), -1, 0
 
-    def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes, until the next `reserve` or `release`."""
-        if size > self.size:
-            self.release()  # before there is more
-            self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
-            self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
-        return self.address
+    def grow(self, size: int) -> None:
+        """Have at least `size` bytes at `address`, until the next `grow` or `release`."""
+        self.release()  # before there is more
+        self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+        self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
 
 
 class Pool(threading.local):

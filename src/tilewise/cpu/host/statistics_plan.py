@@ -12,10 +12,9 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature
 from tilewise.core.statistics import GROUP, Measured, new_measured
 from tilewise.cpu.host.arguments import UNBOUNDED
-from tilewise.cpu.host.call_plan import CallPlan, Division, axes, longest
+from tilewise.cpu.host.call_plan import CallPlan, Division, axes, longest, put_addresses
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import statistics_config
-from tilewise.cpu.host.forward_plan import put_addresses
 from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 MOST_TILES = 16  # of queries, that share one converted block of keys
@@ -58,10 +57,8 @@ class StatisticsPlan(CallPlan):
         residual = torch.zeros_like(results.lse) if results.residual is None else results.residual
         columns = self.new_columns(inputs, division.words["splits"])
         blocks = self.new_blocks(found.block_sum, division.words)
-        block = pool.block
-        block.fill(self.template)
         size = division.threads * division.thread_bytes
-        scratch = pool.scratch.reserve(size)
+        block, scratch = self.take(size)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0,
             results.lse.data_ptr(), residual.data_ptr(), scratch, 0, 0,

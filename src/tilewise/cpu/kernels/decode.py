@@ -43,8 +43,6 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
-from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.common.functions import KernelFunctions, RowFunctions
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
 from tilewise.cpu.kernels.common.tiles import (
@@ -54,7 +52,6 @@ from tilewise.cpu.kernels.common.tiles import (
     Head,
     Scratch,
     added,
-    build_kernel,
     lane_chunks,
     load_rows,
     round_up,
@@ -305,8 +302,3 @@ class DecodeKernel(SplitKernel):
     def statistics(self, r: Value) -> tuple[Value, Value]:
         m, l = (area[r, 0].load(self.shape.lanes) for area in (self.m, self.l))
         return m, across(l, lambda a, b: a + b)
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """See `build_kernel`."""
-    return build_kernel(DecodeKernel, config, target)

@@ -36,15 +36,12 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
-from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.common.splits import ITEM_HEADS, Block
 from tilewise.cpu.kernels.common.sums import add_in_turn, add_to, fill_zero, sum_bytes
 from tilewise.cpu.kernels.common.tiles import (
     INF,
     Head,
     Scratch,
-    build_kernel,
     lane_chunks,
     load_rows,
     outer_sums,
@@ -59,8 +56,6 @@ HEIGHT = 4  # keys whose dk or dv is summed at once
 
 class DecodeBackwardKernel(DecodeKernel):
     """The kernel's steps, in the order in which they run."""
-
-    name = "decode_backward"
 
     def facts(self) -> dict[str, int]:
         return {
@@ -258,8 +253,3 @@ class DecodeBackwardKernel(DecodeKernel):
         owner = head.batch * self.args.num_kv_heads + head.kv_head
         rows = head.seqlen_q * self.args.group
         add_in_turn(self, self.query_rows(head, "dq"), owner, rows, place, is_last)
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """See `build_kernel`."""
-    return build_kernel(DecodeBackwardKernel, config, target)

@@ -51,10 +51,8 @@ from tilewise.cpu.dsl.vector import (
     splat,
     steps,
 )
-from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
-from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, build_kernel, round_up
+from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, round_up
 
 SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
@@ -321,8 +319,3 @@ def combined(values: Sequence[Value], combine: Callable[[Value, Value], Value]) 
         pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + list(values[2 * len(pairs) :])
     return values[0]
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """See `build_kernel`."""
-    return build_kernel(AmxDecodeKernel, config, target)

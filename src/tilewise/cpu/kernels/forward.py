@@ -1,16 +1,19 @@
 """Forward attention on the CPU: O = softmax(S) V tile by tile, as machine code.
 
-A work item is one head and `tiles` tiles of queries. For each block of keys, K and V are converted once and
+A work item is one head and `tiles` tiles of queries. Blocks of keys are converted once, some at a time, and
 all tiles of the item use them:
 
     for each tile:  q_t = scale * q, transposed;  m, l, acc_t = -inf, 0, 0
-    for each block of keys:                                   k, v converted     [block_k, head_dim]
-        for each tile:
+    for some blocks of keys:                                  k, v^T converted   [load_k, head_dim]
+        for each tile, and each block:
             s_t   = k q_t (+ softcap, bias, ALiBi, mask)                         [block_k, block_q]
             m_new = max(m, max over keys of s_t);  c = exp(m - m_new);  p_t = exp(s_t - m_new)
             l     = c l + sum over keys of p_t;    (p_t = 0 where dropped)
             acc_t = c acc_t + v^T p_t                                            [head_dim_v, block_q]
     for each tile:  out = acc_t^T / l;  lse = m + log l
+
+`common.products` multiplies, in vectors or in bfloat16, to which P is rounded then. Scores without options
+leave the scale of bfloat16's products to the exponential.
 
 Statistics of the weights that are wanted come with it: the largest score, and the entropy
 
@@ -23,16 +26,15 @@ in its item nor on which thread computes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE, exp, log, log_sum_exp, quotient
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, like, maximum, minimum, select
-from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.host.compile import Target
 from tilewise.cpu.kernels.common.dropout import GROUP, Dropout, TileDropout
+from tilewise.cpu.kernels.common.products import Matrix, Products, at, products_of
 from tilewise.cpu.kernels.common.scores import Scores
 from tilewise.cpu.kernels.common.tiles import (
     INF,
@@ -41,11 +43,8 @@ from tilewise.cpu.kernels.common.tiles import (
     KeyBlocks,
     Scratch,
     Shape,
-    build_kernel,
     fitting,
-    load_rows,
     narrowed,
-    outer_sums,
     round_up,
     store_rows,
     transpose_rows,
@@ -55,14 +54,24 @@ LEAST = 1e4  # the exponential of -LEAST is 0 in every type
 Sums = tuple[list[Var], list[Var]]
 
 
+class Sharing(NamedTuple):
+    """Of converted keys and values."""
+
+    most_tiles: int  # that go through the same ones
+    converting: int  # costs as much as so many queries
+    l2_share: int  # the part of the L2 cache that is converted at a time; 0: one block
+
+
+SHARING = Sharing(16, 8, 0), Sharing(32, 60, 4), Sharing(32, 24, 8)  # by terms: 0, 1, several
+
+
 class Tile:
     """One tile of queries; its state stays in scratch between blocks of keys."""
 
-    def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
+    def __init__(self, products: Products, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
-        height = shape.config.terms * shape.pad // 2 if shape.config.has_bf16_products else shape.pad
-        self.q_t = self.scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
+        self.q_t = products.right(self.scratch, shape.pad, shape.block_q)
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
         self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
@@ -73,46 +82,51 @@ class Tile:
 class ForwardKernel:
     """The kernel's steps, in the order in which they run."""
 
-    name = "forward"
-    make_tile: type[Tile] = Tile
-    key_blocks: KeyBlocks = ((128, 128),)
-    most_tiles = 16  # tiles that share one converted K/V block
-    converting = 8  # K and V costs as much as so many queries
-    unit = 1.0  # of scores and their maximum
-    k: Any  # Rows; with tile registers, lists of their terms
-    v: Any = None  # nothing where only scores are wanted
-    p_t: Any
+    # Of large heads in bfloat16 acc comes and goes less often; of small ones P and s_t stay in L1.
+    key_blocks: KeyBlocks = (128, 128), (128, 256), (64, 128), (64, 256)
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
         self.has_entropy = "entropy" in shape.config.statistics
         if self.has_entropy:
             shape.exp_degree = max(shape.exp_degree, FLOAT32_DEGREE)  # it stays float32 of 16-bit inputs too
-        self.key_group = shape.rows  # keys whose scores are computed together
-        self.load_k = shape.block_k  # keys that are converted together
+        self.sharing = SHARING[min(shape.config.terms, 2)]
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
+        self.products = products_of(shape, args, scratch)
         self.reserve(scratch)
-        height = round_up(shape.block_q, shape.rows)
-        self.rows = scratch.rows(height, max(shape.pad, shape.pad_v))  # q coming in, out leaving
+        self.rows = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad_v)  # out leaving
         self.residual = scratch.rows(1, shape.block_q)
         self.scores = Scores(shape, scratch)
+        self.scale, self.rest = self.products.scales(self.scores.has_options)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
-        self.tile_bytes = self.make_tile(shape, scratch.base, 0).scratch.bytes
+        self.tile_bytes = Tile(self.products, shape, scratch.base, 0).scratch.bytes
 
     def facts(self) -> dict[str, int]:
         return {
-            "tile_bytes": self.tile_bytes, "most_tiles": self.most_tiles, "converting": self.converting,
-        }  # fmt: skip
+            "tile_bytes": self.tile_bytes,
+            "most_tiles": self.sharing.most_tiles,
+            "converting": self.sharing.converting,
+        }
 
     def reserve(self, scratch: Scratch) -> None:
-        """Room for one block of keys."""
-        shape = self.shape
-        self.k = scratch.rows(shape.block_k, shape.pad)
-        self.v = scratch.rows(shape.block_k, shape.pad_v)
-        self.p_t = scratch.rows(shape.block_k, shape.block_q)  # s_t until the exponential is taken
+        """Room for the keys that are converted together, and for one block's weights."""
+        shape, products, blocks = self.shape, self.products, 1
+        if share := self.sharing.l2_share:
+            key_bytes = 2 * shape.config.terms * (shape.pad + shape.pad_v)
+            blocks = max(1, shape.target.l2_bytes // share // (key_bytes * shape.block_k))
+        self.load_k = blocks * shape.block_k
+        self.k = products.left(scratch, self.load_k, shape.pad)
+        self.v_t = products.left_t(scratch, blocks * shape.pad_v, shape.block_k)
+        self.s_t = scratch.rows(shape.block_k, shape.block_q)
+        self.p_t = products.over(self.s_t, scratch, shape.block_k)
+        self.q = products.left(scratch, shape.block_q, shape.pad)
 
     def run(self) -> None:
+        with self.products.registers(self.scratch):
+            self.visit_items()
+
+    def visit_items(self) -> None:
         args, block_q, load_k = self.args, self.shape.block_q, self.load_k
         heads = args.items // args.chunks
         for item in claim(args.counter, args.items):
@@ -145,14 +159,14 @@ class ForwardKernel:
             last.set(select(begin < end, maximum(last, end), last))
         return Value(last.raw)
 
-    def tile(self, q0: Value, t: Value) -> Any:
+    def tile(self, q0: Value, t: Value) -> Tile:
         base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
-        return self.make_tile(self.shape, base, q0 + t * self.shape.block_q)
+        return Tile(self.products, self.shape, base, q0 + t * self.shape.block_q)
 
     def start(self, head: Head, tile: Tile) -> None:
         """q_t; m, l, acc = -inf, 0, 0, or the state after the sink."""
-        shape = self.shape
-        self.load_queries(head, tile)
+        shape, source = self.shape, head.query_rows("q", tile.q0)
+        self.products.take_queries(tile.q_t, self.q, source, head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
@@ -162,39 +176,53 @@ class ForwardKernel:
             for c in shape.columns():
                 tile.acc_t[d, c].store(shape.constant(0.0))
 
-    def load_queries(self, head: Head, tile: Tile) -> None:
-        """Transpose and scale the queries."""
-        shape, n = self.shape, head.seqlen_q - tile.q0
-        load_rows(shape, self.rows, head.query_rows("q", tile.q0), n, shape.block_q, shape.config.head_dim)
-        factor = self.args.vector("q_factor", shape)
-        transpose_rows(shape, tile.q_t, self.rows, shape.block_q, shape.pad, factor)
-
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
-        shape, config = self.shape, self.shape.config
-        count = (n + (shape.rows - 1)) & -shape.rows
-        load_rows(shape, self.k, head.key_rows("k", j0), n, count, config.head_dim)
-        if self.v is not None:
-            load_rows(shape, self.v, head.key_rows("v", j0), n, n, config.head_dim_v)
+        """k and v^T, block by block, of the keys j0 + [0, n)."""
+        shape, config, height = self.shape, self.shape.config, self.products.height
+        count = (n + (height - 1)) & -height
+        self.products.take(self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        for j in self.blocks(0, n):
+            rest = minimum(n - j, shape.block_k)
+            self.products.take_t(self.values(j), head.key_rows("v", j0 + j), rest, config.head_dim_v)
+
+    def blocks(self, first: Scalar, last: Scalar) -> Iterable[Scalar]:
+        """Where the blocks start, of those that are converted together, between two keys of them."""
+        return loop(first, last, self.shape.block_k) if self.load_k > self.shape.block_k else (0,)
+
+    def values(self, j: Scalar) -> Matrix:
+        """v^T of the block at key j of those that are converted."""
+        return at(self.v_t, j // self.shape.block_k * self.shape.pad_v, 0)
 
     def attend(self, head: Head, tile: Tile, j0: Value) -> None:
-        """Fold the keys of one block that the tile can see into its running softmax."""
+        """Fold the converted keys that the tile can see into its running softmax, block by block."""
         shape = self.shape
         k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
-        first, n = maximum(0, k0 - j0) & -self.key_group, minimum(k1 - j0, shape.block_k)
-        first, n = self.scores.visible(head, tile.q0, shape.block_q, j0, first, n)
-        with when(first < n):
-            m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
-            highest = self.score_keys(head, tile, j0, first, n)
-            m_new = [maximum(old, x) for old, x in zip(m, highest)]
-            m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
-            correction = [exp((old - new) * self.unit, shape.exp_degree) for old, new in zip(m, m_finite)]
-            dropout = self.dropout.at(shape, head, tile.q0, j0) if self.dropout else None
-            l, e = self.weigh(m_finite, dropout, first, n)
-            self.watch(tile, m, m_finite, highest, correction, e)
-            for v, c in enumerate(shape.columns()):
-                tile.m[0, c].store(m_new[v])
-                tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
-            self.add_values(head, tile, correction, first, n)
+        first, last = maximum(0, k0 - j0) & -shape.block_k, minimum(k1 - j0, self.load_k)
+        for j in self.blocks(first, last):
+            begin = maximum(0, k0 - (j0 + j)) & -self.products.height
+            end = minimum(k1 - (j0 + j), shape.block_k)
+            begin, end = self.scores.visible(head, tile.q0, shape.block_q, j0 + j, begin, end)
+            with when(begin < end):
+                self.attend_block(head, tile, j0, j, (begin, end))
+
+    def attend_block(self, head: Head, tile: Tile, j0: Value, j: Scalar, keys: tuple[Value, Value]) -> None:
+        """Fold some keys of the block at j0 + j into the tile's running softmax."""
+        shape, unit = self.shape, self.products.unit
+        m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
+        self.scores.load(head, tile.q0, j0 + j, keys[1])
+        scores = self.scores.at(head, tile.q0, j0 + j)
+        highest = scores.of_keys(self.products, at(self.k, j, 0), tile.q_t, self.s_t, keys, self.scale)
+        highest = [x if self.rest is None else x * self.rest for x in highest]
+        m_new = [maximum(old, x) for old, x in zip(m, highest)]
+        m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
+        correction = [exp((old - new) * unit, shape.exp_degree) for old, new in zip(m, m_finite)]
+        dropout = self.dropout.at(shape, head, tile.q0, j0 + j) if self.dropout else None
+        l, e = self.weigh(m_finite, dropout, *keys)
+        self.watch(tile, m, m_finite, highest, correction, e)
+        for v, c in enumerate(shape.columns()):
+            tile.m[0, c].store(m_new[v])
+            tile.l[0, c].store(fma(tile.l[0, c].load(shape.lanes), correction[v], l[v]))
+        self.add_values(head, tile, self.values(j), correction, *keys)
 
     def watch(
         self, tile: Tile, m: Sequence[Operand], m_new: Sequence[Operand],
@@ -206,49 +234,30 @@ class ForwardKernel:
             if "row_max" in old:
                 tile.found["row_max"][0, c].store(maximum(old["row_max"], highest[v]))
             if "entropy" in old:
-                step = select(m[v].equals(-INF), 0.0, (m[v] - m_new[v]) * self.unit)
+                step = select(m[v].equals(-INF), 0.0, (m[v] - m_new[v]) * self.products.unit)
                 before = fma(tile.l[0, c].load(self.shape.lanes), step, old["entropy"])
-                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.unit))
-
-    def score_keys(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> Sequence[Operand]:
-        """s_t = k q_t with every option, into p_t; their maximum over keys."""
-        shape, head_dim = self.shape, self.shape.config.head_dim
-        self.scores.load(head, tile.q0, j0, n)
-        scores = self.scores.at(head, tile.q0, j0)
-        highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
-        for j in loop(first, n, shape.rows):
-            s = outer_sums(shape, shape.rows, shape.vectors, head_dim, self.k.at(j, 0), tile.q_t)
-            scores.apply(s, j)
-            for r in range(shape.rows):
-                for v, c in enumerate(shape.columns()):
-                    self.p_t.at(j, c)[r, 0].store(s[r][v])
-                    highest[v].set(maximum(highest[v], s[r][v]))
-        return highest
+                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.products.unit))
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
         """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more.
 
         The sums are of all weights; then those that are dropped become 0.
         """
-        shape = self.shape
+        shape, products = self.shape, self.products
         l, e = self.new_sums()
-        for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
+        for j in loop(first, (n + (products.height - 1)) & -products.height, GROUP):  # beyond n: p = 0
+            kept = dropout and dropout.kept(j, GROUP)
             for v, c in enumerate(shape.columns()):
-                cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
-                x = [cell.load(shape.lanes) - m[v] for cell in cells]
-                p = [exp(x_r, shape.exp_degree) for x_r in x]
-                for cell, p_r in zip(cells, p):
-                    cell.store(p_r)
+                s = [self.s_t.at(j, c)[r, 0].load(shape.lanes) for r in range(GROUP)]
+                x = [s_r - m[v] if self.rest is None else fma(s_r, self.rest, -m[v]) for s_r in s]
+                p = [products.power(x_r) for x_r in x]
                 l[v].set(l[v] + ((p[0] + p[1]) + (p[2] + p[3])))
                 if self.has_entropy:
                     for p_r, x_r in zip(p, x):
                         e[v].set(weighted(p_r, x_r, e[v]))
-        if dropout is not None:
-            for j in loop(first, n, GROUP):
-                for r, masks in enumerate(dropout.kept(j, GROUP)):
-                    for kept, c in zip(masks, shape.columns()):
-                        cell = self.p_t.at(j, c)[r, 0]
-                        cell.store(select(kept, cell.load(shape.lanes), 0.0))
+                if kept:
+                    p = [select(masks[v], p_r, 0.0) for masks, p_r in zip(kept, p)]
+                products.put(self.p_t, j, c, p)
         return l, e
 
     def new_sums(self) -> Sums:
@@ -257,16 +266,14 @@ class ForwardKernel:
         l, e = ([Var(self.shape.constant(0.0)) for _ in of] for of in (columns, columns * self.has_entropy))
         return l, e
 
-    def add_values(self, head: Head, tile: Tile, correction: list[Value], first: Value, n: Value) -> None:
+    def add_values(
+        self, head: Head, tile: Tile, v_t: Matrix, correction: list[Value], first: Value, n: Value
+    ) -> None:
         """acc_t = correction * acc_t + v^T p_t over the keys [first, n) of the block."""
-        shape = self.shape
-        for d in loop(0, round_up(shape.config.head_dim_v, shape.rows), shape.rows):
-            v_t, p_t = self.v.at(first, d).T, self.p_t.at(first, 0)
-            pv = outer_sums(shape, shape.rows, shape.vectors, n - first, v_t, p_t)  # [rows, block_q]
-            for r in range(shape.rows):
-                for v, c in enumerate(shape.columns()):
-                    acc = tile.acc_t.at(d, c)[r, 0]
-                    acc.store(fma(acc.load(shape.lanes), correction[v], pv[r][v]))
+        shape, products, height = self.shape, self.products, self.products.height
+        for d in loop(0, round_up(shape.config.head_dim_v, height), height):
+            acc_t, rows = tile.acc_t.at(d, 0), at(v_t, d, 0)
+            products.add(acc_t, rows, self.p_t, (first, n), shape.vectors, correction)
 
     def divide(self, tile: Tile, c: int) -> tuple[Value, Value]:
         """What the output of the queries from c on is divided by, and its inverse, or 0 for 0."""
@@ -282,7 +289,7 @@ class ForwardKernel:
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
             self.finish_statistics(tile, c, l)
-            lse, residual = log_sum_exp(m, l, self.unit)
+            lse, residual = log_sum_exp(m, l, self.products.unit)
             tile.m[0, c].store(lse)
             self.residual[0, c].store(residual)
         for i in loop(0, n):
@@ -299,7 +306,7 @@ class ForwardKernel:
             if name == "entropy":
                 cell.store(select(l.equals(0.0), 0.0, maximum(0.0, log(l)[0] - x / l)))
             else:
-                cell.store(x * self.unit)
+                cell.store(x * self.products.unit)
 
     def write_out(self, head: Head, tile: Tile, n: Value) -> None:
         shape = self.shape
@@ -315,8 +322,3 @@ class ForwardKernel:
 def weighted(p: Operand, x: Operand, total: Operand) -> Value:
     """total + p x, where p is the exponential of x; 0 is added where x is -inf."""
     return fma(p, maximum(like(-LEAST, x), x), total)
-
-
-def build(config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """See `build_kernel`."""
-    return build_kernel(ForwardKernel, config, target)

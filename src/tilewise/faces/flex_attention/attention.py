@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from tilewise.api import attention
-from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.checks import check_flag, check_known, check_tensors, shown
 from tilewise.core.functions.call import ScoreFunction
 
 
@@ -24,6 +24,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: theirs.AuxRequest | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor | theirs.AuxOutput]:
     """Drop-in for `torch.nn.attention.flex_attention.flex_attention`; needs no `torch.compile`.
 
@@ -62,6 +63,7 @@ def flex_attention(
         >>> flex_attention(q, q, v, block_mask=causal).flatten()
         tensor([0.0000, 0.5000, 1.0000])
     """
+    check_known(flex_attention, unknown)
     check_tensors(query=query, key=key, value=value)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)

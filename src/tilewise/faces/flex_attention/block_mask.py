@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
-from tilewise.core.checks import shown
+from tilewise.core.checks import check_known, shown
 from tilewise.core.functions.block_mask import block_kinds
 from tilewise.core.functions.call import MaskFunction
 from tilewise.core.functions.captured import check_indices, pack
@@ -63,6 +63,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    **unknown: Never,
 ) -> BlockMask:
     """Drop-in for `torch.nn.attention.flex_attention.create_block_mask`, without its Q_LEN × KV_LEN tensor.
 
@@ -88,6 +89,7 @@ def create_block_mask(
         >>> create_block_mask(window, None, None, 100_000, 100_000, device="cpu").sparsity() > 99
         True
     """
+    check_known(create_block_mask, unknown)
     if compute_dq_write_order:
         raise NotImplementedError("compute_dq_write_order=True: torch.nn.attention.flex_attention makes it")
     blocks: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)

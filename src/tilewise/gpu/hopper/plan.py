@@ -18,6 +18,8 @@ from tilewise.gpu.hopper.common.arguments import DecodeConfig, MaskMap
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
+from tilewise.gpu.hopper.mask.functions import unserved_functions, with_mask_of_function
+from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Step, find
 from tilewise.gpu.launch.plan import (
     Again,
@@ -26,6 +28,7 @@ from tilewise.gpu.launch.plan import (
     again_backward,
     again_forward,
     allocator,
+    function_plan,
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
@@ -33,6 +36,8 @@ MAX_HEAD_DIM = 256  # but for latent attention
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Dense calls without optional tensors, and few queries to a cache, are launched again as they were."""
+    if problem.functions is not None:
+        return function_plan(with_mask_of_function(problem), signature.request, _forward, _backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
@@ -50,14 +55,9 @@ def saves(problem: AttentionProblem) -> Saves:
 # ---- what is served
 
 
-@functools.cache
-def _is_hopper(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
 def missing_device(problem: AttentionProblem) -> str | None:
     """None on a Hopper GPU, else what is asked for."""
-    if problem.device_type != "cuda" or torch.version.hip is not None or not _is_hopper(None):
+    if problem.device_type != "cuda" or torch.version.hip is not None or gpu_of(None).capability != (9, 0):
         return "runs on NVIDIA Hopper GPUs (compute capability 9.0) only"
     return None
 
@@ -71,6 +71,8 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
         return (
             f"takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, that of V no larger, not {sizes}"
         )
+    if reason := unserved_functions(problem):
+        return reason
     lengths = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)
     if max(lengths) >= host.UNBOUNDED:
         return f"takes lengths below {host.UNBOUNDED}"
@@ -151,8 +153,8 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
 
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
-        tensors = (*given, None, None, None, None, None)
-        fresh = (out, lse, rest, None, None, counter, None, None, None, None, None)
+        tensors = (*given, *[None] * 8)
+        fresh = (out, lse, rest, None, None, counter, None, None)
         return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
 
     return again_forward(problem, order, residual, given, steps, host.shared_counter)

@@ -12,10 +12,13 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilewise.core.signature import stand_in
 
 if TYPE_CHECKING:
     from tilewise.gpu.launch.launcher import BoundKernel
@@ -155,9 +158,28 @@ def _make_context_current() -> None:
 
 
 def start(launch: Launch) -> Any:
-    """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted."""
+    """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted.
+
+    For a GPU that is not here, only compile: None.
+    """
+    if stand_in() is not None:
+        from tilewise.gpu.launch import launcher
+
+        launcher.compile_only(launch.kernel, launch.arguments, launch.options())
+        return None
     _make_context_current()
+    _use_kernel_folder()
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
+
+
+@functools.cache
+def _use_kernel_folder() -> None:
+    """Have Triton look into `$TILEWISE_KERNELS` first; once, as it says when it can't."""
+    folder = os.environ.get("TILEWISE_KERNELS")
+    if folder and not is_interpreted():
+        from tilewise.gpu.launch import kernel_folder, launcher
+
+        kernel_folder.use(Path(folder), launcher.capability())
 
 
 def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:

@@ -6,13 +6,17 @@ times as long as the launch itself. Below all that is one C function; this modul
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
+
+from tilewise.core.signature import Gpu, standing_in
 
 
 class BoundKernel:
@@ -64,3 +68,51 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
 def _unwrapped(launch: Any) -> Any:
     """The C function of a kernel, below the Python function that encodes its descriptors if it has any."""
     return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
+
+
+# ---- compiling for a GPU that is not here
+
+
+class CompileOnlyDriver:
+    """Stands where Triton asks which GPU there is."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_device(self) -> int:
+        return -int(self._target.arch)  # kernels are kept by this number: each architecture has its own
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+_listeners: list[Callable[[Any], None]] = []  # told of each kernel that is compiled for a GPU not here
+
+
+@contextlib.contextmanager
+def compiling_for(gpu: Gpu, listener: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, calls on meta tensors compile what they would launch on `gpu`; `listener` gets each kernel."""
+    active = driver._active
+    driver.set_active(CompileOnlyDriver(gpu.capability))
+    _listeners.append(listener)
+    try:
+        with standing_in(gpu):
+            yield
+    finally:
+        _listeners.remove(listener)
+        driver._active = active
+
+
+def compile_only(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Compile what a launch with these arguments would start, which Triton specialises on in the same way."""
+    compiled = kernel.warmup(*arguments, **options, grid=(1,))
+    for listener in _listeners:
+        listener(compiled)
+
+
+def capability() -> tuple[int, int]:
+    """Of the GPU that Triton compiles for."""
+    return divmod(int(driver.active.get_current_target().arch), 10)  # type: ignore[return-value]

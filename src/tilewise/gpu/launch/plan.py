@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import Results
+from tilewise.core.plan import FunctionPlan, Results
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import ALIGNMENT, Signature, contiguous_strides, named
+from tilewise.core.signature import ALIGNMENT, Request, Signature, contiguous_strides, named, stand_in
 from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
@@ -49,7 +49,8 @@ class GpuPlan:
     ) -> None:
         self.problem, self._first, self._find_again, self._given = problem, first, find_again, given
         tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
-        self._may_repeat = all(t.misalignment == 0 and t.device.type == "cuda" for t in tensors)
+        is_here = stand_in() is None  # else there is nothing to launch again
+        self._may_repeat = is_here and all(t.misalignment == 0 and t.device.type == "cuda" for t in tensors)
         self._device = tensors[0].device.index
         self._again: Again | None = None
         self._was_asked = False
@@ -74,6 +75,22 @@ class GpuPlan:
             if tensors is not None:
                 self._again = self._find_again([None if t is None else t.detach() for t in tensors])
         return found
+
+
+def function_plan(
+    problem: AttentionProblem,
+    request: Request,
+    forward: Callable[..., Results],
+    backward: Callable[..., Gradients],
+) -> FunctionPlan:
+    """Of calls with functions: what kernels read of captured tensors is looked at in every call."""
+
+    def run(problem: AttentionProblem, inputs: Inputs, *results: Any) -> Results | Gradients:
+        if results:
+            return backward(problem, inputs, *results)
+        return forward(problem, inputs, request.order, request.residual)
+
+    return FunctionPlan(problem, run)
 
 
 class Location(NamedTuple):

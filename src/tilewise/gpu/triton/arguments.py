@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tilewise.gpu.functions.captured import Captured
+
 # The backward keeps lse and delta in blocks of so many rows, a sequence's last one padded: no tile of
 # queries is larger, so their loads are aligned and need no mask.
 STAT_ROWS = 128
@@ -50,15 +52,6 @@ class Slopes(NamedTuple):
 
     ptr: Any
     stride_batch: int
-
-
-class Captured(NamedTuple):
-    """What mask and score functions read: see `core.functions.captured`. `layout` is on the GPU here."""
-
-    floats: Any
-    integers: Any
-    layout: Any
-    errors: Any  # flags: an index is out of range
 
 
 class Visits(NamedTuple):
@@ -152,10 +145,12 @@ class KernelConfig:
     IS_FOLDED: bool  # the exponential's multiply-add scales: nothing capped, the scale positive and not tiny
     PRECISION: str  # of a float32 product: "ieee" or "tf32"
     HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
-    MASK: Any = None  # helpers that `gpu.triton.functions` makes of mask and score functions
+    MASK: Any = None  # helpers that `gpu.functions` makes of mask and score functions
     SCORE: Any = None
     HAS_SLOPE: bool = False  # the derivative of the score function by the score is not 1
     IS_GUARDED: bool = False  # indices of functions may be out of range
+    ADD_CAPTURED: Any = None  # a helper that sums the gradients of captured tensors
+    DROPOUT_STEP: int = 0  # 16 or 1: the seed has an origin, whose query and key are multiples of this
 
 
 class BiasSizes(NamedTuple):

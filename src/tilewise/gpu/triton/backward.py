@@ -1,4 +1,5 @@
-"""Backward kernels: gradients by recomputation from lse, without atomics, so bit for bit repeatable.
+"""Backward kernels: gradients by recomputation from lse. Without atomics, so bit for bit repeatable, but for
+those of captured tensors: see `gpu/functions/sums`.
 
     delta = rowsum(dO * O) - dlse                           attn_bwd_prepare_kernel, and dsinks
     p  = exp(s - lse - residual),  dp = dO v^T,  ds = p * (dp - delta)
@@ -220,14 +221,14 @@ def dkdv_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t, slope, _before = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     shift = load_stat(shift_ptr + first_stat, i0, cfg.BLOCK_M)
     low = load_stat(low_ptr + first_stat, i0, cfg.BLOCK_M)
     p = exponentials(s, shift[None, :], low[None, :], factors, cfg)
     do_tile = load_source(do, seq.b, seq.h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, V, IS_EDGE)
     kept = p
     if extras.dropout_seed is not None:
-        keep = tl.trans(keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N))
+        keep = tl.trans(keep_tile(i0, j0, seq, extras, sizes, cfg))
         kept = tl.where(keep, p, 0.0)
     if HAS_DK:
         dp = dot_rows(v_tile, do_tile, cfg)
@@ -246,7 +247,7 @@ def dkdv_step(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, dbias, desc_k, desc_k_rest, desc_v, desc_v_rest,
+    q, k, v, do, dq, dbias, dcaptured, desc_k, desc_k_rest, desc_v, desc_v_rest,
     shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
@@ -288,26 +289,26 @@ def attn_bwd_dq_kernel(
         for n in range(full):
             j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
             dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
                 seq, ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
         for n in range(full, count):
             j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
             dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
                 seq, ragged, extras, sizes, factors, cfg, True,
             )  # fmt: skip
     else:
         full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
         for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
             dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
                 seq, ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
         for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
             j0 = edge_tile(n, full_lo, full_hi)
             dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
                 seq, ragged, extras, sizes, factors, cfg, True,
             )  # fmt: skip
     wait_for_kernel_before(cfg)
@@ -317,7 +318,7 @@ def attn_bwd_dq_kernel(
 
 @triton.jit
 def dq_step(
-    dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, i0, j0, k_start,
+    dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
     seq, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the part of keys [j0, j0 + BLOCK_N). Tiles here are [BLOCK_M queries, BLOCK_N keys]."""
@@ -331,12 +332,15 @@ def dq_step(
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, t, slope, before = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
-        keep = keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+        keep = keep_tile(i0, j0, seq, extras, sizes, cfg)
         dp = tl.where(keep, dp * factors.keep, 0.0)
-    ds = before_function(p * (dp - delta[:, None]), slope, cfg)
+    ds = p * (dp - delta[:, None])
+    if dcaptured is not None:
+        cfg.ADD_CAPTURED(dcaptured, ds, before, i, j, i0, j0, seq, extras.captured)
+    ds = before_function(ds, slope, cfg)
     if dbias is not None:
         store_scores(dbias, ds, i, j, seq, IS_EDGE)
     if cfg.HAS_SOFTCAP:

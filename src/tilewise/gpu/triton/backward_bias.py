@@ -168,12 +168,12 @@ def dbias_step(
     mask = load_scores(extras.mask, i, j, seq, True)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
     dp = dot_rows(do_tile, v_tile, cfg)
-    s, _t, slope = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
+    s, _t, slope, _before = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias_tile, mask)
     p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
     if extras.dropout_seed is not None:
         if ragged.leftpad_k is None:
-            keep = keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N)
+            keep = keep_tile(i0, j0, seq, extras, sizes, cfg)
         else:
-            keep = keep_entries(i, j, seq, extras, sizes)
+            keep = keep_entries(i, j, seq, extras, sizes, cfg)
         dp = tl.where(keep, dp * factors.keep, 0.0)
     return before_function(p * (dp - delta[:, None]), slope, cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
 from tilewise.core.dropout import rate, threshold
-from tilewise.core.functions.evaluate import Buffers
-from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.functions.axes import bytes_of_loads
+from tilewise.gpu.functions.captured import Captured, layout_on
+from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
+from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.gpu.triton.arguments import (
-    Captured,
     Columns,
     Extras,
     Factors,
@@ -27,11 +29,13 @@ from tilewise.gpu.triton.arguments import (
     Slopes,
     Visits,
 )
-from tilewise.gpu.triton.functions.source import Helpers, KernelFunctions, helpers, kernel_functions
 from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
 
 # L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.
 L2_SWIZZLE_BYTES = 24 << 20
+# Of Hopper's shared memory, for what functions read: one float for each score of 64 x 128 and one for each
+# key, two tiles ahead. Other GPUs have half of it.
+CAPTURED_BYTES = 65 << 10
 SMALLEST_SCALE = 1e-30  # of scores whose ALiBi is divided by it and stays finite
 
 _N = len(Inputs._fields)
@@ -57,6 +61,7 @@ class Results(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
+    dcaptured: Tensor | None = None
     order: Tensor | None = None  # with counts: the tiles that functions leave, see `arguments.Visits`
     counts: Tensor | None = None
 
@@ -73,30 +78,25 @@ def launchable(inputs: Inputs) -> Inputs:
             **{name: t.contiguous() for name in _CONTIGUOUS if (t := getattr(i, name)) is not None},
             mask=None if i.mask is None else i.mask.view(torch.uint8),
             dropout_seed=None if i.dropout_seed is None else i.dropout_seed.to(query.device),
-            captured_layout=_layout(i.captured_layout, query.device),
+            captured_layout=layout_on(i.captured_layout, query.device),
         )
     return Inputs(with_dense_rows(query), with_dense_rows(key), with_dense_rows(value), *inputs[3:])
 
 
-def _layout(layout: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if layout is None else _layout_on(tuple(layout.tolist()), device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A layout on a GPU, copied there once."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-
-def functions_of(problem: AttentionProblem, inputs: Inputs) -> KernelFunctions | None:
-    """What is compiled of a call's functions; `inputs` as they are given, whose layout the host knows."""
-    if problem.functions is None:
-        return None
-    layout = Buffers(None, None, inputs.captured_layout)
-    shapes = tuple(shape for _, shape in layout.places(decode(problem.functions).tensors))
-    extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return kernel_functions(problem.functions, shapes, extent)
+def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
+    assert inputs.page_table is not None
+    is_page = (inputs.page_table >= 0) & (inputs.page_table < len(inputs.key))
+    table, dense = inputs.page_table.long().masked_fill(~is_page, 0), []
+    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
+        assert scale is not None
+        scales = scale[table].masked_fill(~is_page[..., None], torch.nan)  # not looked at behind a sequence
+        tokens = pages[table].to(scale.dtype) * scales[:, :, None, :, None]
+        dense.append(tokens.flatten(1, 2).to(problem.dtype))
+    problem = replace(problem, is_quantized=False, page_size=None)
+    return problem, inputs._replace(
+        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
+    )
 
 
 def with_dense_rows(t: Tensor) -> Tensor:
@@ -215,8 +215,17 @@ class Call:
         """
         arguments = (*arguments, self.config(tile))
         is_early = is_early and has_pdl(self.inputs.query.device)
-        resources = (tile.num_warps, tile.num_stages, tile.max_registers)
+        resources = (tile.num_warps, self.num_stages(tile), tile.max_registers)
         return Launch(kernel, programs, arguments, *resources, launch_pdl=is_early)
+
+    def num_stages(self, tile: KernelTile) -> int:
+        """The tile's, or fewer: what functions read is in flight in shared memory too."""
+        if self.functions is None:
+            return tile.num_stages
+        size = bytes_of_loads(self.functions.text, tile.block_m, tile.block_n)
+        is_large = not is_interpreted() and gpu_capability(self.inputs.query.device)[0] in (9, 10)
+        share = CAPTURED_BYTES if is_large else CAPTURED_BYTES // 2
+        return min(tile.num_stages, 1 + share // max(1, size))
 
     def config(self, tile: KernelTile) -> KernelConfig:
         p = self.problem
@@ -224,7 +233,7 @@ class Call:
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
         is_exact = p.dtype.itemsize == 2 or not p.has_alibi
         is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
-        made = Helpers(None, None, False, False) if self.functions is None else helpers(self.functions)
+        made = Helpers(None, None, False, False, None) if self.functions is None else helpers(self.functions)
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -240,6 +249,8 @@ class Call:
             SCORE=made.score,
             HAS_SLOPE=made.has_slope,
             IS_GUARDED=made.is_guarded,
+            ADD_CAPTURED=made.add_captured,
+            DROPOUT_STEP=p.dropout_step,
         )
 
 
@@ -280,11 +291,15 @@ def _is_tma_ready(t: Tensor) -> bool:
     return t.numel() > 0 and is_aligned and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
-@functools.lru_cache(maxsize=4096)
 def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> KernelTile | None:
     """The tuning table's row for a kernel on a device."""
     if is_interpreted():
         return None if kernel in ("dk", "dv") else KernelTile(16, 16, 4, 1, has_tma=True)
+    return _table_tile(kernel, problem, gpu_capability(device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _table_tile(kernel: str, problem: AttentionProblem, capability: tuple[int, int]) -> KernelTile | None:
     p = problem
     padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
     extras = "formula" if p.softcap > 0 or p.has_alibi or p.functions is not None else None
@@ -295,15 +310,12 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
     if p.dropout_p > 0:
         extras = "dropout"
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(
-        kernel, gpu_capability(device), float32_precision, padded, extras, p.causal, can_tma(p)
-    )
+    return kernel_tile(kernel, capability, float32_precision, padded, extras, p.causal, can_tma(p))
 
 
-@functools.cache
 def gpu_capability(device: torch.device) -> tuple[int, int]:
-    """CUDA compute capability; other vendors' GPUs take the portable tiles."""
-    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    """CUDA's compute capability; of other vendors' GPUs that of the portable tiles."""
+    return gpu_of(device.index).capability
 
 
 def has_pdl(device: torch.device) -> bool:

@@ -147,7 +147,7 @@ def decode_step(
         s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
-        s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
+        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
         acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
         acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
@@ -155,7 +155,7 @@ def decode_step(
         s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
         if cfg.BLOCK_REST > 0:
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
-        s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
+        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
         p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
         acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)

@@ -137,10 +137,10 @@ def forward_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
-        p = tl.where(keep_tile(i0, j0, seq, extras, sizes, cfg.BLOCK_M, cfg.BLOCK_N), p, 0.0)
+        p = tl.where(keep_tile(i0, j0, seq, extras, sizes, cfg), p, 0.0)
     v_tile = load_keys(v, j0, k_start, seq, ragged, sizes, cfg, V, IS_EDGE)
     acc = scaled_tile(acc, correction[:, None])
     acc = add_weighted_rows(acc, p, v_tile, cfg)  # [BLOCK_M, head_dim_v]

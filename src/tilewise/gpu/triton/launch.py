@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import new_out
+from tilewise.gpu.functions.captured import functions_of
+from tilewise.gpu.functions.source import KernelFunctions, wanted_tensors
 from tilewise.gpu.launch.launch_plan import (
     Launch,
     Step,
@@ -29,12 +31,11 @@ from tilewise.gpu.triton.call import (
     GIVEN,
     Call,
     Results,
-    functions_of,
+    dequantized,
     launchable,
     table_tile,
     with_dense_rows,
 )
-from tilewise.gpu.triton.functions.source import KernelFunctions
 from tilewise.gpu.triton.functions.visits import visits
 from tilewise.gpu.triton.tuning_table import KernelTile
 
@@ -75,22 +76,6 @@ def forward(
         results = results._replace(order=visited, counts=counts)
     run(forward_launch, problem, inputs, tile, functions, fresh=results)
     return out, lse, *rest
-
-
-def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
-    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
-    assert inputs.page_table is not None
-    is_page = (inputs.page_table >= 0) & (inputs.page_table < len(inputs.key))
-    table, dense = inputs.page_table.long().masked_fill(~is_page, 0), []
-    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
-        assert scale is not None
-        scales = scale[table].masked_fill(~is_page[..., None], torch.nan)  # not looked at behind a sequence
-        tokens = pages[table].to(scale.dtype) * scales[:, :, None, :, None]
-        dense.append(tokens.flatten(1, 2).to(problem.dtype))
-    problem = replace(problem, is_quantized=False, page_size=None)
-    return problem, inputs._replace(
-        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
-    )
 
 
 def _forward_tile(call: Call) -> KernelTile:
@@ -137,22 +122,46 @@ def backward(
     tiles, functions, given_inputs = tiles or {}, functions_of(problem, inputs), inputs
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
-    lse, residual, dlse = (None if t is None else t.contiguous() for t in (lse, residual, dlse))  # type: ignore[assignment]
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    given = (with_dense_rows(out), lse, residual, with_dense_rows(dout), dlse)
-    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, _unshared_dbias(problem, inputs))
+    given = _readable(out, lse, residual, dout, dlse)
+    dbias, dcaptured = _unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
+    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, dbias, dcaptured)
     steps = _steps(problem, inputs, results, tiles, functions, given_inputs)
     run_steps(problem, steps)
-    dbias = results.dbias
     if problem.bias_needs_grad and dbias is None:
         dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
-    return Gradients(dq, dk, dv, dbias, dsinks)
+    return Gradients(dq, dk, dv, dbias, dsinks, dcaptured)
+
+
+def bias_gradient(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """That of the bias alone, beside a backward without it; the same bits every time."""
+    functions, inputs = functions_of(problem, inputs), launchable(inputs)
+    given = _readable(out, lse, residual, dout, dlse)
+    results = Results(*given, *new_statistics(problem, lse))
+    run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])
+    return _shared_dbias(problem, inputs, results, None, functions, is_early=False)
+
+
+def _readable(
+    out: Tensor, lse: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The first of `Results` as kernels can read them."""
+    lse, residual, dlse = (None if t is None else t.contiguous() for t in (lse, residual, dlse))  # type: ignore[assignment]
+    return with_dense_rows(out), lse, residual, with_dense_rows(dout), dlse
 
 
 def plain_backward_steps(
@@ -201,11 +210,13 @@ def _steps(
     def step(build: Callable[..., Launch], results: Results, name: str, tile: KernelTile | None) -> Step:
         if functions is None or given_inputs is None:
             return _step(given, build, results, tile)
-        tile = tile or table_tile(name, problem, device)
-        assert tile is not None
         by_key = name != "dq"
+        wanted = frozenset() if by_key else wanted_tensors(problem.functions)
+        tile = tile or table_tile("dq_captured" if wanted else name, problem, device)
+        assert tile is not None
         order, counts = visits(problem, given_inputs, tile.block_m, tile.block_n, by_key)
-        return _step(given, build, results._replace(order=order, counts=counts), tile, functions)
+        results = results._replace(order=order, counts=counts)
+        return _step(given, build, results, tile, functions._replace(wanted=wanted))
 
     steps = [_step(given, _prepare_launch, results, functions)]
     dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, device) for n in ("dk", "dv"))
@@ -281,6 +292,7 @@ def _dq_launch(
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
+        None if functions is None or not functions.wanted else r.dcaptured,
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.shift, r.low, r.delta),
         call.ragged(),
@@ -302,14 +314,26 @@ def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
     return (torch.empty if is_visited else torch.zeros)(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
+def _new_dcaptured(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
+    """Zeros for the kernel of dq to add the gradients of captured tensors to, if one of them wants it."""
+    floats = inputs.captured_floats
+    if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
+        return None
+    return torch.zeros_like(floats)
+
+
 def _shared_dbias(
     problem: AttentionProblem,
     inputs: Inputs,
     results: Results,
     tile: KernelTile | None,
     functions: KernelFunctions | None = None,
+    is_early: bool = True,
 ) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order."""
+    """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order.
+
+    is_early: between the kernel of row statistics and this one stands another, which has waited.
+    """
     bias = inputs.bias
     assert bias is not None
     tile = tile or table_tile("dbias", problem, bias.device)
@@ -318,7 +342,8 @@ def _shared_dbias(
     dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
     partial = torch.empty((splits * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
     given = (*inputs, *results[:GIVEN])
-    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), tile, sizes, functions)])
+    choices = (tile, sizes, functions, is_early)
+    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), *choices)])
     return partial if splits == 1 else partial.view(splits, *bias.shape).sum(0).to(bias.dtype)
 
 
@@ -346,7 +371,8 @@ def _dbias_launch(
     tensors: Tensors,
     tile: KernelTile,
     sizes: BiasSizes,
-    functions: KernelFunctions | None = None,
+    functions: KernelFunctions | None,
+    is_early: bool,
 ) -> Launch:
     from tilewise.gpu.triton.backward_bias import attn_bwd_dbias_kernel
 
@@ -367,4 +393,4 @@ def _dbias_launch(
         sizes.bias_rows == 1,
         sizes.bias_cols == 1,
     )
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=True)
+    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=is_early)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted, run
 from tilewise.gpu.triton.arguments import DecodeConfig, DecodeSizes
 from tilewise.gpu.triton.call import SMALLEST_SCALE, Call, gpu_capability, has_pdl, launchable
@@ -190,12 +191,16 @@ def _chunks(head_dim: int) -> tuple[int, int]:
     return (first, rest) if first >= 16 and first + rest < whole else (whole, 0)
 
 
-@functools.lru_cache(maxsize=4096)
 def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:
     if is_interpreted():
         return DecodeTile(16, 16, 1, 4, 1)
+    return _table_tile(problem, gpu_capability(device), is_shared)
+
+
+@functools.lru_cache(maxsize=4096)
+def _table_tile(problem: AttentionProblem, capability: tuple[int, int], is_shared: bool) -> DecodeTile:
     return decode_tile(
-        gpu_capability(device),
+        capability,
         problem.dtype == torch.float32,
         max(problem.head_dim, problem.head_dim_v),
         problem.seqlen_q * problem.group_size,
@@ -205,6 +210,5 @@ def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> D
     )
 
 
-@functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return 3 if is_interpreted() else gpu_of(device.index).num_sms

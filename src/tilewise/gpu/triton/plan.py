@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Request, Signature, in_order
+from tilewise.core.signature import Signature, in_order
 from tilewise.gpu.launch.launch_plan import Step
-from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward
+from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward, function_plan
 from tilewise.gpu.triton import launch, launch_decode
 from tilewise.gpu.triton.call import with_dense_rows
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
@@ -22,8 +21,10 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Calls without optional tensors are launched again as they were; others are readied anew."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
+    if signature.direction == "bias":
+        return FunctionPlan(problem, _bias_gradient)  # type: ignore[arg-type]
     if problem.functions is not None:
-        return FunctionPlan(problem, functools.partial(_with_functions, signature.request))
+        return function_plan(problem, signature.request, _forward, _backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
@@ -40,15 +41,6 @@ def saves(problem: AttentionProblem) -> Saves:
 def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> Results:
     out, *rest = launch.forward(problem, inputs, order=order, residual=residual)
     return Results(in_order(out, order), *rest)
-
-
-def _with_functions(
-    request: Request, problem: AttentionProblem, inputs: Inputs, *backward: Any
-) -> Results | Gradients:
-    """A call whose kernels read captured tensors and tile maps, which differ in every call."""
-    if backward:
-        return _backward(problem, inputs, *backward)
-    return _forward(problem, inputs, request.order, request.residual)
 
 
 def _given_to_forward(inputs: Inputs) -> Given | None:
@@ -71,6 +63,14 @@ def _backward(
     assert results.out is not None and results.lse is not None
     given = (results.out, results.lse, dout, dlse)
     return launch.backward(problem, inputs, *given, residual=results.residual)
+
+
+def _bias_gradient(
+    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    assert results.out is not None and results.lse is not None
+    given = (results.out, results.lse, dout, dlse)
+    return launch.bias_gradient(problem, inputs, *given, residual=results.residual)
 
 
 def _given_to_backward(

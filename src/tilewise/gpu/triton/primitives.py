@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.core.dropout import ROUNDS
+from tilewise.gpu.functions.operations import tanh
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
 from tilewise.gpu.triton.functions.inlined import poisoned
@@ -139,21 +140,6 @@ def load_stat(ptr, i0, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def tanh(x, IS_ACCURATE: tl.constexpr):
-    """tanh in float32. IS_ACCURATE: relative error near 1e-7 for small x too, by Cephes' polynomial."""
-    y = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
-    y = tl.where(x < 0, -y, y)
-    if IS_ACCURATE:
-        z = x * x
-        series = -5.70498872745e-3 * z + 2.06390887954e-2
-        series = series * z - 5.37397155531e-2
-        series = series * z + 1.33314422036e-1
-        series = series * z - 3.33332819422e-1
-        y = tl.where(tl.abs(x) < 0.625, series * z * x + x, y)
-    return y
-
-
-@triton.jit
 def score_ptrs(x, i, j, seq):
     """Pointers to the entries (i, j) of a score-shaped tensor, in 64 bits."""
     head = seq.b.to(tl.int64) * x.stride_batch + seq.h.to(tl.int64) * x.stride_head
@@ -188,8 +174,9 @@ def store_scores(x, tile, i, j, seq, IS_EDGE: tl.constexpr):
 
 @triton.jit
 def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr, bias, mask):
-    """(scores with every option applied, tanh of the capped ones, slope) from the plain products s = q k^T.
+    """(scores with every option applied, tanh of the capped ones, slope, scores before the score function).
 
+    From the plain products s = q k^T.
     Still without the scale if cfg.IS_FOLDED (`exponentials` then applies it). -inf where the key is not
     visible. IS_EDGE=False promises that lengths, window and a mask function hide nothing in this tile. `bias`
     and `mask` are what `load_scores` gives for those of extras; `slope` is the score function's derivative.
@@ -210,6 +197,7 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
         slope = tl.load(extras.alibi.ptr + seq.b * extras.alibi.stride_batch + seq.h).to(tl.float32)
         s -= tl.abs(i + seq.offset - j).to(tl.float32) * (slope * unit)
     slope_of_score = s
+    before = s
     wrong = s != s
     if cfg.SCORE is not None:
         s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
@@ -224,7 +212,7 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
         s = tl.where(mask != 0, s, float("-inf"))
     if cfg.IS_GUARDED and cfg.SCORE is not None:
         s = poisoned(s, wrong, i, seq, extras.captured)
-    return s, t, slope_of_score
+    return s, t, slope_of_score, before
 
 
 @triton.jit
@@ -339,14 +327,34 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(i0, j0, seq, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def keep_tile(i0, j0, seq, extras, sizes, cfg: tl.constexpr):
     """True [BLOCK_M, BLOCK_N] where a weight survives, see `core.dropout`: a call serves 4 x 4 of them.
 
     i0 and j0 must be multiples of 16.
     """
+    if cfg.DROPOUT_STEP == 1:
+        i, j = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None], (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
+        keep = keep_entries(i, j, seq, extras, sizes, cfg)
+    else:
+        i0, j0 = in_whole_call(i0, j0, extras, cfg)
+        keep = keep_squares(i0, j0, seq, extras, sizes, cfg, cfg.BLOCK_M, cfg.BLOCK_N)
+    return keep
+
+
+@triton.jit
+def in_whole_call(i, j, extras, cfg: tl.constexpr):
+    """Queries and keys as dropout numbers them: the call may be a part of a larger one."""
+    if cfg.DROPOUT_STEP != 0:
+        i += tl.load(extras.dropout_seed + 1).to(tl.int32)
+        j += tl.load(extras.dropout_seed + 2).to(tl.int32)
+    return i, j
+
+
+@triton.jit
+def keep_squares(i0, j0, seq, extras, sizes, cfg: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     call_i = (i0 // 4 + tl.arange(0, BLOCK_M // 4))[:, None]
     call_j = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    w0, w1, w2, w3 = dropout_words(call_i, call_j, seq, extras, sizes)
+    w0, w1, w2, w3 = dropout_words(call_i, call_j, seq, extras, sizes, cfg)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M // 4, BLOCK_N // 4, 2, 2]: word 2 * c + d
     words = tl.reshape(words, (BLOCK_M // 16, 4, BLOCK_N // 16, 4, 2, 2))
     words = tl.reshape(tl.permute(words, (0, 1, 4, 2, 3, 5)), (BLOCK_M // 16, 1, 8, BLOCK_N // 16, 1, 8))
@@ -355,20 +363,26 @@ def keep_tile(i0, j0, seq, extras, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
-def keep_entries(i, j, seq, extras, sizes):
-    """The same decision entry by entry, for any i and j: 16 times the work of `keep_tile`."""
-    w0, w1, w2, w3 = dropout_words(i // 16 * 4 + i % 8 // 2, j // 16 * 4 + j % 8 // 2, seq, extras, sizes)
+def keep_entries(i, j, seq, extras, sizes, cfg: tl.constexpr):
+    """The same decision entry by entry, for any i and j: 16 times the work of `keep_squares`."""
+    i, j = in_whole_call(i, j, extras, cfg)
+    call_i, call_j = i // 16 * 4 + i % 8 // 2, j // 16 * 4 + j % 8 // 2
+    w0, w1, w2, w3 = dropout_words(call_i, call_j, seq, extras, sizes, cfg)
     even, odd = tl.where(j % 2 == 0, w0, w1), tl.where(j % 2 == 0, w2, w3)
     return is_kept(tl.where(i % 2 == 0, even, odd), i // 8 % 2 * 2 + j // 8 % 2, sizes)
 
 
 @triton.jit
-def dropout_words(call_i, call_j, seq, extras, sizes):
+def dropout_words(call_i, call_j, seq, extras, sizes, cfg: tl.constexpr):
     seed = tl.load(extras.dropout_seed)
+    head = seq.b * sizes.num_heads + seq.h
+    if cfg.DROPOUT_STEP != 0:
+        first, num_heads = tl.load(extras.dropout_seed + 3), tl.load(extras.dropout_seed + 4)
+        head = (first + seq.b * num_heads + seq.h).to(tl.int32)
     c0 = (call_j + call_i * 0).to(tl.uint32)
     c1 = (call_i + call_j * 0).to(tl.uint32)
     c2 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
-    c3 = c0 * 0 + ((seed >> 32).to(tl.uint32) ^ (seq.b * sizes.num_heads + seq.h).to(tl.uint32))
+    c3 = c0 * 0 + ((seed >> 32).to(tl.uint32) ^ head.to(tl.uint32))
     return tl.philox(0, c0, c1, c2, c3, DROPOUT_ROUNDS)
 
 

@@ -72,6 +72,13 @@ PORTABLE: Rows = {
     ],
 }
 
+# dq with the gradients of captured tensors, which take registers. Chosen by these and spills; not timed.
+HOPPER_DQ_CAPTURED: list[tuple[int, KernelTile | None]] = [
+    (128, KernelTile(64, 64, 8, 2)),
+    (256, KernelTile(32, 32, 4, 2)),
+    (1024, KernelTile(16, 16, 8, 1)),
+]
+
 # Timed by sweeps of 6 to 16 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
 # torch 2.11.0+cu130, triton 3.6.0. `tilewise tune` repeats it. Data-centre Blackwell takes these tiles too,
 # not timed there. The rows of 192 were timed with 192 columns of QK and 128 of V.
@@ -99,6 +106,7 @@ HOPPER: Rows = PORTABLE | {
         (256, KernelTile(128, 64, 8, 1)),
         (1024, KernelTile(16, 16, 8, 1)),
     ],
+    "dq_captured": HOPPER_DQ_CAPTURED,
 }
 
 # Packed sequences and caches, which TMA does not read. Timed without them.
@@ -158,6 +166,7 @@ HOPPER_BIAS: Rows = EXTRAS | {
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
         *EXTRAS["dq"][2:],
     ],
+    "dq_captured": HOPPER_DQ_CAPTURED,
     "dbias": [
         (64, KernelTile(64, 64, 4, 2, has_tma=True, is_left_shared=True, max_registers=168)),
         (128, KernelTile(64, 64, 4, 2, has_tma=True)),
@@ -240,7 +249,7 @@ def kernel_tile(
 ) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
-    For "dk" and "dv", None where "dkdv" serves both.
+    For "dk" and "dv", None where "dkdv" serves both. "dq_captured": "dq" and gradients of captured tensors.
 
     `float32_precision`: "ieee" or "tf32", None for 16-bit types.
     `extras`: what makes scores more than a product and a mask of positions, so that a tile needs more
@@ -261,6 +270,8 @@ def kernel_tile(
     else:
         table = PORTABLE if extras is None else EXTRAS
     causal = f"{kernel}_causal"
+    if kernel not in table:
+        kernel = kernel.removesuffix("_captured")
     rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
     return next(tile for largest, tile in rows if padded_dim <= largest)
 

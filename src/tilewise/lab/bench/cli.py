@@ -183,11 +183,11 @@ def _draw(loaded: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(command: str = "bench") -> Iterator[None]:
     try:
         yield
     except BenchError as error:
-        print(f"tilewise bench: {error}", file=sys.stderr)
+        print(f"tilewise {command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 

@@ -183,7 +183,10 @@ def _speed_table(
 
 
 def _efficiency_table(found: Results, records: list[Record], notes: list[str]) -> list[str]:
-    """Time of one device / time, and on GPUs / their number; on a CPU one process has the threads of all."""
+    """Time of one device / time, and on GPUs / their number; on a CPU one process has the threads of all.
+
+    Where one device does one rank's work, its time counts as many times as there are ranks.
+    """
     devices = found["world"] if found["device"]["type"] == "cuda" else 1
     names = [name for name in _peers_of(found, records) if name != "one-device"]
     rows = []
@@ -194,12 +197,13 @@ def _efficiency_table(found: Results, records: list[Record], notes: list[str]) -
         for name in names:
             entry = record["peers"].get(name)
             if is_measured(alone) and is_measured(entry):
-                efficiency = results.ratio(alone, entry) / devices
+                efficiency = results.ratio(alone, entry) / float(entry.get("ranks") or devices)
                 row.append(f"{efficiency:.3f} ({number(results.median(entry) * 1e3)} ms)")
             else:
                 row.append(_table_cell(record, name, 1.0, notes))
         rows.append(row)
-    return markdown([f"case (efficiency of {found['world']} ranks)", "one device", *names], rows)
+    ranks = f"{found['world']} ranks" if found["world"] > 1 else "one rank's work"
+    return markdown([f"case (efficiency of {ranks})", "one device", *names], rows)
 
 
 def _peers_of(found: Results, records: list[Record]) -> list[str]:

@@ -38,6 +38,8 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 
+# Environment variables that hold tilewise, PyTorch, and oneDNN below PyTorch to fewer instructions.
+INSTRUCTION_SETS = ("TILEWISE_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 Results = dict[str, Any]
 Entry = dict[str, Any]  # one peer on one case
 
@@ -49,7 +51,8 @@ def environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": _versions(device),
         "commit": _commit(),
-        "source_sha256": _source_digest(),
+        "source_sha256": _digest("."),
+        "kernels_sha256": kernels_digest(device),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["tilewise", *sys.argv[1:]]),
     }
@@ -61,6 +64,7 @@ def _cpu_device() -> dict[str, Any]:
         "name": processor_name(),
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "instruction_sets": {name: os.environ[name] for name in INSTRUCTION_SETS if name in os.environ},
     }
 
 
@@ -101,10 +105,15 @@ def _commit() -> str | None:
     )
 
 
-def _source_digest() -> str:
-    """Of the package's source files: names the code even where there is no checkout."""
+def kernels_digest(device: str) -> str:
+    """Of what decides results and speed of calls on "cpu" or "cuda": what another gave is out of date."""
+    return _digest("core", "dispatch", "autograd", "cache", "gpu" if device == "cuda" else "cpu")
+
+
+def _digest(*folders: str) -> str:
+    """Of the package's source files in these folders: names the code even where there is no checkout."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -46,7 +46,7 @@ def claims(
         verdict = {"yes": "holds", "**no**": "does not hold"}.get(holds, "not measured")
         typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
 
-    with one_line_errors():
+    with one_line_errors("claims"):
         setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"), checkpoints, typer.echo)
         if setting.device not in ("cpu", "cuda") or (setting.is_gpu and not torch.cuda.is_available()):
             raise BenchError(f"--device {device!r} must be cpu, or cuda where PyTorch sees a GPU")

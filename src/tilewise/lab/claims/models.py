@@ -44,17 +44,19 @@ def _seconds(step: Callable[[], Any], setting: Setting) -> float:
     return time.perf_counter() - start
 
 
-def faster(make: Callable[[str], Callable[[], float]], setting: Setting) -> tuple[float, str]:
-    """How many times faster a training step is than in eager attention; what SDPA and the losses were.
+def faster(make: Callable[[str], Callable[[], float]], setting: Setting, *peers: str) -> tuple[float, str]:
+    """How many times faster a training step is than in eager attention; what the others and the losses were.
 
     `make(implementation)` builds the model from one seed and returns its step, which returns the loss.
+    `peers`: implementations timed beside SDPA.
     """
-    steps = {name: make(name) for name in (EAGER, SDPA, OURS)}
+    steps = {name: make(name) for name in (EAGER, SDPA, *peers, OURS)}
     losses = {name: step() for name, step in steps.items()}
     rounds = [{name: _seconds(step, setting) for name, step in steps.items()} for _ in range(STEPS)]
     times = {name: statistics.median(r[name] for r in rounds) for name in steps}
-    note = f"SDPA {times[EAGER] / times[SDPA]:.2f}×; first loss {losses[OURS]:.4f}, eager {losses[EAGER]:.4f}"
-    return times[EAGER] / times[OURS], note
+    others = "".join(f", {name} {times[EAGER] / times[name]:.2f}×" for name in peers)
+    loss = f"first loss {losses[OURS]:.4f}, eager {losses[EAGER]:.4f}"
+    return times[EAGER] / times[OURS], f"SDPA {times[EAGER] / times[SDPA]:.2f}×{others}; {loss}"
 
 
 def _training(
@@ -78,7 +80,8 @@ def _training(
 
         return step
 
-    return faster(make, setting)
+    has_flash = setting.is_gpu and transformers.utils.is_flash_attn_2_available()
+    return faster(make, setting, *(("flash_attention_2",) if has_flash else ()))
 
 
 def _gpt2(setting: Setting, seqlen: int, large: int, small: int) -> Callable[[Any, str], Any]:

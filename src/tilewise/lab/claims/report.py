@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tilewise.lab.bench import results
 from tilewise.lab.bench.report import markdown
 from tilewise.lab.claims.claim import CLAIMS, Claim
 
@@ -33,12 +34,14 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
 
 
 def tables(files: Sequence[dict[str, Any]]) -> str:
-    """A section for each file: where and when, then its claims in the list's order."""
+    """A section for each file: where and when, if kernels have changed since, and its claims in order."""
     parts = []
     for found in files:
         rows = [line(claim, found["rows"][name]) for name, claim in CLAIMS.items() if name in found["rows"]]
         device, threads = found["device"], found["threads"]
         where = device["name"] + (f", {threads} threads" if device["type"] == "cpu" else "")
         title = f"### {where}, {found['date'][:10]}, torch {found['versions']['torch']}"
+        if found.get("kernels_sha256") != results.kernels_digest(device["type"]):
+            title += ", **with older kernels**"
         parts.append("\n".join([title, "", *markdown(HEADER, rows)]))
     return "\n\n".join(parts)

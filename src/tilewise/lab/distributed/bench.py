@@ -2,8 +2,11 @@
 
     torchrun --nproc-per-node 8 -m tilewise bench --suite distributed --json results.json
 
-Every rank makes the same tensors from one seed and takes its shard. A sample is the time of the slowest rank.
-One device is rank 0 while the others wait; on a CPU it has the threads of all ranks.
+Without torchrun one device does the work of one rank of 2, 4 and 8: see `one_rank`.
+
+Every rank makes the same tensors from one seed and takes its shard. A sample is the time of the slowest rank,
+in calls in a row that all begin together. One device is rank 0 while the others wait; on a CPU it has the
+threads of all ranks.
 """
 
 from __future__ import annotations
@@ -24,22 +27,17 @@ from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.peer import Data, Prepared
 from tilewise.lab.bench.run import Report, Settings, attempt, no_garbage_collection
 from tilewise.lab.bench.timing import Stopwatch, stopwatch
+from tilewise.lab.distributed.one_rank import one_rank_peers, ranks_of_peer
 from tilewise.lab.distributed.peers import ONE, Group, Prepare, peers
 
+ONE_RANK = "of so many ranks the one with most to do, alone on the device; what it receives are copies"
 LONGEST_GRADIENTS = {"cpu": 4096, "cuda": 32768}  # tokens: of longer cases the gate looks at outputs alone
 
 
 def join(device: str) -> Group:
-    """The ranks of this run.
-
-    Raises:
-        BenchError: torchrun has not started this process.
-    """
+    """The ranks of this run: those that torchrun has started, or this process alone."""
     if "RANK" not in os.environ:
-        raise BenchError(
-            "suite 'distributed' is for several processes: torchrun --nproc-per-node 2 -m tilewise bench "
-            "--suite distributed"
-        )
+        return Group(0, 1, device)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -54,8 +52,9 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
     """Run every case on all ranks. Rank 0 writes the file (if any) and calls `report`."""
     chosen, started = _chosen(settings.peers, group.world), time.monotonic()
     clock = stopwatch(group.device)
+    how = ONE_RANK if group.world == 1 else f"the slowest of {group.world} ranks"
     seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
-    seed = int(_slowest(float(seed if group.rank == 0 else 0), group))
+    seed = int(_largest(float(seed if group.rank == 0 else 0), group))
     found: results.Results = {
         "schema_version": results.SCHEMA_VERSION,
         "kind": results.KIND,
@@ -67,7 +66,7 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
         "seed": seed,
         "complete": False,
         **_environment(group),
-        "method": f"the slowest of {group.world} ranks, which start together; on each: {clock.method}",
+        "method": f"{how}, after a call not timed; on each: {clock.method}",
         "ceilings": {},
         "unavailable": {},
         "cases": [],
@@ -75,7 +74,7 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
     }
     for number, case in enumerate(cases):
         late = settings.budget is not None and time.monotonic() - started > settings.budget
-        if _slowest(float(late), group):
+        if _largest(float(late), group):
             found["not_run"].append(case.name)
             continue
         record = _run_case(case, chosen, group, clock, settings, seed)
@@ -93,16 +92,19 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
 
 def _environment(group: Group) -> dict[str, Any]:
     found = results.environment(group.device)
+    if not dist.is_initialized():
+        return found
     return found | {"command": f"torchrun --nproc-per-node {group.world} -m {found['command']}"}
 
 
 def leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _chosen(names: tuple[str, ...], world: int) -> dict[str, Prepare]:
-    known = peers(world)
+    known = peers(world) if world > 1 else one_rank_peers() | {ONE: peers(1)[ONE]}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BenchError(f"peer {unknown[0]!r} is unknown, must be one of {', '.join(known)}")
@@ -115,19 +117,18 @@ class _Ready:
     def __init__(self, prepared: Prepared | None, threads: int) -> None:
         self.prepared, self.threads, self.count = prepared, threads, 1
 
-    def samples(self, group: Group, clock: Stopwatch) -> list[float]:
-        """Those of a round."""
-        return [float(f"{self.sample(group, clock):.6g}") for _ in range(self.count)]
-
-    def sample(self, group: Group, clock: Stopwatch) -> float:
-        """Seconds of the slowest rank."""
-        dist.barrier()
-        seconds = 0.0
+    def samples(self, group: Group, clock: Stopwatch, count: int) -> list[float]:
+        """Seconds of calls in a row, each of the slowest rank. One that is not timed comes first: a rank may
+        have been idle, in the call of one device."""
+        if group.world > 1:
+            dist.barrier()
+        seconds = [0.0] * count
         if self.prepared is not None:
             before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
             with self.prepared.context():
-                (seconds,) = clock.sample(self.prepared.call, 1)
+                self.prepared.call()
+                seconds = clock.sample(self.prepared.call, count)
             torch.set_num_threads(before)
         return _slowest(seconds, group)
 
@@ -140,7 +141,7 @@ def _run_case(
     ready: dict[str, _Ready] = {}
     for name, prepare in chosen.items():
         found = attempt(functools.partial(_prepare, name, prepare, data, group, clock, ready))
-        if _slowest(float(found["status"] != "ok"), group):
+        if _largest(float(found["status"] != "ok"), group):
             ready.pop(name, None)
             if found["status"] == "ok":
                 found = {"status": "failed", "reason": "on another rank"}
@@ -150,7 +151,8 @@ def _run_case(
             names = list(ready)
             shift = number % max(1, len(names))
             for name in names[shift:] + names[:shift]:
-                entries[name]["samples"].append(ready[name].samples(group, clock))
+                seconds = ready[name].samples(group, clock, ready[name].count)
+                entries[name]["samples"].append([float(f"{s:.6g}") for s in seconds])
     del data, ready
     if group.device == "cuda":
         torch.cuda.empty_cache()
@@ -163,6 +165,8 @@ def _prepare(
     """Set up, check, warm up. Only what passes is put into `ready`."""
     case, prepared = data.case, prepare(data.case, data, group)
     entry: results.Entry = {"layout": "bshd", "inner": 1}
+    if group.world == 1:
+        entry["ranks"] = ranks_of_peer(name)
     if prepared is not None:
         with prepared.context():
             found = prepared.results()
@@ -174,13 +178,20 @@ def _prepare(
             if verdict.fault is not None:
                 return {"status": "wrong", "reason": verdict.fault, **entry}
     peer = _Ready(prepared, torch.get_num_threads() * (group.world if name == ONE else 1))
-    peer.sample(group, clock)
-    peer.count, _ = clock.plan(peer.sample(group, clock), quick=False)
+    (seconds,) = peer.samples(group, clock, 1)
+    peer.count, _ = clock.plan(seconds, quick=False)
     ready[name] = peer
     return {"status": "ok", **entry, "samples": []}
 
 
-def _slowest(value: float, group: Group) -> float:
-    t = torch.tensor(value, dtype=torch.float64, device=group.device)
+def _slowest(values: list[float], group: Group) -> list[float]:
+    """Of each value the largest on any rank."""
+    if group.world == 1:
+        return values
+    t = torch.tensor(values, dtype=torch.float64, device=group.device)
     dist.all_reduce(t, dist.ReduceOp.MAX)
-    return float(t)
+    return t.tolist()  # type: ignore[no-any-return]
+
+
+def _largest(value: float, group: Group) -> float:
+    return _slowest([value], group)[0]

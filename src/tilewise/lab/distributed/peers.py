@@ -63,12 +63,19 @@ def offsets(case: Case) -> list[int] | None:
     return [0, *itertools.accumulate(case.lengths)] if case.kind == "varlen" else None
 
 
-def _options(case: Case) -> dict[str, Any]:
+def options_of(case: Case) -> dict[str, Any]:
     return {"causal": case.causal} | ({} if case.window is None else {"window": case.window})
+
+
+def check_heads(method: str, case: Case, world: int) -> None:
+    """Raises Refusal where ranks are too many for a case's heads."""
+    if method == "ulysses" and case.num_heads % world:
+        raise Refusal(f"has {case.num_heads} heads for {world} ranks")
 
 
 def _context_parallel(method: str, balance: str | None = None, overlaps: bool = True) -> Prepare:
     def prepare(case: Case, data: Data, group: Group) -> Prepared:
+        check_heads(method, case, group.world)
         dim = 0 if case.kind == "varlen" else 1
         where: dict[str, Any] = {"balance": balance or balance_of(case), "cu_seqlens": offsets(case)}
         total = data.query.shape[dim]
@@ -76,7 +83,7 @@ def _context_parallel(method: str, balance: str | None = None, overlaps: bool = 
         dout = None if data.dout is None else shard(data.dout, dim=dim, **where)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            options = where | _options(case)
+            options = where | options_of(case)
             found = context_parallel_attention(query, key, value, method=method, seqlen=total, **options)
             assert isinstance(found, Tensor)
             return found
@@ -110,7 +117,7 @@ def _one_device(case: Case, data: Data, group: Group) -> Prepared | None:
     tensors = (data.query, data.key, data.value)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        options = _options(case)
+        options = options_of(case)
         if case.kind == "varlen":
             options |= {name: max(case.lengths) for name in ("max_seqlen_q", "max_seqlen_k")}
             found = attention_varlen(query, key, value, data.offsets, data.offsets, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,12 @@ import typer
 
 from tilewise.distributed import Network, explain
 from tilewise.distributed.cost import Choice
+from tilewise.lab.bench import results
+from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.cli import one_line_errors
+from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.report import markdown
+from tilewise.lab.distributed.peers import ONE, balance_of, offsets
 
 WORLDS, SEQLENS = (8, 64, 1024), (1 << 17, 1 << 20, 10 << 20)
 NOMINAL = Network(600e12, 450e9, 10e-6, 8, 50e9, 20e-6)  # NVLink 4 in nodes of 8, InfiniBand NDR between
@@ -42,18 +48,26 @@ def distributed(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the efficiencies: .svg, .png.")
     ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--measured", help="Compare with this file of `bench` instead.")
+    ] = None,
 ) -> None:
     """Predict the time of one sequence over many GPUs.
 
     Forward and backward: the best method, its efficiency and what limits it.
 
-    The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs.
+    The speeds are assumptions, nominal ones of NVLink 4 and InfiniBand NDR unless given; nothing runs. With
+    --measured the speed of a GPU is that of one device in the file, and cases are those of the file.
     """
     if plot is not None:
         _check_plot(plot)
     network = Network(
         flops * 1e12, bandwidth * 1e9, latency * 1e-6, per_node, far_bandwidth * 1e9, far_latency * 1e-6
     )
+    if measured is not None:
+        with one_line_errors("distributed"):
+            typer.echo(check(results.load(measured), network))
+        return
     typer.echo(
         f"assumed: {flops:g} TFLOP/s a GPU, {bandwidth:g} GB/s and {latency:g} us in a node of {per_node}, "
         f"{far_bandwidth:g} GB/s and {far_latency:g} us between nodes"
@@ -93,6 +107,52 @@ def table(found: Predictions) -> str:
             efficiencies = [by_method.get(method, "–") for method in METHODS]
             rows.append([str(world), f"{seqlen:,}", *efficiencies, choice.method, choice.best.limit])
     return "\n".join(markdown(["GPUs", "tokens", *METHODS, "taken", "limited by"], rows))
+
+
+def check(found: results.Results, network: Network) -> str:
+    """Markdown: efficiencies of a file of the suite "distributed", each with the predicted one behind it.
+
+    The speed of a device is its own in the case. On a CPU one device has the threads of all ranks.
+
+    Raises:
+        BenchError: the file is of another suite, or of one device.
+    """
+    world = found.get("world", 1)
+    if world < 2:
+        raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
+    names = [n for n in (f"tilewise:{m}" for m in METHODS) if any(n in r["peers"] for r in found["cases"])]
+    devices = world if found["device"]["type"] == "cuda" else 1
+    rows, ratios = [], []
+    for record in found["cases"]:
+        alone, row = record["peers"].get(ONE), [record["name"]]
+        if not results.is_measured(alone):
+            continue
+        speed = record["flops"] * devices / world / results.median(alone)
+        choice = _explain_case(Case.from_json(record["case"]), world, network._replace(flops=speed))
+        predicted = {f"tilewise:{e.method}": e.efficiency for e in choice.estimates}
+        for name in names:
+            entry = record["peers"].get(name)
+            if name not in predicted or not results.is_measured(entry):
+                row.append("–")
+                continue
+            efficiency = results.ratio(alone, entry) / devices
+            ratios.append(predicted[name] / efficiency)
+            row.append(f"{efficiency:.2f} ({predicted[name]:.2f})")
+        rows.append(row)
+    header = [f"case (efficiency of {world} ranks, predicted)", *(n.removeprefix("tilewise:") for n in names)]
+    low, high = min(ratios, default=1.0), max(ratios, default=1.0)
+    note = f"predicted / measured: {statistics.median(ratios or [1.0]):.2f} ({low:.2f} to {high:.2f})"
+    return "\n".join([*markdown(header, rows), "", note])
+
+
+def _explain_case(case: Case, world: int, network: Network) -> Choice:
+    starts = offsets(case)
+    return explain(
+        case.seqlen_q if starts is None else None, world=world, network=network, num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, batch=case.batch, dtype=case.torch_dtype,
+        causal=case.causal, window=case.window or (None, None), balance=balance_of(case),
+        cu_seqlens=starts, backward=case.direction != "forward",
+    )  # fmt: skip
 
 
 def _check_plot(path: Path) -> None:

@@ -41,7 +41,9 @@ def mask(
         kinds = kinds_of(mask_mod, lengths, size, b, h)
         if plot is not None:
             draw_mask(mask_mod, lengths, size, plot, b, h)
-    except (TypeError, ValueError, IndexError, NotImplementedError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"tilewise mask: {error.filename}: {error.strerror}")
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
         sys.exit(f"tilewise mask: {error}")
     typer.echo(as_text(kinds))
     full, partial, empty = shares(kinds)

@@ -33,10 +33,14 @@ class Dropout:
 
 
 class TileDropout:
-    """Which weights survive of a tile of queries from q0 on, and keys from j0 on (a multiple of 4)."""
+    """Which weights survive of a tile of queries from q0 on, and keys from j0 on (a multiple of 4).
+
+    A call that is part of a larger one adds what its first query and key are there, multiples of 16.
+    """
 
     def __init__(self, dropout: Dropout, shape: Shape, head: Head, q0: Scalar, j0: Scalar) -> None:
-        args, self.shape, self.j0 = dropout.args, shape, j0
+        args, self.shape = dropout.args, shape
+        q0, self.j0 = q0 + args.drop_q, j0 + args.drop_k
         self.lanes = shape.target.vector_bytes // 8
         self.is_square = shape.lanes % 16 == 0 or shape.block_q % 16 == 0  # q0 is a multiple of 16
         group = 4 if self.is_square else shape.lanes // 2  # calls that stand together, first for the first b
@@ -51,7 +55,8 @@ class TileDropout:
         numbers = [splat(as_int(q0), self.lanes) + _lanes([q for _, q in calls]) for calls in self.vectors]
         self.rows = [q // 16 * 4 + q % 8 // 2 for q in numbers]
         self.shifts = [self._shift(q0, column) for column in shape.columns()]
-        low, high = args.seed & LOW32, (args.seed >> 32) ^ (head.batch * args.num_heads + head.head)
+        number = args.drop_head + head.batch * args.drop_heads + head.head
+        low, high = args.seed & LOW32, (args.seed >> 32) ^ number
         self.head = low, high
         self.limit = splat(int32(args.threshold), shape.lanes)
 

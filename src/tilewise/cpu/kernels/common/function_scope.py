@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import llvmlite.ir as ir
 
-from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, LOGIC, Functions, Graph
+from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.elementary import elementary
 from tilewise.cpu.dsl.lanes import across, any_lane, first_lane
@@ -179,16 +179,9 @@ class Scope:
     def _argument_kind(self, n: int, place: int) -> str:
         """What an argument is converted to before the operation."""
         node = self.graph.nodes[n]
-        kinds = {self.graph.nodes[a].kind for a in node.args}
         if node.op in (BOOL, INT, FLOAT):
             return self.graph.nodes[node.args[place]].kind
-        if node.op == "where":
-            return BOOL if place == 0 else node.kind
-        if node.op == "pow":
-            return node.kind
-        if FLOAT in kinds or node.kind == FLOAT:
-            return FLOAT
-        return BOOL if kinds == {BOOL} and node.op in LOGIC and node.kind == BOOL else INT
+        return self.graph.argument_kind(n, place)
 
     def _narrowed(self, x: Operand, n: int, is_vector: bool) -> Operand:
         """A node's integers, in vectors, as wide as its own values need."""

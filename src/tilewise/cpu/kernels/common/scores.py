@@ -11,6 +11,7 @@ from tilewise.cpu.dsl.lanes import any_lane, fold_sums, transpose
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.dsl.numerics import tanh
 from tilewise.cpu.dsl.vector import (
+    Operand,
     Scalar,
     Value,
     Var,
@@ -20,6 +21,7 @@ from tilewise.cpu.dsl.vector import (
     fma,
     int32,
     iota,
+    maximum,
     minimum,
     select,
     splat,
@@ -248,6 +250,47 @@ class TileScores:
             self.hide(s, j)
         if scope is not None and self.functions is not None:
             self.functions.report(s, scope)
+
+    def of_keys(
+        self, products: Any, k: list[Rows], q_t: list[Rows], s_t: Rows, keys: tuple[Value, Value],
+        scale: Operand | None,
+    ) -> list[Value]:  # fmt: skip
+        """s_t = k q_t of the keys [first, n), `finish`ed; their maximum over keys."""
+        shape, dim = self.shape, self.config.head_dim
+        highest = [Var(shape.constant(-INF)) for _ in shape.columns()]
+        for j in loop(*keys, products.height):
+            products.multiply(s_t.at(j, 0), [part.at(j, 0) for part in k], q_t, (0, dim), shape.vectors)
+            for r in loop(j, j + products.height, shape.rows) if products.height > shape.rows else (j,):
+                self.finish(s_t.at(r, 0), r, scale)
+                for i in range(shape.rows):
+                    for v, c in enumerate(shape.columns()):
+                        highest[v].set(maximum(highest[v], s_t.at(r, 0)[i, c].load(shape.lanes)))
+        return [Value(x.raw) for x in highest]
+
+    def finish(self, s_t: Rows, j: Value, scale: Operand | None) -> None:
+        """Products of the keys [j, j + rows) at s_t -> scores with their options, in place.
+
+        `scale`: None where there are no options and the exponential has the scale, or where queries had it.
+        """
+        if self.scores.has_options or scale is not None:
+            s = self._loaded(s_t, scale)
+            self.apply(s, j)
+            self._store(s_t, s)
+        else:
+            with when(self.is_edge(j)):
+                s = self._loaded(s_t, None)
+                self.hide(s, j)
+                self._store(s_t, s)
+
+    def _loaded(self, s_t: Rows, factor: Operand | None) -> Grid:
+        shape = self.shape
+        cells = [[s_t[r, c].load(shape.lanes) for c in shape.columns()] for r in range(shape.rows)]
+        return [[Var(x if factor is None else x * factor) for x in row] for row in cells]
+
+    def _store(self, s_t: Rows, s: Grid) -> None:
+        for r, row in enumerate(s):
+            for c, x in zip(self.shape.columns(), row):
+                s_t[r, c].store(x)
 
     def is_edge(self, j: Value) -> Value:
         """Whether some query does not see all of the keys j0 + [j, j + rows)."""

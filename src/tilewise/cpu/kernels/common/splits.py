@@ -58,7 +58,6 @@ class Block:
 class SplitKernel:
     """The steps around a kernel's own: `reserve`, `load_queries`, `visit_blocks` and `statistics`."""
 
-    name = "decode"
     key_blocks: KeyBlocks = ((BLOCK_K, BLOCK_K),)
     m_rows: int  # vectors of m, and of l, that a key head takes
 

@@ -34,6 +34,7 @@ from tilewise.cpu.dsl.vector import (
     to_float,
 )
 from tilewise.cpu.kernels.common.dropout import GROUP
+from tilewise.cpu.kernels.common.products import Products
 from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
 from tilewise.cpu.kernels.forward import weighted
 
@@ -44,11 +45,10 @@ OF_TOTALS = {"entropy", "expected_distance", "top_k"}  # what is divided by the 
 class Tile:
     """One tile of queries."""
 
-    def __init__(self, shape: Shape, base: Ptr, q0: Scalar) -> None:
+    def __init__(self, products: Products, shape: Shape, base: Ptr, q0: Scalar) -> None:
         self.q0, config = q0, shape.config
         self.scratch = scratch = Scratch(shape, base)
-        height = shape.pad // 2 if config.has_bf16_products else shape.pad
-        self.q_t = scratch.rows(height, shape.block_q)  # scaled, or pairs as they are
+        self.q_t = products.right(scratch, shape.pad, shape.block_q)
         self.lse, self.residual = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.counted = scratch.rows(1, shape.block_q)  # 1, or 0 where column sums leave a query out
         names = [name for name in OF_ROWS if name in config.statistics]

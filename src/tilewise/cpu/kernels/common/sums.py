@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.cpu.dsl.control import either, loop, wait_until, when
-from tilewise.cpu.dsl.memory import Ptr, Rows
-from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var
+from tilewise.cpu.dsl.memory import Halves, Ptr, Rows
+from tilewise.cpu.dsl.vector import BYTES, Operand, Scalar, Value, Var
 from tilewise.cpu.kernels.common.tiles import Shape, column_chunks, store_rows
 
 
@@ -25,8 +25,8 @@ def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
 
 
 def sum_bytes(shape: Shape, rows: int) -> int:
-    """Of the sums of a tile's dq, where they cannot stand where dq will be."""
-    return 0 if shape.config.kind == shape.kind else rows * shape.pad * shape.item
+    """What a tile's sums of dq need beside the place where dq will be: of 16-bit types half of their bits."""
+    return 0 if shape.config.kind == shape.kind else rows * shape.pad * BYTES["i16"]
 
 
 def add_in_turn(
@@ -34,12 +34,14 @@ def add_in_turn(
 ) -> None:
     """Add n rows of dq to a tile's sums when `place` work items have; the last one writes scale * sums."""
     shape, args, dq = kernel.shape, kernel.args, kernel.dq
-    dim, ticket, sums = shape.config.head_dim, args.ptr("ticket", "i64")[tile], target
+    dim, ticket = shape.config.head_dim, args.ptr("ticket", "i64")[tile]
+    sums: Callable[[Any], Any] = target
     if size := kernel.facts()["sum_bytes"]:
-        own = Rows(args.ptr("dq_sum", shape.kind)[tile * (size // shape.item)], shape.pad)
+        slot = args.ptr("dq_sum", "i16")[tile % args.sum_tiles * (size // BYTES["i16"])]
+        lower = Rows(slot, shape.pad)
 
-        def sums(i: Any) -> Ptr:
-            return own[i, 0]
+        def sums(i: Any) -> Halves:
+            return Halves(target(i), lower[i, 0])
 
     with when(place > 0):
         wait_until(ticket, place)

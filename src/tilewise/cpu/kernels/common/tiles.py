@@ -24,7 +24,6 @@ from tilewise.cpu.dsl.vector import (
     Var,
     as_kind,
     fma,
-    function,
     maximum,
     minimum,
     number,
@@ -71,20 +70,6 @@ class Shape:
     def columns(self) -> list[int]:
         """Where each vector of a tile's queries starts."""
         return [v * self.lanes for v in range(self.vectors)]
-
-
-def build_kernel(make: Any, config: Config, target: Target) -> tuple[str, dict[str, int]]:
-    """LLVM IR of the kernel that the class `make` writes, and the sizes its caller needs."""
-    shape = Shape(config, target, make.key_blocks)
-    with function(make.name) as emitter:
-        kernel = make(shape, Arguments(emitter))
-        kernel.run()
-        facts = {
-            "block_q": shape.block_q,
-            "cuts": int(config.terms > 1),
-            "scratch_bytes": kernel.scratch.bytes,
-        }
-        return emitter.finish(), facts | kernel.facts()
 
 
 def round_up(x: int, step: int) -> int:
@@ -174,7 +159,7 @@ def load_rows(
             dst[r, c].store(number(0.0, shape.kind, width))
 
 
-def store_rows(shape: Shape, target: Callable[[Value], Ptr], src: Rows, n: Scalar, dim: int) -> None:
+def store_rows(shape: Shape, target: Callable[[Value], Any], src: Rows, n: Scalar, dim: int) -> None:
     """target(r)[:dim] = src[r] for r < n, rounded to the stored type."""
     for r in loop(0, n):
         row = target(r)

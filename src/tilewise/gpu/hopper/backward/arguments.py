@@ -27,8 +27,10 @@ class BackwardConfig:
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
     HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
     HAS_DROPOUT: bool = False
+    HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
+    BIAS_OF_ROWS: bool = False  # all queries have the same: rows of a tile are keys
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -129,6 +131,7 @@ class WideBackwardConfig:
     HAS_LARGE_LSE: bool = True
     HAS_MASK: ClassVar[bool] = False
     HAS_DROPOUT: ClassVar[bool] = False
+    HAS_ORIGIN: ClassVar[bool] = False
     HAS_ALIBI: ClassVar[bool] = False
     HAS_BIAS: ClassVar[bool] = False
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use

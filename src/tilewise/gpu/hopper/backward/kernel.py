@@ -293,7 +293,8 @@ def surviving(head, number, spread, entry, tiles, key, work, seed, extras, sizes
         if cfg.HAS_MASK:
             head, tile = head_and_tile(entry, work, sizes)
         heads = (sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch) * sizes.group_size
-        kept = survivors(key, tile * cfg.BLOCK_M, work.batch * heads + head, seed, extras, cfg.BLOCK_M, True)
+        column = tile * cfg.BLOCK_M
+        kept = survivors(key, column, work.batch, head, heads, seed, extras, cfg.BLOCK_M, True, cfg)
     return kept
 
 

@@ -24,6 +24,7 @@ from tilewise.gpu.hopper.backward.arguments import (
 )
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import TransposedMap
+from tilewise.gpu.hopper.mask.functions import source_of
 from tilewise.gpu.hopper.mask.tile_map import transposed_map
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
@@ -59,7 +60,9 @@ def backward(
     optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs, True))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
-    mask = NO_MASK if inputs.mask is None else transposed_map(problem, inputs.mask, cfg.BLOCK_M)
+    mask = NO_MASK
+    if cfg.HAS_MASK:
+        mask = transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M)
     run_steps(problem, steps(cfg, division, given, new, optional, mask))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
@@ -83,10 +86,11 @@ def steps(
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
     key_sums = splits[0] if splits else dq if division.splits else None
     dlse, cu_q, cu_k, *ordered = optional[:5]
-    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2], *optional[5:])
+    main = (query, key, value, dout, cu_q, cu_k, *optional[5:])
+    fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2])
     return [
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
-        Step(main_launch, (query, key, value, dout, cu_q, cu_k), (cfg, division, mask[2:]), fresh),
+        Step(main_launch, main, (cfg, division, mask[2:]), fresh),
         Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, semaphores, ordered[1], dk, dv, key_sums)),
     ]
 
@@ -109,8 +113,10 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         LATEST_FIRST=latest_first(problem, block_d),
         HAS_MASK=problem.mask_shape is not None,
         HAS_DROPOUT=problem.dropout_p > 0,
+        HAS_ORIGIN=problem.dropout_step > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_BIAS=problem.bias_shape is not None,
+        BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
@@ -269,8 +275,8 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    *tensors_of_call, key_sums, mask_lists, mask_bits, seed, slopes, bias = tensors
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, shifts, dq, semaphores, *others = tensors_of_call
+    query, key, value, dout, cu_q, cu_k, seed, slopes, bias, *rest = tensors
+    dk, dv, stats, shifts, dq, semaphores, *others, key_sums, mask_lists, mask_bits = rest
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
     is_packed = problem.is_packed

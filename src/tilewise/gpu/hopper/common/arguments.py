@@ -36,8 +36,10 @@ class ForwardConfig:
     HAS_SINKS: bool
     HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
     HAS_DROPOUT: bool = False
+    HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
+    BIAS_OF_ROWS: bool = False  # all keys have the same
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -192,7 +194,7 @@ class MaskMap(NamedTuple):
 class Extras(NamedTuple):
     """What scores and weights have besides; what a call has not is None or 0."""
 
-    dropout_seed: Any = None  # () int64
+    dropout_seed: Any = None  # () int64, or (5,): `core.dropout.with_origin`
     dropout_addend: Any = 0  # four bytes, each 128 - threshold % 128: see `common.dropout.survivors`
     dropout_either: Any = 0  # all bits 1 if the threshold is below 128, else 0
     inverse_keep: Any = 1.0  # what a weight that survives counts

@@ -35,7 +35,7 @@ def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, 
     """[64, N // 8, 4] pairs of neighbouring columns' biases, if there is one, from (row, column) on.
 
     row, rows: the first, and how many there are. The bias of rows beyond them means nothing, that of columns
-    beyond is 0. A thread has two rows' pairs, as `with_bias` wants them.
+    beyond is 0. A thread has two rows' pairs, as `with_bias` wants them. BIAS_OF_ROWS: each row has one pair.
     """
     pairs = 0
     if cfg.HAS_BIAS:
@@ -46,8 +46,11 @@ def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, 
         threads = gl.arange(0, 4, along(2, layout, 3))
         j = column // 2 + eights[None, :, None] + threads[None, None, :]
         first = gl.cast(batch, gl.int64) * extras.bias_batch + gl.cast(head, gl.int64) * extras.bias_head
-        places = (i.to(gl.int64) * extras.bias_row)[:, None, None] + j
-        if column + N <= columns:
+        row_places = (i.to(gl.int64) * extras.bias_row)[:, None, None]
+        places = row_places + j
+        if cfg.BIAS_OF_ROWS:
+            found = gl.load(extras.bias + first + row_places) + 0 * j
+        elif column + N <= columns:
             found = gl.load(extras.bias + first + places)
         else:
             found = gl.load(extras.bias + first + places, mask=j < (columns + 1) // 2, other=0)

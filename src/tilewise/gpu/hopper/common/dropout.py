@@ -39,20 +39,40 @@ def random_words(c0, c1, c2, c3):
 
 @gluon.jit
 def load_seed(extras, cfg: gl.constexpr):
-    """The two words of dropout's seed, if there is one."""
-    low, high = 0, 0
+    """The two words of dropout's seed, if there is one, and its origin: query, key, head, heads."""
+    low, high, query, key, head, heads = 0, 0, 0, 0, 0, 0
     if cfg.HAS_DROPOUT:
         seed = gl.load(extras.dropout_seed)
         low, high = gl.cast(seed & LOW, gl.uint32), gl.cast((seed >> 32) & LOW, gl.uint32)
-    return low, high
+        if cfg.HAS_ORIGIN:
+            query, key = load_origin(extras.dropout_seed + 1)
+            head, heads = load_origin(extras.dropout_seed + 3)
+    return low, high, query, key, head, heads
 
 
 @gluon.jit
-def survivors(row, column, sequence_head, seed, extras, N: gl.constexpr, HAS_KEY_ROWS: gl.constexpr):
+def load_origin(pointer):
+    return gl.cast(gl.load(pointer), gl.int32), gl.cast(gl.load(pointer + 1), gl.int32)
+
+
+@gluon.jit
+def survivors(
+    row, column, batch, head, heads, seed, extras, N: gl.constexpr, HAS_KEY_ROWS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """[4, 8, N // 16, 8] words of a tile of 64 rows and N columns, of which `survives` takes a bit each.
 
     row, column: its first, multiples of 16. Rows are queries and columns keys; HAS_KEY_ROWS, the reverse.
+    heads: of the call, or, if that is a part of a larger one, not used: `seed` is as `load_seed` has it.
     """
+    if cfg.HAS_ORIGIN:
+        sequence_head = seed[4] + batch * seed[5] + head
+        if HAS_KEY_ROWS:
+            row, column = row + seed[3], column + seed[2]
+        else:
+            row, column = row + seed[2], column + seed[3]
+    else:
+        sequence_head = batch * heads + head
     layout: gl.constexpr = call_layout(N)
     rows = row // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     columns = column // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, layout))[None, :]

@@ -12,8 +12,10 @@ from torch import Tensor
 from tilewise.core.device_errors import error_flags
 from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.hopper.common.arguments import Extras
+from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 LOG2_E = math.log2(math.e)
@@ -27,9 +29,9 @@ GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
 _COUNTERS: dict[tuple[int, int, int], Tensor] = {}
 
 
-@functools.cache
-def num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def num_sms(index: int | None) -> int:
+    """Of a GPU by its number."""
+    return gpu_of(index).num_sms
 
 
 def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
@@ -38,7 +40,7 @@ def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
     that run side by side take pairs of other numbers.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if stand_in() is not None or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     stream = raw_stream(device)
     key = (device.index, stream, number)
@@ -86,6 +88,8 @@ def _pairs(bias: Tensor) -> Tensor:
         if stride == 0:  # expanded: all of it is one
             bias = bias.narrow(dim, 0, 1)
     columns = bias.shape[3]
+    if columns == 1:  # of all columns, see `BIAS_OF_ROWS`
+        return bias.expand(*bias.shape[:3], 2).contiguous().view(torch.int32)
     is_aligned = bias.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in bias.stride()[:3])
     if columns % 2 or bias.stride(3) != 1 or not is_aligned:
         padded = bias.new_zeros((*bias.shape[:3], -(-columns // 8) * 8))

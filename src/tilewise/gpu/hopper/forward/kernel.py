@@ -239,8 +239,8 @@ def surviving(tile, row, work, seed, extras, sizes, cfg: gl.constexpr):
     kept = 0
     if cfg.HAS_DROPOUT:
         heads = sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch
-        sequence_head = work.batch * heads + work.head
-        kept = survivors(row, tile * cfg.BLOCK_N, sequence_head, seed, extras, cfg.BLOCK_N, False)
+        column = tile * cfg.BLOCK_N
+        kept = survivors(row, column, work.batch, work.head, heads, seed, extras, cfg.BLOCK_N, False, cfg)
     return kept
 
 

@@ -15,6 +15,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
+from tilewise.gpu.hopper.mask.functions import source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -56,13 +57,12 @@ def forward(
     held = cu_k if lengths is None else lengths
     ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
     mask = MaskMap()
-    if inputs.mask is not None:
+    if cfg.HAS_MASK:
         lengths_of_mask = (problem.seqlen_q, problem.seqlen_k)
-        mask = tile_map(inputs.mask, *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
-    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table)
+        mask = tile_map(source_of(problem, inputs), *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
+    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(inputs))
     rest = (torch.empty_like(lse),) if residual else ()
-    extras = host.extras_of(inputs)
-    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2], *extras)
+    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     return out, lse, *rest
 
@@ -72,8 +72,8 @@ def forward_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
-    query, key, value, sinks, cu_q, cu_k, *rest = tensors
-    lengths, table, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits, *extras = rest
+    query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
+    *extras, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits = rest
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, table)
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
@@ -166,8 +166,10 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_SINKS=problem.has_sinks,
         HAS_MASK=problem.mask_shape is not None,
         HAS_DROPOUT=problem.dropout_p > 0,
+        HAS_ORIGIN=problem.dropout_step > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_BIAS=problem.bias_shape is not None,
+        BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
     )
 
 

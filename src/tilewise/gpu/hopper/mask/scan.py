@@ -1,6 +1,8 @@
-"""Triton kernels that read a boolean mask once and write its tile map: see `tile_map`."""
+"""Triton kernels that read a boolean mask, or ask a function, and write its tile map: see `tile_map`."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,6 +12,15 @@ from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS
 ROWS = tl.constexpr(WARPGROUP_ROWS)
 SHIFT = tl.constexpr(FLAG_BITS)
 FLAGS = tl.constexpr((1 << FLAG_BITS) - 1)
+
+
+class Place(NamedTuple):
+    """What functions ask besides a query's and a key's position."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_h", "heads", "row_tiles", "rows", "keys", "key_tiles"])
@@ -31,6 +42,38 @@ def scan_mask_kernel(
     offsets = row.to(tl.int64)[:, None] * stride_row + key.to(tl.int64)[None, :] * stride_key
     exists = (row < rows)[:, None] & (key < keys)[None, :]
     seen = (tl.load(first + offsets, mask=exists, other=1) != 0).to(tl.int32)
+    store_tile(seen, exists, key < keys, number, states, bits, WARPGROUPS, BLOCK_N)
+
+
+FUNCTION_INTEGERS = ("seqlen_q", "seqlen_k", "heads", "row_tiles", "rows", "columns", "column_tiles")
+
+
+@triton.jit(do_not_specialize=FUNCTION_INTEGERS)
+def scan_function_kernel(
+    captured, states, bits, seqlen_q, seqlen_k, heads, row_tiles, rows, columns, column_tiles,
+    WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, IS_TRANSPOSED: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """`scan_mask_kernel` of a mask function, MASK, with queries as rows or, transposed, keys."""
+    number = tl.program_id(0)
+    tile, map_row = number % column_tiles, number // column_tiles
+    tile_r, bh = map_row % row_tiles, map_row // row_tiles
+    row = tile_r * (WARPGROUPS * ROWS) + tl.arange(0, WARPGROUPS * ROWS)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    seq = Place(bh // heads, bh % heads, seqlen_q, seqlen_k)
+    if IS_TRANSPOSED:
+        visible, _ = MASK(column[None, :], row[:, None], seq, captured)
+    else:
+        visible, _ = MASK(row[:, None], column[None, :], seq, captured)
+    exists = (row < rows)[:, None] & (column < columns)[None, :]
+    seen = tl.where(exists, (visible != 0).to(tl.int32), 1)
+    store_tile(seen, exists, column < columns, number, states, bits, WARPGROUPS, BLOCK_N)
+
+
+@triton.jit
+def store_tile(
+    seen, exists, key_exists, number, states, bits, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The bits and the state of the tile of that number; seen: 1 at visible keys, and past the end."""
     eights = tl.reshape(seen, [WARPGROUPS * ROWS, BLOCK_N // 8, 4, 2])
     bit = 2 * tl.arange(0, BLOCK_N // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
     words = tl.sum(tl.sum(eights << bit[None, :, :, :], 3), 1)  # [rows, 4]
@@ -39,7 +82,7 @@ def scan_mask_kernel(
     tl.store(bits + number.to(tl.int64) * (WARPGROUPS * ROWS * 4) + place, words)
 
     sees_all = tl.reshape(tl.min(seen, 1), [WARPGROUPS, ROWS])
-    sees_some = tl.reshape(tl.max(seen * (key < keys)[None, :].to(tl.int32), 1), [WARPGROUPS, ROWS])
+    sees_some = tl.reshape(tl.max(seen * key_exists[None, :].to(tl.int32), 1), [WARPGROUPS, ROWS])
     w = tl.arange(0, WARPGROUPS)
     flags = tl.sum((1 - tl.min(sees_all, 1)) << w, 0) + tl.sum(tl.min(sees_some, 1) << (WARPGROUPS + w), 0)
     is_visited = tl.max(tl.max(seen * exists.to(tl.int32), 1), 0)

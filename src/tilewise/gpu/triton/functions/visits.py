@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.kernel_map import captured_kinds, kernel_map
+from tilewise.core.functions.kernel_map import hiding_numbers, kernel_map
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges
+from tilewise.core.kept import kept
 from tilewise.core.mask import Visibility
 from tilewise.core.problem import AttentionProblem, Inputs
 
@@ -34,21 +32,16 @@ def visits(
     if not functions.hiding:
         return None, None
     extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    call = (problem.functions, extent, problem.visibility(), block_m, block_n, by_key, inputs.query.device)
-    if captured_kinds(functions):
-        buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
-        return _lists(*call, buffers)
-    return _lists_of_nothing_captured(*call)
-
-
-@functools.lru_cache(maxsize=32)
-def _lists_of_nothing_captured(*call: Any) -> Lists:
-    return _lists(*call)
+    buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+    numbers, layout = hiding_numbers(functions, buffers)
+    device = inputs.query.device
+    call = (problem.functions, extent, problem.visibility(), block_m, block_n, by_key)
+    return kept(numbers, (*call, layout), lambda: _lists(*call, device, buffers), device)
 
 
 def _lists(
     text: str, extent: tuple[int, int, int, int], visibility: Visibility, block_m: int, block_n: int,
-    by_key: bool, device: torch.device, buffers: Buffers | None = None,
+    by_key: bool, device: torch.device, buffers: Buffers,
 ) -> Lists:  # fmt: skip
     found = kernel_map(decode(text), buffers, extent, block_m, block_n, device)
     kinds = torch.minimum(found.kinds, _kinds_of_ranges(visibility, found.block_q, found.block_k, device))

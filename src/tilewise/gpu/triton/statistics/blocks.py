@@ -58,7 +58,9 @@ def attn_block_sum_kernel(
             tile_bias = load_scores(extras.bias, i[:, None], j, seq, True)
             tile_mask = load_scores(extras.mask, i[:, None], j, seq, True)
             s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-            s, _, _ = logits(s, i[:, None], j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
+            s, _, _, _ = logits(
+                s, i[:, None], j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask
+            )
             p = tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None])
             total += tl.sum(tl.where(j < end_j, p, 0.0), 1)
     tl.store(block_ptr + pid.to(tl.int64), tl.sum(total, 0))

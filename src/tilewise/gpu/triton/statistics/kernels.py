@@ -137,7 +137,7 @@ def row_step(
     bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
     mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if HAS_ENTROPY or HAS_DISTANCE:
         log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
@@ -234,6 +234,6 @@ def column_step(
     counts = (row >= first_row) & (row < seq.seqlen_q)
     shift, low = row_shift(lse_ptr, residual_ptr, at, counts, factors, cfg)
     s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
     p = tl.exp2((s - shift[None, :]) * log2_unit(factors, cfg) - low[None, :])
     return sums + tl.sum(p, 1)

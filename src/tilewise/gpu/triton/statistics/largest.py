@@ -76,7 +76,7 @@ def attn_top_k_kernel(
         tile_bias = load_scores(extras.bias, i, j, seq, True)
         tile_mask = load_scores(extras.mask, i, j, seq, True)
         s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-        s, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
+        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
         total += tl.sum(tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]), 1)
         best, keys = take_largest(best, keys, s, j)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilewise.core.plan import Results as Known
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
-from tilewise.gpu.triton.call import Call, Results, launchable
-from tilewise.gpu.triton.launch import dequantized
+from tilewise.gpu.triton.call import Call, Results, dequantized, launchable
 
 ALL_ROWS = (1 << 31) - 1
 
@@ -117,7 +117,9 @@ def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int) -> La
 
     *known, weights, keys = tensors
     call = Call(problem, tuple(known))
-    tile = call.tile("forward")
+    # Products on the plain arithmetic units leave few registers to the weights that are kept.
+    is_plain = (problem.dtype, problem.precision) == (torch.float32, "ieee")
+    tile = call.tile("forward_short" if is_plain else "forward")
     num_tiles = call.tiles_q(tile.block_m)
     arguments = (
         *map(call.rows, call.inputs[:2]),

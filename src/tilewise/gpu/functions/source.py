@@ -1,7 +1,11 @@
-"""Mask and score functions in Triton: an expression as the source of two helpers, which the kernels inline.
+"""Mask and score functions in Triton: an expression as the source of helpers, which the kernels inline.
 
     mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is wrong)
     score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is wrong)
+    add_captured(total, g, s, i, j, i0, j0, seq, captured)
+
+The last adds to `total` what g, the gradient of a tile's scores behind the function, is worth for the
+captured floats: see `sums`. The tile begins at i0 and j0.
 
 `i` and `j` are a tile's positions, [rows, 1] and [1, columns] or the other way round. Integers are of 32 bits
 where these hold every value. Indices that a call's shapes don't keep in range are guarded: see
@@ -18,10 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.core.functions import interval
+from tilewise.core.functions.captured import guarded_loads
 from tilewise.core.functions.derivative import derivative
-from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, LOGIC, Functions, Graph, decode
+from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
 from tilewise.core.functions.widths import wide_integers
+from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_load
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -30,10 +35,12 @@ class KernelFunctions(NamedTuple):
     """What is compiled into kernels of a call's functions.
 
     guarded: the loads, by their number in `Functions.text`, whose indices are looked at.
+    wanted: the captured tensors, by their number, whose gradient a kernel sums.
     """
 
     text: str
     guarded: frozenset[int]
+    wanted: frozenset[int] = frozenset()
 
     @property
     def functions(self) -> Functions:
@@ -45,18 +52,17 @@ def kernel_functions(text: str, shapes: Shapes, extent: tuple[int, int, int, int
     """Of a call with captured tensors of `shapes`, and batch, heads, queries and keys of `extent`."""
     functions = decode(text).without_gradients()
     functions = decode(functions.text)
-    ranges = interval.Ranges.whole(*(max(1, n) for n in extent))
-    found = interval.Intervals(functions.graph, functions, None, ranges)
-    guarded = set()
-    for n in functions.graph.reachable(functions.roots):
-        node = functions.graph.nodes[n]
-        if node.op != "load":
-            continue
-        for argument, size in zip(node.args, shapes[node.value]):
-            low, high = (int(x) for x in found(argument))
-            if low < 0 or high >= size:
-                guarded.add(n)
-    return KernelFunctions(functions.text, frozenset(guarded))
+    return KernelFunctions(functions.text, guarded_loads(functions, shapes, extent))
+
+
+@functools.lru_cache(maxsize=1024)
+def wanted_tensors(text: str | None) -> frozenset[int]:
+    """The captured tensors that want a gradient and that the score function reads: see `KernelFunctions`."""
+    functions = None if text is None else decode(text)
+    if functions is None or functions.score is None or not functions.wants_grad:
+        return frozenset()
+    read = {functions.graph.nodes[n].value for n in derivative(functions).loads}
+    return frozenset(t for t in read if functions.tensors[t].wants_grad)
 
 
 class Helpers(NamedTuple):
@@ -64,12 +70,14 @@ class Helpers(NamedTuple):
 
     has_slope: the score's slope is not 1.
     is_guarded: an index may be wrong.
+    add_captured: of the `wanted` tensors.
     """
 
     mask: Any
     score: Any
     has_slope: bool
     is_guarded: bool
+    add_captured: Any
 
 
 @functools.lru_cache(maxsize=512)
@@ -78,7 +86,7 @@ def helpers(kernel: KernelFunctions) -> Helpers:
     source, has_slope = _source(kernel)
     # By its name Triton knows a helper that is an argument, in its cache on disk too.
     digest = hashlib.sha256(source.encode() + _called()).hexdigest()[:16]
-    name = f"tilewise.gpu.triton.generated_{digest}"
+    name = f"tilewise.gpu.functions.generated_{digest}"
     source = source.replace("DIGEST", digest)
     module = sys.modules.get(name)
     if module is None:
@@ -87,22 +95,24 @@ def helpers(kernel: KernelFunctions) -> Helpers:
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it
         sys.modules[name] = module
         exec(compile(source, file, "exec"), module.__dict__)
-    mask, score = (getattr(module, f"{part}_mod_{digest}", None) for part in ("mask", "score"))
-    return Helpers(mask, score, has_slope, bool(kernel.guarded))
+    mask, score, add_captured = (
+        getattr(module, f"{part}_{digest}", None) for part in ("mask_mod", "score_mod", "add_captured")
+    )
+    return Helpers(mask, score, has_slope, bool(kernel.guarded), add_captured)
 
 
 @functools.cache
 def _called() -> bytes:
-    """The sources of what helpers call."""
-    folder = Path(__file__).parent
-    return b"".join(path.read_bytes() for path in (folder / "operations.py", folder.parent / "primitives.py"))
+    """The source of what helpers call."""
+    return b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("operations", "sums"))
 
 
 _HEAD = """import triton
 import triton.language as tl
-from tilewise.gpu.triton.functions.operations import (
+from tilewise.gpu.functions.operations import (
     exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, smaller, trunc, whole_number
 )
+from tilewise.gpu.functions.sums import add_each, add_one, diagonal_sums, rotated, times
 
 """
 
@@ -120,7 +130,26 @@ def _source(kernel: KernelFunctions) -> tuple[str, bool]:
         printer = _Printer(graph, kernel)
         results = [printer.full(n, FLOAT) for n in (functions.score, slope)]
         text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
-    return text, has_slope
+    return text + _source_of_gradients(kernel), has_slope
+
+
+def _source_of_gradients(kernel: KernelFunctions) -> str:
+    """add_captured, and what it calls for each load: where in the floats it reads, and its sums."""
+    if not kernel.wanted:
+        return ""
+    graph, _, slopes = derivative(kernel.functions)
+    text, slope_of = "", _Printer(graph, kernel)
+    for n, slope in slopes.items():
+        if graph.nodes[n].value not in kernel.wanted:
+            continue
+        place = _Printer(graph, kernel)
+        found = place.place_of_load(n)
+        place.lines.append(f"return {found}, {place.wrong_load(n)}")
+        text += place.procedure(f"place_{n}_DIGEST(i, j, seq, captured)")
+        text += _SUMS[axes_of_load(graph, n)].replace("LOAD", str(n))
+        slope_of.lines += [f"d{n} = times(g, {slope_of.operand(slope, FLOAT)})"]
+        slope_of.lines += [f"add_{n}_DIGEST(total, d{n}, i, j, i0, j0, seq, captured)"]
+    return text + slope_of.procedure("add_captured_DIGEST(total, g, s, i, j, i0, j0, seq, captured)")
 
 
 class _Printer:
@@ -135,8 +164,11 @@ class _Printer:
 
     def function(self, signature: str, *results: str) -> str:
         wrong = " | ".join(self.wrong) or "i < 0"  # Triton 3.6 returns no None
-        body = [*self.lines, f"return {', '.join(results)}, {wrong}"]
-        return f"@triton.jit\ndef {signature}:\n" + "".join(f"    {line}\n" for line in body) + "\n"
+        self.lines.append(f"return {', '.join(results)}, {wrong}")
+        return self.procedure(signature)
+
+    def procedure(self, signature: str) -> str:
+        return f"@triton.jit\ndef {signature}:\n" + "".join(f"    {line}\n" for line in self.lines) + "\n"
 
     def full(self, root: int, kind: str) -> str:
         """A root as large as the tile."""
@@ -208,21 +240,22 @@ class _Printer:
     def _argument_kind(self, n: int, place: int) -> str:
         """What an argument is converted to before the operation."""
         node = self.graph.nodes[n]
-        kinds = {self.graph.nodes[a].kind for a in node.args}
-        if node.op in (BOOL, INT, FLOAT):
-            return node.op
-        if node.op == "where":
-            return BOOL if place == 0 else node.kind
-        if node.op == "pow":
-            return node.kind
-        if FLOAT in kinds or node.kind == FLOAT:
-            return FLOAT
-        return BOOL if kinds == {BOOL} and node.op in LOGIC and node.kind == BOOL else INT
+        return node.op if node.op in (BOOL, INT, FLOAT) else self.graph.argument_kind(n, place)
 
     def _load(self, n: int) -> str:
         """A captured number; 0 where an index is wrong."""
+        kind = self.functions.tensors[self.graph.nodes[n].value].kind
+        place = f"{'captured.floats' if kind == FLOAT else 'captured.integers'} + {self.place_of_load(n)}"
+        found = f"tl.load({place}{f', mask=w{n} == 0, other=0' if n in self.kernel.guarded else ''})"
+        return f"({found} != 0)" if kind == BOOL else found
+
+    def wrong_load(self, n: int) -> str:
+        """Whether an index of a load is out of range, after its `place_of_load`."""
+        return f"w{n}" if n in self.kernel.guarded else f"o{n} < 0"
+
+    def place_of_load(self, n: int) -> str:
+        """Where in its buffer a load reads."""
         node, tensors = self.graph.nodes[n], self.functions.tensors
-        kind = tensors[node.value].kind
         first = sum(1 + t.ndim for t in tensors[: node.value])
         wrong = []
         self.lines.append(f"o{n} = tl.zeros((), tl.int64)")
@@ -234,14 +267,10 @@ class _Printer:
                 self.lines.append(f"{index} = tl.where({index} < 0, {index} + s{n}_{axis}, {index})")
                 wrong.append(f"({index} < 0) | ({index} >= s{n}_{axis})")
             self.lines.append(f"o{n} = o{n} * s{n}_{axis} + {index}")
-        buffer = "captured.floats" if kind == FLOAT else "captured.integers"
-        place = f"{buffer} + tl.load(captured.layout + {first}) + o{n}"
-        found = f"tl.load({place})"
         if wrong:
             self.lines.append(f"w{n} = {' | '.join(wrong)}")
             self.wrong.append(f"w{n}")
-            found = f"tl.load({place}, mask=w{n} == 0, other=0)"
-        return f"({found} != 0)" if kind == BOOL else found
+        return f"tl.load(captured.layout + {first}) + o{n}"
 
 
 def _literal(constant: Any, kind: str) -> str:
@@ -273,3 +302,26 @@ _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
     "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
+# What is done with the terms of a load, [rows, columns]: for each way in which its place may change.
+_SUMMED = """@triton.jit
+def add_LOAD_DIGEST(total, terms, i, j, i0, j0, seq, captured):
+    place, wrong = place_LOAD_DIGEST(i, j, seq, captured)
+    ADDED
+
+"""
+_SUMS = {
+    NONE: _SUMMED.replace("ADDED", "add_one(total, tl.sum(terms, None), place, wrong)"),
+    ROWS: _SUMMED.replace("ADDED", "add_one(total, tl.sum(terms, 1, keep_dims=True), place, wrong)"),
+    COLUMNS: _SUMMED.replace("ADDED", "add_one(total, tl.sum(terms, 0, keep_dims=True), place, wrong)"),
+    EACH: _SUMMED.replace("ADDED", "add_each(total, terms, place, wrong)"),
+    DIAGONALS: """@triton.jit
+def add_LOAD_DIGEST(total, terms, i, j, i0, j0, seq, captured):
+    terms = rotated(terms)
+    for n in tl.static_range((terms.shape[0] + terms.shape[1] - 1) // terms.shape[1] + 1):
+        sums, difference = diagonal_sums(terms, n)  # the first score of a diagonal exists if any does
+        i, j = i0 + tl.maximum(difference, 0), j0 - tl.minimum(difference, 0)
+        place, wrong = place_LOAD_DIGEST(i, j, seq, captured)
+        add_each(total, sums, place, wrong)
+
+""",
+}

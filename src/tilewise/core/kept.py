@@ -1,0 +1,86 @@
+"""What is made of tensors' values, kept while the tensors live and are not written to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from tilewise.core.torch_private import base_and_version, is_plain_eager, raw_stream
+
+MAX_TENSORS = 16  # whose results are kept
+MAX_RESULTS, MAX_BYTES = 16, 256 << 20  # of each
+
+Result = TypeVar("Result")
+
+_results: Any = WeakTensorKeyDictionary()  # by the first tensor's memory: results by views and choices
+_nothing = torch.empty(0, device="cpu")  # lives for ever
+_lock = threading.Lock()
+
+
+class _Kept(NamedTuple):
+    versions: tuple[int, ...]
+    others: tuple[TensorWeakRef, ...]  # the memory of the tensors behind the first
+    result: Any
+    size: int  # bytes
+
+
+def kept(
+    tensors: Sequence[Tensor], choices: tuple[Any, ...], make: Callable[[], Result], device: torch.device
+) -> Result:
+    """What `make` makes of tensors, perhaps none, and choices, on a device's current stream.
+
+    `make` is called every time in a CUDA graph, whose replay may find other numbers in this memory, of
+    inference tensors, which do not count what is written to them, and in transforms, which hide numbers.
+
+    Example:
+        >>> t = torch.ones(3)
+        >>> total = lambda: kept((t,), ("sum",), lambda: print("computed") or float(t.sum()), t.device)
+        >>> total(), total()
+        computed
+        (3.0, 3.0)
+        >>> t[0] = 5
+        >>> total()
+        computed
+        7.0
+    """
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_captured or not all(is_plain_eager(t) and not t.is_inference() for t in tensors):
+        return make()
+    views = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
+    key = (views, choices, device, raw_stream(device) if device.type == "cuda" else 0)
+    bases, versions = zip(*map(base_and_version, tensors or (_nothing,)), strict=True)
+    with _lock:
+        found: _Kept | None = _results.get(bases[0], {}).get(key)
+    if found is not None and found.versions == versions and _are(found.others, bases[1:]):
+        return found.result  # type: ignore[no-any-return]
+    result = make()
+    with _lock:
+        if bases[0] not in _results and len(_results) >= MAX_TENSORS:
+            del _results[next(iter(_results))]
+        of_first = _results.setdefault(bases[0], {})
+        size = _bytes(result)
+        if len(of_first) >= MAX_RESULTS or sum(x.size for x in of_first.values()) + size > MAX_BYTES:
+            of_first.clear()
+        of_first[key] = _Kept(versions, tuple(map(TensorWeakRef, bases[1:])), result, size)
+    return result
+
+
+def _bytes(result: Any) -> int:
+    """Of a tensor, or of those in a tuple."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return sum(t.nbytes for t in parts if isinstance(t, Tensor))
+
+
+def _are(references: Sequence[TensorWeakRef], tensors: Sequence[Tensor]) -> bool:
+    return all(reference() is t for reference, t in zip(references, tensors, strict=True))
+
+
+def clear() -> None:
+    """Forget all results."""
+    with _lock:
+        _results.clear()

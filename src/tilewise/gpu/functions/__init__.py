@@ -1,0 +1,1 @@
+"""Mask and score functions in Triton, for the kernels of every GPU backend."""

@@ -1,0 +1,76 @@
+"""Mask functions in the Hopper kernels, which know tile maps: a map is made of a function as of a mask.
+
+Its bits are an eighth of a byte for each score that the function says something of, so it serves up to
+`MOST_BITS` of them; the Triton kernels, which ask the function itself, serve longer sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.expression import decode
+from tilewise.core.functions.kernel_map import hiding_numbers
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.functions.captured import functions_of, layout_on
+from tilewise.gpu.functions.source import KernelFunctions
+from tilewise.gpu.launch.launch_plan import Tensors
+
+MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
+
+
+def unserved_functions(problem: AttentionProblem) -> str | None:
+    """None if a problem has no functions, or those that a tile map serves, else why not."""
+    if problem.functions is None:
+        return None
+    if problem.is_packed or problem.is_cached or problem.is_paged:
+        return "takes mask functions in dense calls only"
+    if problem.mask_shape is not None:
+        return "takes a mask or a mask function, not both"
+    bits = math.prod(_shape(problem))
+    if bits > MOST_BITS:
+        return f"takes mask functions of up to {MOST_BITS} different scores, not {bits}"
+    return None
+
+
+class MaskFunction(NamedTuple):
+    """A mask function in a call: it hides what a mask (batch, heads, seqlen_q, seqlen_k) of it would."""
+
+    kernel: KernelFunctions
+    shape: tuple[int, int, int, int]  # 1 where it does not depend on the index
+    lengths: tuple[int, int]
+    captured: Tensors  # floats, integers, layout on the GPU
+    device: torch.device
+    numbers: tuple[Tensor, ...]  # of the captured ones, those that say what is hidden
+    layout: tuple[int, ...]
+
+
+def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunction:
+    """What hides scores in a call: its mask or its mask function."""
+    if inputs.mask is not None:
+        return inputs.mask
+    kernel = functions_of(problem, inputs)
+    assert kernel is not None
+    floats, integers, layout = inputs.captured_floats, inputs.captured_integers, inputs.captured_layout
+    hiding = hiding_numbers(kernel.functions, Buffers(floats, integers, layout))
+    device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
+    captured = (floats, integers, layout_on(layout, device))
+    return MaskFunction(kernel, _shape(problem), lengths, captured, device, *hiding)
+
+
+def with_mask_of_function(problem: AttentionProblem) -> AttentionProblem:
+    """The problem as kernels see it: with a mask of the shape that its function needs."""
+    return replace(problem, mask_shape=_shape(problem))
+
+
+def _shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    """Of the smallest mask that hides what a problem's function does."""
+    needs = decode(problem.functions or "").hides_by
+    sizes = {"b": problem.batch, "h": problem.num_heads, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    batch, heads, rows, columns = (n if name in needs else 1 for name, n in sizes.items())
+    return batch, heads, rows, columns

@@ -1,0 +1,194 @@
+"""A folder of compiled kernels: filled on any machine, read on a GPU's by `TILEWISE_KERNELS=DIR`.
+
+Triton finds a compiled kernel by a hash of all that makes it: sources, argument types, constants, options,
+the GPU's architecture, the versions of Triton and ptxas. The folder has a folder for each hash, with the
+machine code, Triton's description, and checksums of both. No path is read from it: it may be moved. Triton's
+cache looks there first; what is lacking or in no good state, Triton compiles into its usual cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import triton
+from triton import knobs
+from triton.runtime.cache import CacheManager, FileCacheManager
+
+from tilewise.core.signature import Gpu
+
+SUFFIXES = (".cubin", ".json")  # of what a launch reads; the steps before are left out
+CHECKSUMS, ABOUT = "checksums", "tilewise-kernels.json"
+WRITABLE = 0o022  # by a group or by everybody
+
+
+# ---- filling
+
+
+def create(folder: Path, gpu: Gpu) -> None:
+    """Make the folder for a GPU's kernels, or find it again.
+
+    Raises:
+        ValueError: it holds something else, or kernels of other versions.
+    """
+    about = folder / ABOUT
+    if about.exists():
+        if reason := _mismatch(folder, gpu.capability):
+            raise ValueError(f"out={str(folder)!r} must be a new folder: {reason}")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"out={str(folder)!r} must be a new folder or one of compiled kernels")
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
+
+
+def add(folder: Path, compiled: Any) -> None:
+    """Put in a kernel that Triton has compiled."""
+    entry, group = folder / _entry_name(compiled.hash), compiled.metadata_group
+    if _good_files(entry) is not None:
+        return
+    entry.mkdir(mode=0o755, exist_ok=True)
+    checksums = {}
+    for name, path in group.items():
+        if name.endswith(SUFFIXES):
+            content = Path(path).read_bytes()
+            checksums[name] = _digest(content)
+            _write(entry / name, content)
+    _write(entry / CHECKSUMS, json.dumps(checksums).encode())
+
+
+def _entry_name(key: str) -> str:
+    """What Triton hands a cache manager for this hash."""
+    return base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """At once, so that nobody reads a half; readable for all, writable for its owner."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What kernels depend on besides the GPU: a folder of other versions would never be read."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return {
+        "kernels": _digest(b"".join(path.read_bytes() for path in sources))[:16],
+        "triton": triton.__version__,
+        "python": sys.implementation.cache_tag or "",
+        "machine": platform.machine(),
+    }
+
+
+# ---- reading
+
+
+class FolderFirst(CacheManager):
+    """Triton's cache of one kernel, which looks into the folder first and writes to the usual one."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        self._arguments = (key, override, dump)
+        self._entry = None if override or dump or _folder is None else _folder / key
+
+    @functools.cached_property
+    def _rest(self) -> CacheManager:
+        """The usual cache, which makes a folder when it is asked."""
+        return _usual(*self._arguments)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        found = None if self._entry is None else _good_files(self._entry)
+        if found is not None and filename in found:
+            return found
+        return self._rest.get_group(filename)
+
+    def get_file(self, filename: str) -> str | None:
+        return self._rest.get_file(filename)
+
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:
+        return self._rest.put(data, filename, binary=binary)
+
+    def put_group(self, filename: str, group: dict[str, str]) -> Any:
+        return self._rest.put_group(filename, group)
+
+
+_folder: Path | None = None
+_usual: type[CacheManager] = FileCacheManager
+
+
+def use(folder: Path, capability: tuple[int, int]) -> None:
+    """Have Triton look into the folder first, unless it is of other versions, which a warning says.
+
+    Raises:
+        ValueError: there is no such folder, or others than its owner may write to it: kernels run as code.
+    """
+    global _folder, _usual
+    if reason := _refusal(folder):
+        raise ValueError(f"TILEWISE_KERNELS={str(folder)!r} must be a folder of compiled kernels: {reason}")
+    if reason := _mismatch(folder, capability):
+        warnings.warn(f"TILEWISE_KERNELS={str(folder)!r} is not used: {reason}", stacklevel=2)
+        return
+    if knobs.cache.manager_class is not FolderFirst:
+        _usual = cast("type[CacheManager]", knobs.cache.manager_class) or FileCacheManager
+        knobs.cache.manager_class = FolderFirst
+    _folder = folder
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why nothing of a folder may be run, or None."""
+    if not (folder / ABOUT).is_file():
+        return f"{ABOUT} is not in it; `tilewise warmup --out` writes one"
+    for path in (folder, folder / ABOUT):
+        if not _is_safe(path):
+            return f"{path.name} belongs to someone else, or others may write to it: see its owner and mode"
+    return None
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether it is this user's, or root's, as in a container's image, and nobody else can write to it."""
+    if not hasattr(os, "getuid"):
+        return True
+    state = path.stat(follow_symlinks=False)
+    return state.st_uid in (os.getuid(), 0) and not state.st_mode & WRITABLE
+
+
+def _mismatch(folder: Path, capability: tuple[int, int]) -> str | None:
+    """In what the folder's kernels differ from those that would be compiled here, or None."""
+    try:
+        there = json.loads((folder / ABOUT).read_bytes())
+    except ValueError:
+        there = None
+    if not isinstance(there, dict):
+        return f"{ABOUT} in it is damaged"
+    here: Mapping[str, Any] = versions() | {"capability": list(capability)}
+    different = [f"{name} {there.get(name)}, not {of}" for name, of in here.items() if there.get(name) != of]
+    return f"it has kernels of {'; '.join(different)}" if different else None
+
+
+def _good_files(entry: Path) -> dict[str, str] | None:
+    """The files of a kernel by name; None if there are none, or one is damaged or not safe to run."""
+    try:
+        checksums = json.loads((entry / CHECKSUMS).read_bytes())
+        for path in (entry, *(entry / name for name in (CHECKSUMS, *checksums))):
+            if not _is_safe(path):
+                return None
+        found = {name: str(entry / name) for name in checksums}
+        is_whole = all(_digest(Path(path).read_bytes()) == checksums[name] for name, path in found.items())
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if is_whole else None

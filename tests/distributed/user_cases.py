@@ -1,0 +1,282 @@
+"""What ranks run that users write: code inside of `context_parallel`, models, DTensors, decoding."""
+
+from __future__ import annotations
+
+import importlib.util
+from unittest import mock
+
+import torch
+from cases import close
+
+from tilewise import Aux, KVCache, attention, attention_varlen, reference
+from tilewise.distributed import (
+    attention_with_split_cache,
+    context_parallel,
+    context_parallel_attention,
+    unshard,
+)
+
+
+def decode(group, seed, sinks, softcap):
+    """A prompt whose keys lie in the ranks' caches, then steps whose tokens the ranks take in turn."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(seed)
+    prompt, steps = 2 * world - 1, (1, 1, 3, 1)  # of 2 prompts the last rank has nothing
+    n = prompt + sum(steps)
+    q, k, v = (torch.randn(2, n, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    options = {"softcap": softcap, "sinks": torch.randn(4, dtype=torch.float64) if sinks else None}
+    exact, exact_lse = reference.attention(q, k, v, causal=True, **options)
+    cache = KVCache(2, n, 2, 16, dtype=torch.float64)
+    if rank < world - 1:
+        own = slice(2 * rank, 2 * rank + 2)
+        cache.append(k[:, own], v[:, own])
+    start = prompt - 1
+    for number, count in enumerate((1, *steps)):
+        rows = slice(start, start + count)
+        where = {"owner": number % world, "group": group}
+        out, lse = attention_with_split_cache(
+            q[:, rows], cache, k[:, rows], v[:, rows], **where, **options, return_lse=True
+        )
+        close(out, exact[:, rows], f"out of step {number}")
+        close(lse, exact_lse[..., rows], f"lse of step {number}")
+        start += count
+
+
+def overflow(group):
+    cache, x = KVCache(1, 1, 1, 8, dtype=torch.float32), torch.ones(1, 2, 1, 8)
+    try:
+        attention_with_split_cache(x, cache, x, x, owner=1, group=group)
+    except ValueError as error:
+        return str(error)
+
+
+def inside_context(group, seed, face, balance, cu_seqlens):
+    """Code that knows of no ranks, in `context_parallel`: forward and gradients."""
+    draw = torch.Generator().manual_seed(seed)
+    n = 43
+    q, dout = (torch.randn(1, n, 4, 16, dtype=torch.float64, generator=draw) for _ in range(2))
+    k, v = (torch.randn(1, n, 2, 16, dtype=torch.float64, generator=draw) for _ in range(2))
+    wanted = [q.clone(), k.clone(), v.clone()]
+    where = {"group": group, "balance": balance, "cu_seqlens": cu_seqlens}
+    buffers = [q, k, v, dout]
+    with context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, -3, 1], no_restore_buffers={dout}, **where):
+        leaves = [t.clone().requires_grad_() for t in buffers[:3]]
+        assert leaves[0].shape[1] < n
+        if face == "sdpa":
+            heads_first = [t.transpose(1, 2) for t in leaves]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads_first, is_causal=True, enable_gqa=True
+            )
+            out = out.transpose(1, 2)
+        elif face == "varlen":
+            ends = torch.tensor([0, leaves[0].shape[1]])
+            out = attention_varlen(*(t[0] for t in leaves), ends, ends, causal=True)[None]
+        else:
+            out, _ = attention(*leaves, causal=True, return_lse=True)
+        own = dout.clone()
+    grads = torch.autograd.grad(out, leaves, own)
+    for t, before in zip((q, k, v), wanted):
+        assert torch.equal(t, before)
+    assert dout.shape[1] < n
+    whole = unshard(dout, seqlen=n, **where)
+    starts = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    packed = {} if starts is None else {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    tensors = wanted if starts is None else [t[0] for t in wanted]
+    lead = (lambda t: t) if starts is None else (lambda t: t[None])
+    exact = reference.attention(*tensors, causal=True, **packed)[0]
+    close(unshard(out.detach(), seqlen=n, **where), lead(exact), "out")
+    dout = whole if starts is None else whole[0]
+    gradients = reference.attention_backward(dout, *tensors, causal=True, **packed)
+    for g, name in zip(grads, ("query", "key", "value")):
+        close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
+
+
+def refused_in_context(group, change):
+    x = torch.ones(1, 5, 2, 8)
+    ends, unequal = torch.tensor([0, 2, 5]), lambda b, h, q, k: q != k
+    calls = {
+        "documents": lambda: attention_varlen(x[0], x[0], x[0], ends, ends),
+        "function": lambda: attention_varlen(x[0], x[0], x[0], ends[::2], ends[::2], mask_mod=unequal),
+        "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True)),
+    }
+    try:
+        with context_parallel(group=group, seqlen=10):
+            calls[change]()
+    except (NotImplementedError, ValueError) as error:
+        assert attention(x, x, x).shape == x.shape  # outside all is as before
+        return str(error)
+    return None
+
+
+def functions_in_context(group, method, cu_seqlens):
+    """Functions of a call that knows of no ranks, with learned slopes; documents are told to the context."""
+    torch.manual_seed(8)
+    n, new = cu_seqlens[-1], lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    x, dout, table, slopes = new(1, n, 4, 8), new(1, n, 4, 8), new(n), torch.rand(4, dtype=torch.float64)
+    learned = [t.requires_grad_() for t in (table, slopes)]
+    functions = {
+        "score_mod": lambda s, b, h, i, j: s + table[i] * (j - h) * 0.1,
+        "mask_mod": lambda b, h, i, j: ((i >= j) & (i - j < 30)) | (j == 2),
+        "alibi_slopes": slopes,
+    }
+    is_one = len(cu_seqlens) == 2
+    leaf = x.clone().requires_grad_()
+    ends = torch.tensor(cu_seqlens, dtype=torch.int32)
+    lengths = {"max_seqlen_q": n, "max_seqlen_k": n}
+    if is_one:
+        out = attention(leaf, leaf, leaf, **functions)
+    else:
+        out = attention_varlen(leaf[0], leaf[0], leaf[0], ends, ends, **lengths, **functions)[None]
+    exact = [out.detach(), *torch.autograd.grad(out, (leaf, *learned), dout)]
+    where = {"group": group, "cu_seqlens": None if is_one else cu_seqlens}
+    with context_parallel(buffers=[x, dout], buffer_seq_dims=[1, 1], method=method, **where):
+        leaf = x.clone().requires_grad_()
+        out = attention(leaf, leaf, leaf, **functions)
+        found = [out.detach(), *torch.autograd.grad(out, (leaf, *learned), dout.clone())]
+    for number, (f, e) in enumerate(zip(found, exact)):
+        if number < 2:
+            f = unshard(f, seqlen=n, **where)
+        else:
+            torch.distributed.all_reduce(f, group=group)
+        close(f, e, ("out", "dx", "dtable", "dslopes")[number])
+
+
+def dropout_in_context(group):
+    """Two calls in a row, with the first rank's random state."""
+    n, rank = 21, torch.distributed.get_rank(group)
+    torch.manual_seed(5)
+    x = torch.randn(1, n, 2, 8, dtype=torch.float64)
+    torch.manual_seed(11)
+    exact = [attention(x, x, x, dropout_p=0.4) for _ in range(2)]
+    own = x.clone()
+    torch.manual_seed(11 + rank)
+    with context_parallel(group=group, buffers=[own], buffer_seq_dims=[1]):
+        found = [attention(own, own, own, dropout_p=0.4) for _ in range(2)]
+    for f, e in zip(found, exact):
+        close(unshard(f, group=group, seqlen=n), e, "out")
+
+
+def transformers_model(group, implementation):
+    """A model whose layers have a window, on shards of a batch of two: logits and gradients."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from tilewise.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    window = 5 if implementation == "tilewise" else None
+    config = MistralConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window, attn_implementation=implementation,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).double()
+    n = 21
+    tokens = torch.randint(11, (2, n))
+    places = torch.arange(n).expand(2, -1).clone()
+    exact = model(input_ids=tokens).logits
+    wanted = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
+    where = {"group": group, "balance": "zigzag" if implementation == "tilewise" else "contiguous"}
+    with context_parallel(buffers=[tokens, places], buffer_seq_dims=[1, 1], **where):
+        logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
+        grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    close(unshard(logits.detach(), seqlen=n, **where), exact.detach(), "logits")
+    for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, name)
+
+
+def long_context(group, path):
+    """The example on the ranks of the pool, all of them: its losses."""
+    spec = importlib.util.spec_from_file_location("long_context", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sizes = "--seqlen 99 --width 16 --heads 2 --layers 2 --steps 6 --lr 0.03 --alone"
+    return example.main(sizes.split(), torch.device("cpu"))
+
+
+def bench_suite(group):
+    """The benchmark's own loop on the ranks of the pool, all of them: what the first rank writes."""
+    from tilewise.lab.bench.cases import dense, packed
+    from tilewise.lab.bench.run import Settings
+    from tilewise.lab.bench.timing import CpuStopwatch
+    from tilewise.lab.distributed.bench import run
+    from tilewise.lab.distributed.peers import Group
+
+    cases = [
+        dense("forward", "float32", 16, 4, 1, 130, causal=True),
+        packed("forward+backward", "float32", 16, 4, (70, 1, 60), True),
+    ]
+    ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
+    with mock.patch.object(CpuStopwatch, "most", 3):  # samples a round, each of which all ranks wait for
+        return run(Settings("distributed", rounds=2), cases, ranks)
+
+
+def on_dtensors(group, layout, packed):
+    """Heads over two ranks, the sequence over two others, out and gradients as DTensors again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    torch.manual_seed(0)
+    shape = (12, 4, 8) if packed else (2, 12, 4, 8)
+    whole = [torch.randn(shape, dtype=torch.float64) for _ in range(4)]
+    ends = torch.tensor([0, 5, 12]) if packed else None
+    starts = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if packed else {}
+    exact = reference.attention(*whole[:3], causal=True, **starts)
+    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    places = (
+        [Shard(0), Shard(1)] if packed else [Shard(2), Shard(1)] if layout == "bhsd" else [Shard(1), Shard(2)]
+    )
+    q, k, v, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = context_parallel_attention(
+        *leaves, causal=True, layout=layout, cu_seqlens=ends, return_lse=True, method="ring"
+    )
+    assert isinstance(out, DTensor) and list(out.placements) == places and out.shape == q.shape
+    close(swap(out.full_tensor()), exact[0], "out")
+    close(lse.full_tensor(), exact[1], "lse")
+    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
+        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
+    try:
+        context_parallel_attention(q, k, v, layout=layout, cu_seqlens=ends, dropout_p=0.1)
+    except NotImplementedError as error:
+        assert "mesh of 2 dimensions" in str(error)
+    else:
+        raise AssertionError("replicas would have had masks of their own")
+    other = distribute_tensor(swap(whole[0]).contiguous(), mesh, [Replicate(), Shard(places[1].dim)])
+    try:
+        context_parallel_attention(other, other, other, layout=layout, cu_seqlens=ends)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def ring_flash_attn_names(group, name):
+    """Shards cut as users of ring_flash_attn cut them."""
+    from tilewise.compat import ring_flash_attn
+
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(3)
+    lengths = (4 * world, 8 * world) if "varlen" in name else (12 * world,)
+    lead = () if "varlen" in name else (2,)
+    whole = [torch.randn(*lead, sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    dim = len(lead)
+
+    def cut(t):
+        parts = []
+        for document in t.split(lengths, dim):
+            chunks = document.chunk(2 * world, dim)
+            own = (rank, 2 * world - 1 - rank) if "zigzag" in name else (2 * rank, 2 * rank + 1)
+            parts += [chunks[n] for n in own]
+        return torch.cat(parts, dim)
+
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
+    exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
+    local = (ends // world, max(lengths) // world) if packed else ()
+    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
+    out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
+    close(out, cut(exact), "out")
+    close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
+    assert probs is None

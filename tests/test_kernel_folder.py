@@ -1,0 +1,153 @@
+"""A folder of compiled kernels: what is compiled on meta tensors is what a GPU's machine launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+if sys.platform != "linux" or shutil.which("gcc") is None:
+    pytest.skip("builds a library for Triton's launcher with gcc", allow_module_level=True)
+
+SCRIPT = Path(__file__).parent / "launcher"
+LOADED = ["loaded append_kernel", "loaded attn_fwd_kernel"]
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """Runs the script over a libcuda of its own, with an empty cache of Triton's; its lines."""
+    from triton.backends.nvidia import driver
+
+    root = tmp_path_factory.mktemp("folder")
+    include = Path(driver.__file__).parent / "include"
+    library = root / "libcuda.so.1"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", f"-I{include}", str(SCRIPT / "libcuda.c"), "-o", str(library)], check=True
+    )
+    count = 0
+
+    def run(*arguments: str, folder: Path | None = None, error: str | None = None) -> list[str]:
+        nonlocal count
+        count += 1
+        environment = {name: value for name, value in os.environ.items() if name != "TILEWISE_KERNELS"} | {
+            "LD_LIBRARY_PATH": str(root),
+            "TRITON_LIBCUDA_PATH": str(root),
+            "TRITON_CACHE_DIR": str(root / f"cache{count}"),
+            "TRITON_INTERPRET": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if folder is not None:
+            environment["TILEWISE_KERNELS"] = str(folder)
+        command = [sys.executable, str(SCRIPT / "folder.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if error is not None:
+            assert done.returncode != 0 and error in done.stderr, done.stderr[-3000:]
+        else:
+            assert done.returncode == 0, done.stderr[-3000:]
+        said = ("loaded", "compiled", "warning")
+        return [line for line in done.stdout.splitlines() if line.startswith(said)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def filled(run: Run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels") / "h200"
+    run("fill", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    """A copy in another place."""
+    return Path(shutil.copytree(filled, tmp_path / "moved"))
+
+
+def entry_of(folder: Path, kernel: str) -> Path:
+    return next(folder.glob(f"*/{kernel}.cubin")).parent
+
+
+def test_a_moved_folder_is_loaded_and_nothing_compiled(run, folder):
+    assert run("call", folder=folder) == LOADED
+    assert {path.suffix for path in folder.glob("*/*")} == {".cubin", ".json", ""}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("damage", ["cubin", "json", "checksums", "gone", "mode"])
+def test_a_damaged_kernel_is_compiled_and_the_rest_loaded(run, folder, damage):
+    entry = entry_of(folder, "append_kernel")
+    if damage == "checksums":
+        (entry / "checksums").write_text("{")
+    elif damage == "gone":
+        shutil.rmtree(entry)
+    elif damage == "mode":
+        (entry / "append_kernel.cubin").chmod(0o666)
+    else:
+        path = entry / f"append_kernel.{damage}"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert run("call", folder=folder) == ["compiled append_kernel", LOADED[1]]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["", "tilewise-kernels.json"], ids=["folder", "file"])
+def test_a_place_that_others_may_write_to_is_refused(run, folder, name):
+    (folder / name).chmod(0o777)
+    run("call", folder=folder, error="must be a folder of compiled kernels")
+
+
+def test_what_is_no_folder_of_kernels_is_refused(run, tmp_path):
+    run("call", folder=tmp_path, error="tilewise-kernels.json is not in it")
+
+
+def test_a_folder_of_another_version_is_said_once(tmp_path, monkeypatch):
+    from triton import knobs
+
+    from tilewise.gpu.launch import kernel_folder, launch_plan, launcher
+    from tilewise.gpu.launch.gpus import GPUS
+
+    folder = tmp_path / "kernels"
+    kernel_folder.create(folder, GPUS["h200"])
+    about = folder / kernel_folder.ABOUT
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"triton": "3.0.0"}))
+    monkeypatch.setenv("TILEWISE_KERNELS", str(folder))
+    monkeypatch.setattr(launcher, "capability", lambda: (9, 0))
+    monkeypatch.setattr(launch_plan, "is_interpreted", lambda: False)
+    launch_plan._use_kernel_folder.cache_clear()
+    with pytest.warns(UserWarning, match=r"is not used: it has kernels of triton 3\.0\.0, not") as said:
+        launch_plan._use_kernel_folder()
+        launch_plan._use_kernel_folder()
+    assert len(said) == 1 and knobs.cache.manager_class is None
+    with pytest.raises(ValueError, match=r"must be a new folder: it has kernels of triton 3\.0\.0"):
+        kernel_folder.create(folder, GPUS["h200"])
+    kernel_folder.create(tmp_path / "other", GPUS["a100"])
+    with pytest.warns(UserWarning, match=r"kernels of capability \[8, 0\], not \[9, 0\]"):
+        kernel_folder.use(tmp_path / "other", (9, 0))
+    launch_plan._use_kernel_folder.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_command_compiles_what_a_model_launches(tmp_path):
+    from typer.testing import CliRunner
+
+    from tilewise.cli import _app
+
+    out = tmp_path / "kernels"
+    options = ["--gpu", "a100", "--for", "2/1/32", "--batch", "1", "--seqlen", "64", "--no-backward"]
+    done = CliRunner().invoke(_app(), ["warmup", *options, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    names = [path.stem for path in out.glob("*/*.cubin")]
+    assert {"attn_fwd_kernel", "append_kernel"} <= set(names) and f"{len(names)} kernels" in done.output
+    wrong = {"--gpu": "must be one of", "--for": "HEADS/KV_HEADS/HEAD_DIM", "--batch": "positive"}
+    for option, message in wrong.items():
+        done = CliRunner().invoke(_app(), ["warmup", "--out", str(out), option, "x"])
+        assert done.exit_code == 2 and message in done.output
