@@ -16,8 +16,11 @@ pytest.importorskip("triton")
 
 Compiler = Callable[..., list[dict[str, Any]]]
 SHARED_BYTES = 227 << 10
-# Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers.
-SPILL_BYTES = {"softcap": 400, "mask_dropout": 192, "d256": 64, "d192": 128, "d": 128}
+# Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers; so does
+# a bias beside dropout, as Triton 3.6 orders them.
+SPILL_BYTES = {
+    "softcap": 400, "dbias_dropout": 256, "mask_dropout": 192, "d256": 64, "d192": 128, "d": 128,
+}  # fmt: skip
 AROUND = (
     "attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_kernel", "scan_mask_kernel",
     "scan_function_kernel", "list_queries_kernel", "attn_bwd_dbias_kernel",
