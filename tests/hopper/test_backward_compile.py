@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 Compiler = Callable[..., list[dict[str, Any]]]
 SHARED_BYTES = 227 << 10
-# Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers; so does
-# a bias beside dropout, as Triton 3.6 orders them.
+# Outside of the loop, or a few a tile of thousands of cycles. A softcap keeps one tile more in registers; so
+# does a bias beside dropout, as Triton 3.6 orders them.
 SPILL_BYTES = {
     "softcap": 400, "dbias_dropout": 256, "mask_dropout": 192, "d256": 64, "d192": 128, "d": 128,
 }  # fmt: skip
