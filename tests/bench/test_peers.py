@@ -108,18 +108,20 @@ def test_functions_say_what_options_say(name, extra):
     assert gate.check(case, data, peer.prepare(case, data, "bhsd").results()).fault is None
 
 
-def test_a_learned_bias_gets_its_gradient():
+@pytest.mark.parametrize("option, other", [("learned", "standard"), ("bias-gradient", "sdpa-math")])
+def test_a_learned_bias_gets_its_gradient(option, other):
     """Timed with those of query, key and value, which the gate looks at."""
-    case = dense("backward", "float32", 32, 2, 1, 256, causal=True)
-    case = replace(case, has_functions=True, option="learned")
+    case = dense("backward", "float32", 32, 2, 2, 256, causal=option == "learned")
+    case = replace(case, has_functions=option == "learned", option=option)
     data = random_data(case)
     found = []
-    for peer in find_peers(["tilewise", "standard"]):
+    for peer in find_peers(["tilewise", other]):
         prepared = peer.prepare(case, data, "bhsd")
         assert gate.check(case, data, prepared.results()).fault is None
-        *_, dtable = prepared.call()
-        found.append(dtable)
-    assert found[0].shape == data.option.table.shape
+        with prepared.context():
+            *_, dbias = prepared.call()
+        found.append(dbias)
+    assert [t.shape for t in data.option.leaves] == [found[0].shape]
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))
 
 

@@ -13,6 +13,7 @@ Layouts, swizzles, registers and fences are not modelled: those the compiler and
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -484,6 +485,17 @@ def list_queries(
         line[1 : 1 + len(entries)] = torch.tensor(entries)
 
 
+def copy_bias(bias: torch.Tensor, padded: torch.Tensor, *rest: int) -> None:
+    """What `bias_copy.copy_bias_kernel` writes."""
+    *_, least, most, size = rest
+    for row, column in itertools.product(range(0, bias.shape[2], size), range(0, padded.shape[3], size)):
+        if least < column - row + size and column - row - size < most:
+            tile = padded[:, :, row : row + size, column : column + size]
+            tile.zero_()
+            own = bias[:, :, row : row + size, column : column + size]
+            tile[..., : own.shape[3]] = own
+
+
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
@@ -492,6 +504,9 @@ def start(launched: Any, num_programs: int) -> None:
         lengths = torch.full((batch,), seqlen_q) if tiled is None else tiled.diff()
         first_tile[0] = 0
         first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
+        return
+    if launched.kernel.__name__ == "copy_bias_kernel":
+        copy_bias(*launched.arguments)
         return
     if launched.kernel.__name__ == "scan_mask_kernel":
         scan_mask(*launched.arguments)

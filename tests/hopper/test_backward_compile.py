@@ -23,7 +23,7 @@ SPILL_BYTES = {
 }  # fmt: skip
 AROUND = (
     "attn_bwd_prepare_kernel", "attn_bwd_finish_kernel", "order_sequences_kernel", "scan_mask_kernel",
-    "scan_function_kernel", "list_queries_kernel", "attn_bwd_dbias_kernel",
+    "scan_function_kernel", "list_queries_kernel", "attn_bwd_dbias_kernel", "copy_bias_kernel",
 )  # fmt: skip
 
 

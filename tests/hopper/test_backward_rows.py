@@ -173,3 +173,28 @@ def test_dq_that_holds_pieces_is_written_after_they_are_merged():
         for n, grad in enumerate((dk, dv)):
             assert torch.equal(grad[-1, :, head], rows[:, n, None].expand(-1, dim))
     assert semaphores[-1] == 32
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (70, 9))])
+@pytest.mark.parametrize("lengths", [(130, 201), (201, 67)])
+def test_a_bias_is_copied_into_aligned_rows(
+    lengths: tuple[int, int], causal: bool, window: tuple[int, int] | None
+):
+    """As it is or transposed, from any layout: all that is visible, and 0 behind the columns."""
+    from tilewise.core.problem import Inputs, Options, describe
+    from tilewise.gpu.hopper.common.host import extras_of
+
+    q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in zip(lengths, (6, 3)))
+    left, right = window or (None, None)
+    options = Options(causal=causal, window_left=left, window_right=right)
+    for batch, heads in ((2, 6), (1, 6), (2, 1)):
+        bias = torch.randn(batch, heads, *lengths).bfloat16()
+        for given, is_transposed in itertools.product((bias, bias.mT.contiguous().mT), (False, True)):
+            problem = describe(Inputs(q, k, k, bias=given), options)
+            found = extras_of(problem, Inputs(q, k, k, bias=given), is_transposed)[2].view(torch.bfloat16)
+            visible = problem.visibility().tile_mask(0, lengths[0], 0, lengths[1])
+            exact, visible = (t.mT if is_transposed else t for t in (given, visible))
+            columns = exact.shape[3]
+            assert found.shape[3] % 2 == 0
+            assert torch.equal(torch.where(visible, found[..., :columns], 0), exact.where(visible, 0))
+            assert not found[:, :, visible[:, -1], columns:].any()

@@ -204,7 +204,10 @@ def check_learned(leaves, captured, score_mod, dropout_p=0.0, **options):
     found = torch.autograd.grad((out, lse), (*leaves, *captured), (dout, dlse))
     if dropout_p:
         seed = torch.Generator(DEVICE).manual_seed(3)
-        options |= {"dropout_p": dropout_p, "dropout_seed": torch.randint(2**63 - 1, (), generator=seed)}
+        options |= {
+            "dropout_p": dropout_p,
+            "dropout_seed": torch.randint(2**63 - 1, (), generator=seed, device=DEVICE),
+        }
     with torch.no_grad():
         options |= {"score_mod": score_mod, "dlse": dlse, "captured": captured}
         exact = reference.attention_backward(dout, *leaves, **options)

@@ -16,7 +16,7 @@ from tilewise.cache.rotary import apply_rotary
 from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
 from tilewise.core.signature import device_of
-from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
 def cached_step(
@@ -152,7 +152,7 @@ class Step(ABC, Generic[C]):
             key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
         )
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
-        is_on_gpu = not key.is_cpu and device_of(key).type == "cuda" and has_triton()
+        is_on_gpu = not key.is_cpu and device_of(key).type == "cuda" and HAS_TRITON
         return is_plain and same_tokens and is_on_gpu and not torch.compiler.is_compiling()
 
 

@@ -250,9 +250,9 @@ def _machine(name: str, problem: AttentionProblem) -> str | None:
 
         return unavailable()
     if name in ("triton", "hopper"):
-        from tilewise.gpu.launch.launch_plan import has_triton, is_interpreted
+        from tilewise.gpu.launch.launch_plan import HAS_TRITON, is_interpreted
 
-        if not has_triton():
+        if not HAS_TRITON:
             return "needs the package triton, which is not installed"
         if name == "hopper":
             from tilewise.gpu.hopper.plan import missing_device

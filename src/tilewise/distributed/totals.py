@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.merge import merge_into
-from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 NEG_INF = float("-inf")
 MOST = 3  # that wait
@@ -59,7 +59,7 @@ class Totals:
         first = self.waiting[0] if self.waiting else None
         is_whole = first is not None and first.out.shape[1] == self.shape[1]
         if first is None or len(self.waiting) > 1 or not is_whole or first.out.dtype != dtype:
-            is_served = self.like.is_cuda and self.wide == torch.float32 and has_triton()
+            is_served = self.like.is_cuda and self.wide == torch.float32 and HAS_TRITON
             put = self._by_kernel if is_served and self.waiting else self._by_pytorch
             first = Rows(0, *put(dtype, is_whole))
             self.waiting = [first]

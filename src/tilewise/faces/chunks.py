@@ -27,7 +27,7 @@ from tilewise.autograd import functions as autograd
 from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.values import check_values, vouch_for
-from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 LONGEST_CHUNK = 1 << 30  # longer than any sequence; offsets of 32 bits hold it
 FEW_QUERIES = 16  # what decoding kernels take, which packed queries do not reach
@@ -97,7 +97,7 @@ def _starts(cu_seqlens: Tensor, sequence: Tensor, row: Tensor) -> Tensor:
 
 def _can_launch(inputs: Inputs) -> bool:
     """Whether `tilewise.gpu.triton.chunks` can do in one launch what else are dozens of operations."""
-    return inputs.query.is_cuda and not torch.compiler.is_compiling() and has_triton()
+    return inputs.query.is_cuda and not torch.compiler.is_compiling() and HAS_TRITON
 
 
 # Packed and dense

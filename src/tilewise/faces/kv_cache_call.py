@@ -34,7 +34,7 @@ from tilewise.faces.kv_cache_arguments import (
     query_layout,
     rotary_of,
 )
-from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def _is_fusible(
 ) -> bool:
     """Whether one Triton kernel can rotate and write everything."""
     assert call.k is not None and call.v is not None
-    if torch.compiler.is_compiling() or not (call.q.is_cuda and has_triton() and new.total > 0):
+    if torch.compiler.is_compiling() or not (call.q.is_cuda and HAS_TRITON and new.total > 0):
         return False
     if rotary is not None and not (
         _is_local(call, options) and queries.total == new.total and rotary.starts is held

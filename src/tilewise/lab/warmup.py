@@ -24,7 +24,7 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.core.signature import Gpu
 from tilewise.dispatch import plans
 from tilewise.gpu.launch.gpus import GPUS
-from tilewise.gpu.launch.launch_plan import has_triton
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PAGE_SIZE = 16
@@ -169,7 +169,7 @@ def warmup(
 
     On the GPU's machine TILEWISE_KERNELS=OUT has them loaded instead of compiled.
     """
-    if not has_triton():
+    if not HAS_TRITON:
         raise typer.BadParameter("GPU kernels are compiled by Triton, which is not installed")
     target: Gpu = _chosen("--gpu", gpu, GPUS)
     kind: torch.dtype = _chosen("--dtype", dtype, DTYPES)

@@ -32,10 +32,7 @@ Addresses = Sequence[Any]  # of tensors, as integers; None where there is none
 Fill = Callable[[Addresses], Any]
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed; asking does not import it."""
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # asking does not import it
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tilewise.core.mask import Visibility
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.inputs.data import DATA
 from tilewise.lab.bench.inputs.masks import BOOLEAN_MASKS, FUNCTION_MASKS, MASKS, document_lengths
-from tilewise.lab.bench.inputs.options import FUNCTION_OPTIONS, LEARNED, OPTIONS
+from tilewise.lab.bench.inputs.options import BIAS_GRADIENT, FUNCTION_OPTIONS, LEARNED, OPTIONS
 from tilewise.lab.bench.inputs.statistics import STATISTICS
 
 SHORT_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -269,13 +269,15 @@ def _masks(quick: bool, device: str) -> Iterator[Case]:
 
 
 def _options(quick: bool, device: str) -> Iterator[Case]:
-    """What is added to causal scores, or taken from their weights."""
+    """What is added to causal scores, or taken from their weights; to all scores, a bias with a gradient."""
     for n in (4096,) if quick else (4096, 16384):
         for head_dim, heads in ((64, 32), (128, 16)):
             for direction in ("forward", "backward"):
                 case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=True)
                 for option in OPTIONS:
                     yield dataclasses.replace(case, option=option)
+                if direction == "backward":
+                    yield dataclasses.replace(case, causal=False, option=BIAS_GRADIENT)
 
 
 def _functions(quick: bool, device: str) -> Iterator[Case]:

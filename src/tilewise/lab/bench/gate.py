@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.inputs.options import DROPOUT_P, RELATIVE, SOFTCAP
+from tilewise.lab.bench.inputs.options import BIASES, DROPOUT_P, SOFTCAP
 from tilewise.lab.bench.inputs.statistics import STATISTICS, formula
 from tilewise.lab.bench.peer import Data
 
@@ -149,7 +149,7 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         cut(data.value, heads_k),
         None if data.dout is None else cut(data.dout, heads_q),
         _rows_of_mask(case, data, index),
-        data.option.bias[0, heads_q].detach() if case.option in ("alibi", "bias", *RELATIVE) else None,
+        data.option.bias[0, heads_q].detach() if case.option in ("alibi", *BIASES) else None,
         {
             name: cut(t, heads_k if name in ("dk", "dv") else heads_q)
             for name, t in results.items()

@@ -107,7 +107,8 @@ class Sdpa(Peer):
                 tensors, canonical = [_jagged(t, case, data) for t in tensors], _from_jagged
             else:
                 attend = _through_jagged(attend, case, data)
-        return prepare_call(case, tensors, dout, attend, canonical, lambda: sdpa_kernel(self.backend))
+        leaves = data.option.leaves
+        return prepare_call(case, tensors, dout, attend, canonical, lambda: sdpa_kernel(self.backend), leaves)
 
     def _attend(self, options: dict[str, Any]) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def backward(
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
     ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
-    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(inputs, True))
+    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(problem, inputs, True))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = NO_MASK

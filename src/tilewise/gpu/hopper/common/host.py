@@ -25,6 +25,7 @@ L2_SWIZZLE_BYTES = 16 << 20
 
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
+BIAS_TILE = 64  # rows and columns that one program copies
 
 _COUNTERS: dict[tuple[int, int, int], Tensor] = {}
 
@@ -72,30 +73,55 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
     return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
 
 
-def extras_of(inputs: Inputs, is_transposed: bool = False) -> tuple[Tensor | None, ...]:
+def extras_of(
+    problem: AttentionProblem, inputs: Inputs, is_transposed: bool = False
+) -> tuple[Tensor | None, ...]:
     """The tensors of `Extras`, on the device; is_transposed: of a kernel with keys as rows."""
     seed, slopes, bias = inputs.dropout_seed, inputs.alibi_slopes, inputs.bias
     if seed is not None:
         seed = seed.to(inputs.query.device)
     if bias is not None:
-        bias = _pairs(bias.mT if is_transposed else bias)
+        bias = _pairs(problem, bias, is_transposed)
     return seed, None if slopes is None else slopes.contiguous(), bias
 
 
-def _pairs(bias: Tensor) -> Tensor:
+def _pairs(problem: AttentionProblem, bias: Tensor, is_transposed: bool) -> Tensor:
     """A bias of 16-bit numbers, two neighbours of a row as an int32; a copy if they lie otherwise."""
+    bias = bias.mT if is_transposed else bias
     for dim, stride in enumerate(bias.stride()[:3]):
         if stride == 0:  # expanded: all of it is one
             bias = bias.narrow(dim, 0, 1)
-    columns = bias.shape[3]
+    *lead, columns = bias.shape
     if columns == 1:  # of all columns, see `BIAS_OF_ROWS`
-        return bias.expand(*bias.shape[:3], 2).contiguous().view(torch.int32)
+        return bias.expand(*lead, 2).contiguous().view(torch.int32)
     is_aligned = bias.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in bias.stride()[:3])
     if columns % 2 or bias.stride(3) != 1 or not is_aligned:
-        padded = bias.new_zeros((*bias.shape[:3], -(-columns // 8) * 8))
-        padded[..., :columns] = bias
+        padded = bias.new_empty((*lead, -(-columns // 8) * 8))
+        is_cut = is_transposed and bias.shape[2] > 1 and not problem.is_packed
+        edges = _visible_queries(problem) if is_cut else (-UNBOUNDED, UNBOUNDED)
+        run(_copy_launch, edges, (bias,), fresh=(padded,))
         bias = padded
     return bias.view(torch.int32)
+
+
+def _visible_queries(problem: AttentionProblem) -> tuple[int, int]:
+    """The least and the largest query - key of a visible score."""
+    visibility, offset = problem.visibility(), problem.seqlen_k - problem.seqlen_q
+    least = -UNBOUNDED if visibility.right is None else -offset - min(visibility.right, UNBOUNDED)
+    most = UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED) - offset
+    return least, most
+
+
+def _copy_launch(edges: tuple[int, int], tensors: Tensors) -> Launch:
+    from tilewise.gpu.hopper.common.bias_copy import copy_bias_kernel
+
+    bias, padded = tensors
+    assert bias is not None and padded is not None
+    batch, heads, rows, columns = bias.shape
+    tiles = -(-rows // BIAS_TILE) * -(-padded.shape[3] // BIAS_TILE)
+    sizes = (heads, rows, columns, padded.shape[3] // 8)
+    arguments = (bias, padded, *bias.stride(), *sizes, *edges, BIAS_TILE)
+    return Launch(copy_bias_kernel, batch * heads * tiles, arguments, num_warps=4)
 
 
 def extras(

@@ -60,7 +60,7 @@ def forward(
     if cfg.HAS_MASK:
         lengths_of_mask = (problem.seqlen_q, problem.seqlen_k)
         mask = tile_map(source_of(problem, inputs), *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
-    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(inputs))
+    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
     rest = (torch.empty_like(lse),) if residual else ()
     fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)

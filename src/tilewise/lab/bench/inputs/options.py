@@ -19,6 +19,8 @@ OPTIONS = ("alibi", "bias", "softcap", "dropout")
 FUNCTION_OPTIONS = ("alibi", "softcap", "relative")
 LEARNED = "learned"  # a relative bias whose table gets a gradient: of backward cases
 RELATIVE = ("relative", LEARNED)
+BIAS_GRADIENT = "bias-gradient"  # a dense bias that gets one: of backward cases
+BIASES = ("bias", BIAS_GRADIENT, *RELATIVE)
 REACH = 128  # tokens, beyond which a relative bias is the same
 SOFTCAP = 30.0
 DROPOUT_P = 0.1
@@ -55,6 +57,8 @@ class CaseOption:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """What gets gradients beside query, key and value."""
+        if self.case.option == BIAS_GRADIENT:
+            return (self.bias,)
         return (self.table,) if self.case.option == LEARNED else ()
 
     @functools.cached_property
@@ -69,14 +73,15 @@ class CaseOption:
             return self.table[:, self.distances][None]
         shape = 1, case.num_heads, case.seqlen_q, case.seqlen_k
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
+        bias = torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
+        return bias.requires_grad_(case.option == BIAS_GRADIENT)
 
     def tilewise(self) -> dict[str, Any]:
         """Arguments of `tilewise.attention`."""
         match self.case.option:
             case "alibi":
                 return {"alibi_slopes": self.slopes}
-            case "bias" | "relative" | "learned":
+            case name if name in BIASES:
                 return {"bias": self.bias}
             case "softcap":
                 return {"softcap": SOFTCAP}
@@ -90,7 +95,7 @@ class CaseOption:
         Raises:
             Refusal: it has no such option.
         """
-        if self.case.option in ("bias", *RELATIVE):
+        if self.case.option in BIASES:
             raise Refusal("flash-attn takes no bias")
         return self.tilewise()
 
@@ -121,7 +126,7 @@ class CaseOption:
             case "alibi":
                 slopes = self.slopes
                 return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
-            case "bias":
+            case "bias" | "bias-gradient":
                 bias = self.bias[0]
                 return lambda s, b, h, i, j: s + bias[h, i, j]
             case "relative" | "learned":
