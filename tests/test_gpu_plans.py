@@ -197,7 +197,10 @@ def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
     "shape", [(2, 4, 100, 130), (1, 4, 100, 130), (2, 1, 1, 130), (1, 4, 100, 1)], ids=str
 )
 def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, recorder, monkeypatch):
-    """It starts when the kernel of row statistics has ended: nobody between the two has waited for that."""
+    """It starts when the kernel of row statistics has ended: nobody between the two has waited for that.
+
+    A bias that has more than one query is transposed first.
+    """
     monkeypatch.setattr("tilewise.gpu.hopper.plan.missing_device", lambda problem: None)
     launches = []
     monkeypatch.setattr(launch_plan, "start", launches.append)
@@ -215,7 +218,8 @@ def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, r
         grads = plans.run(entry, inputs, results, dout, None)
         assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
         modules = [launch.kernel.__module__.split(".")[2] for launch in launches]
-        assert modules == ["hopper"] * 3 + ["triton"] * 2 * needs_gradient
+        assert modules == ["hopper"] * (3 + (shape[2] > 1)) + ["triton"] * 2 * needs_gradient
+        assert (launches[0].kernel.__name__ == "copy_bias_kernel") == (shape[2] > 1)
     assert grads.bias.shape == shape and grads.bias.dtype == q.dtype
     assert launches[-1].kernel.__name__ == "attn_bwd_dbias_kernel"
     assert not any(launch.launch_pdl for launch in launches[-2:])
