@@ -28,7 +28,7 @@ FUNCTIONS, PICTURES = ROOT / "docs" / "functions.md", ROOT / "docs" / "functions
 RESULTS = ROOT / "benchmarks" / "results"
 HEADLINE, OPTIONS, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
-    "h100-options-quick-2026-11-25.json",
+    "h100-options-quick-2026-11-26.json",
     "h200-decode-graph-2026-11-22.json",
     "cpu-amd-2026-11-25.json",
 )

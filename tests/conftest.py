@@ -72,10 +72,10 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What this machine can run; of a test marked `sample(n)`, n cases drawn at random.
 
-    All cases with `-m ''`, or if one is asked for by name.
+    All cases with `-m ''`, or if a test is asked for by name, as `FILE::TEST`.
     """
     left_out = {item for item in items if _needs_gpu(item)}
-    if config.getoption("-m") == "not slow" and not any("[" in argument for argument in config.args):
+    if config.getoption("-m") == "not slow" and not any("::" in argument for argument in config.args):
         for (path, name), found in _sampled(items).items():
             (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]
             order = random.Random(f"{config.option.sample}/{path.name}/{name}").sample(found, len(found))

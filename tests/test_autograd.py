@@ -308,6 +308,7 @@ def test_compiling_a_bad_call_is_an_error():
         torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager")(q, k, k)
 
 
+@pytest.mark.slow
 def test_inductor_runs_the_operators(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # its cache does not know the schemas
     q, k, v = (t.requires_grad_() for t in small(torch.float32))

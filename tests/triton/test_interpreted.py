@@ -23,7 +23,7 @@ TOGETHER = (  # a process each, which takes seconds to start
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the tests run in this process",
