@@ -103,16 +103,16 @@ def test_the_command_prints_and_draws(tmp_path):
 
 def test_the_model_is_put_beside_what_was_measured():
     root = Path(__file__).parents[2]
-    file = str(root / "benchmarks" / "results" / "h100-x2-distributed-quick-2026-11-25.json")
+    file = str(root / "benchmarks" / "results" / "h200-x2-distributed-quick-2026-11-26.json")
     done = CliRunner().invoke(_app(), ["distributed", "--measured", file])
     assert done.exit_code == 0, done.output
-    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (1.00) | 0.73 (0.90) | 0.83 (1.00)" in done.output
+    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (1.00) | 0.74 (0.90) | 0.82 (1.00)" in done.output
     middle, highest = re.search(r"measured: ([\d.]+) \([\d.]+ to ([\d.]+)\)", done.output).groups()
     page = (root / "docs" / "distributed.md").read_text()
     assert f"promises {middle} times" in page and f"at most {highest} times" in page
     slow = CliRunner().invoke(_app(), ["distributed", "--measured", file, "--bandwidth", "0.001"])
     assert "0.84 (0.00)" in slow.output
-    other = str(root / "benchmarks" / "results" / "cpu-amd-2026-11-25.json")
+    other = str(root / "benchmarks" / "results" / "cpu-amd-2026-11-26.json")
     done = CliRunner().invoke(_app(), ["distributed", "--measured", other])
     assert done.exit_code == 2 and "nothing to compare with" in done.output
 
