@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch, tilewise
 from tilewise import Aux, KVCache
@@ -52,6 +54,7 @@ print(len(found), "as without it")
 """
 
 
+@pytest.mark.slow
 def test_calls_are_as_without_one():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "as without it" in done.stdout, done.stderr[-2000:]

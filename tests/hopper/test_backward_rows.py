@@ -175,6 +175,7 @@ def test_dq_that_holds_pieces_is_written_after_they_are_merged():
     assert semaphores[-1] == 32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (70, 9))])
 @pytest.mark.parametrize("lengths", [(130, 201), (201, 67)])
 def test_a_bias_is_copied_into_aligned_rows(
