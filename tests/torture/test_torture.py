@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_some_sequences():
-    command = [sys.executable, "-m", "tests.torture", "--seed", "31", "--problems", "5", "--seconds", "60"]
+    command = [sys.executable, "-m", "tests.torture", "--seed", "31", "--problems", "10", "--seconds", "60"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "5 sequences" in done.stdout and done.stdout.rstrip().endswith("0 failures")
+    assert "10 sequences" in done.stdout and done.stdout.rstrip().endswith("0 failures")
 
 
 @pytest.mark.slow
