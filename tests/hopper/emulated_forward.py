@@ -5,6 +5,7 @@ Two programs share all tiles, so that every ring goes round many times: a deadlo
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -16,11 +17,13 @@ emulator.TIMEOUT = 20.0
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
-from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.core.statistics import Aux
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
+from tilewise.tiled import backend as tiled, statistics as tiled_statistics
 
 # name: lengths of queries and keys (lists: packed), heads, key heads, head sizes, options
 CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
@@ -124,6 +127,38 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 }
 
 
+# whose forward is asked for statistics of its weights as well
+WATCHED = {
+    "full", "causal", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries", "window_d64",
+    "left_window", "softcap", "sinks", "few_queries", "packed", "mask_blocks_window", "mask_rows", "mask_steep",
+    "mask_nothing", "d256_128",
+}  # fmt: skip
+
+
+def check_watched(problem: AttentionProblem, inputs: Inputs, expected: tuple[torch.Tensor, ...]) -> float:
+    """Largest error of row_max and entropy; what else the forward gives is as without them."""
+    found = launch.forward(problem, inputs, None, "bshd", True, ("row_max", "entropy"))
+    assert all(map(torch.equal, found[:3], expected))
+    query, key = inputs.query, inputs.key
+    exact_lse = tiled.forward(*_exact(problem, inputs))[1]
+    exact = tiled_statistics.measure(
+        *_exact(problem, inputs), exact_lse, None, Aux(row_max=True, entropy=True)
+    )
+    errors = []
+    for a, e in zip(found[3:], exact[:2]):
+        assert torch.equal(a.isinf(), e.isinf())
+        size = max(1.0, problem.scale * query.abs().amax().item() * key.abs().amax().item())
+        errors.append((a.double() - e).masked_fill(e.isinf(), 0.0).abs().amax().item() / size)
+    return max(errors)
+
+
+def _exact(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    names = ("query", "key", "value", "sinks")
+    doubled = {name: getattr(inputs, name).double() for name in names if getattr(inputs, name) is not None}
+    inputs = inputs._replace(**doubled)
+    return dataclasses.replace(problem, dtype=torch.float64), inputs
+
+
 def check(name: str) -> float:
     """Largest error of out and lse relative to their largest value."""
     lengths_q, lengths_k, heads, kv_heads, dim, dim_v, options = CASES[name]
@@ -166,6 +201,7 @@ def check(name: str) -> float:
     inputs = Inputs(q, k, v, **extras)
     problem = describe(inputs, Options(**options))
     out, lse, residual = plan.forward(problem, inputs, residual=True)
+    watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:
         assert not torch.equal(residual, torch.zeros_like(residual))
     visibility = problem.visibility()
@@ -188,7 +224,7 @@ def check(name: str) -> float:
     pairs = ((out, exact_out), (lse[seen], exact_lse[seen]))
     errors = [(a.double() - b).abs().amax() / b.abs().amax() for a, b in pairs if b.any()]
     assert seen.any() or not out.any(), name
-    return max((error.item() for error in errors), default=0.0)
+    return max((error.item() for error in errors), default=0.0) + watched_error
 
 
 def main() -> None:

@@ -88,7 +88,9 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
     if not is_plain_eager(inputs.query):
         raise NotImplementedError(_WATCHED)
     if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
-        dispatch.choose(describe(inputs, options), aux, backend)
+        problem = describe(inputs, options)
+        given = dispatch.given_by_forward(backend, problem, aux)
+        dispatch.choose(problem, aux.only([name for name in aux.names if name not in given]), backend)
     request = dispatch.request(aux)
     try:
         entry = plans.forward_plan(inputs, options, backend, request)

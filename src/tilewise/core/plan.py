@@ -69,7 +69,7 @@ class FunctionPlan:
     """A plan that keeps nothing but the problem: `function(problem, ...)` does all."""
 
     problem: AttentionProblem
-    function: Callable[..., Results | Gradients | Retry]
+    function: Callable[..., Results | Watched | Gradients | Retry]
     layout: str = "bshd"
 
     def run(
@@ -78,7 +78,7 @@ class FunctionPlan:
         results: Results | None = None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
-    ) -> Results | Gradients | Retry:
+    ) -> Results | Watched | Gradients | Retry:
         if results is None:
             return self.function(self.problem, inputs)
         return self.function(self.problem, inputs, results, dout, dlse)

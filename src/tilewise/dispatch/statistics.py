@@ -24,7 +24,7 @@ from tilewise.dispatch.preference import slower
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
-    "hopper": frozenset({"lse"}),
+    "hopper": frozenset({"lse", "column_sum", "block_sum"}),
     "triton": frozenset(NAMES) - {"rows"},  # a few rows take the tiles a fraction of a pass
     "llvm": frozenset(NAMES) - {"rows"},
     "aten": frozenset({"lse"}),
@@ -42,7 +42,25 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
         return f"does not give {', '.join(missing)}"
     if name in WITHOUT_FUNCTIONS and problem.functions is not None:
         return "has no statistics with mask or score functions"
-    return refusal(name, problem, FORWARD)
+    return refusal(name, problem, FORWARD) or _unserved_sums(name, problem, aux)
+
+
+def _unserved_sums(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
+    """Why a backend's second pass does not take a problem that its forward takes."""
+    if name != "hopper" or not aux.needs_pass:
+        return None
+    from tilewise.gpu.hopper.statistics.launch import unserved
+
+    return unserved(problem, aux)
+
+
+def given_by_forward(name: str | None, problem: AttentionProblem, aux: Aux) -> set[str]:
+    """Statistics that the forward of the backend asked for gives, and its second pass does not."""
+    if name != "hopper" or refusal(name, problem, FORWARD) is not None:
+        return set()
+    from tilewise.gpu.hopper.plan import watches
+
+    return {statistic for statistic in aux.names if statistic in IN_FORWARD and watches(problem)}
 
 
 def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import Plan, Results, Saves
+from tilewise.core.plan import FunctionPlan, Plan, Results, Saves, Watched
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature, in_order
+from tilewise.core.signature import Request, Signature, in_order
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import DecodeConfig, MaskMap
@@ -19,6 +19,7 @@ from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 from tilewise.gpu.hopper.mask.functions import unserved_functions, with_mask_of_function
+from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Step, find
 from tilewise.gpu.launch.plan import (
@@ -36,8 +37,14 @@ MAX_HEAD_DIM = 256  # but for latent attention
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Dense calls without optional tensors, and few queries to a cache, are launched again as they were."""
+    if signature.direction == "statistics":
+        return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if problem.functions is not None:
-        return function_plan(with_mask_of_function(problem), signature.request, _forward, _backward)
+        problem = with_mask_of_function(problem)
+    if signature.request.statistics and watches(problem):
+        return FunctionPlan(problem, functools.partial(_watched, signature.request))
+    if problem.functions is not None:
+        return function_plan(problem, signature.request, _forward, _backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
@@ -83,6 +90,11 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     return None
+
+
+def watches(problem: AttentionProblem) -> bool:
+    """Whether the forward gives row_max and entropy in its own pass."""
+    return forward_kernels(problem) is FORWARD[-1] and forward_launch.watches(problem)
 
 
 # ---- which kernels serve: first calls, and calls that are launched again
@@ -138,6 +150,16 @@ def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bo
     return Results(in_order(out, order), *rest)
 
 
+def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Watched:
+    out, lse, *more = forward_launch.forward(
+        problem, inputs, None, request.order, request.residual, request.statistics
+    )
+    residual = more.pop(0) if request.residual else None
+    row_max = more.pop(0) if "row_max" in request.statistics else None
+    entropy = more.pop(0) if "entropy" in request.statistics else None
+    return Watched(Results(in_order(out, request.order), lse, residual), row_max, entropy)
+
+
 def _given_dense(inputs: Inputs) -> Given | None:
     return None if any(t is not None for t in inputs[3:]) else inputs[:3]
 
@@ -154,7 +176,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, counter = new
         tensors = (*given, *[None] * 8)
-        fresh = (out, lse, rest, None, None, counter, None, None)
+        fresh = (out, lse, rest, None, None, None, None, counter, None, None)
         return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
 
     return again_forward(problem, order, residual, given, steps, host.shared_counter)

@@ -40,6 +40,13 @@ class ForwardConfig:
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all keys have the same
+    HAS_ROW_MAX: bool = False  # asked for
+    HAS_ENTROPY: bool = False
+
+    @property
+    def WATCHES(self) -> bool:
+        """Whether statistics of the weights are asked for: see `forward.watched`."""
+        return self.HAS_ROW_MAX or self.HAS_ENTROPY
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -171,6 +178,15 @@ class Packing(NamedTuple):
     cu_seqlens_k: Any
     order: Any  # (batch,) sequences, longest first
     first_tile: Any  # (batch + 1,) query tiles of one head before each sequence of `order`
+
+
+class RowTargets(NamedTuple):
+    """Where the forward stores what belongs to a row, each like lse; None for what is not wanted."""
+
+    lse: Any
+    residual: Any  # what rounding took from lse
+    row_max: Any
+    entropy: Any
 
 
 class Cache(NamedTuple):

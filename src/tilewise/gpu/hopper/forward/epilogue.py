@@ -35,11 +35,13 @@ def failures(l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors, headroom, extras,
+    acc, m, l, watched, smem_o, row, work, o_desc, targets, sinks, sizes, factors, headroom, extras,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Normalize, and store O (staged in the slot of Q, which is no longer needed) and lse."""
-    factor = store_lse(m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg, headroom)
+    """Normalize, and store O (staged in the slot of Q, which is no longer needed), lse and statistics."""
+    if cfg.WATCHES:
+        store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg)
+    factor = store_lse(m, l, row, work, targets.lse, targets.residual, sinks, sizes, factors, cfg, headroom)
     if cfg.HAS_DROPOUT:
         factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
@@ -48,15 +50,51 @@ def store_rows(
 
 
 @gluon.jit
+def row_places(row, work, sizes, cfg: gl.constexpr):
+    """(places in lse, heads, whether they exist) of a warpgroup's rows."""
+    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    position = row + rows // cfg.PACK
+    head = work.head + rows % cfg.PACK
+    if cfg.IS_PACKED:
+        stat = head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
+    else:
+        heads = sizes.num_bh if cfg.IS_CACHED else sizes.num_bh // sizes.batch
+        num_heads = heads * cfg.PACK
+        stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
+    return stat, head, position < work.seqlen_q
+
+
+@gluon.jit
+def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg: gl.constexpr):
+    """Store the statistics of a warpgroup's rows: see `watched`. A sink counts as one outcome more."""
+    largest, weighted = watched
+    stat, head, inside = row_places(row, work, sizes, cfg)
+    if cfg.HAS_ROW_MAX:
+        row_max = gl.convert_layout(gl.max(largest, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
+        gl.store(targets.row_max + stat, row_max * factors.scale, mask=inside)
+    if cfg.HAS_ENTROPY:
+        l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
+        weighted = gl.convert_layout(gl.sum(weighted, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
+        if cfg.HAS_SINKS:
+            sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
+            reference = finite_or_zero(gl.maximum(m, sink_log2))
+            factor = exp2(m - reference)
+            of_sink = exp2(sink_log2 - reference)
+            weighted = gl.where(l == 0.0, 0.0, weighted + (m - reference) * l) * factor
+            weighted += gl.where(of_sink == 0.0, 0.0, of_sink * (sink_log2 - reference))
+            l = l * factor + of_sink
+        whole, rest = log2_parts(l)
+        entropy = ((whole - weighted * reciprocal(l)) + rest) * LN_2
+        gl.store(targets.entropy + stat, gl.where(l == 0.0, 0.0, entropy), mask=inside)
+
+
+@gluon.jit
 def store_lse(
     m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr, headroom=0.0
 ):  # fmt: skip
     """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
-    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
-    position = row + rows // cfg.PACK
-    head = work.head + rows % cfg.PACK
-    inside = position < work.seqlen_q
+    stat, head, inside = row_places(row, work, sizes, cfg)
     factor = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     if cfg.HAS_SINKS:
         sink_log2 = gl.load(sinks + head).to(gl.float32) * LOG2_E
@@ -65,12 +103,6 @@ def store_lse(
         factor = exp2(m - m_finite)
         l = l * factor + exp2(sink_log2 - m_finite)
         m = m_with_sink
-    if cfg.IS_PACKED:
-        stat = head.to(gl.int64) * sizes.seqlen_q + work.start_q + position
-    else:
-        heads = sizes.num_bh if cfg.IS_CACHED else sizes.num_bh // sizes.batch
-        num_heads = heads * cfg.PACK
-        stat = (work.batch * num_heads + head).to(gl.int64) * sizes.seqlen_q + position
     if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
         lse = (m + log2(l)) * LN_2
     elif residual_ptr is None:

@@ -16,7 +16,7 @@ exponentials the others have the tensor cores. Where two CTAs share an SM, that 
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, RowTargets, Sizes
 from tilewise.gpu.hopper.common.biases import load_bias, load_slope, penalty, with_bias
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
@@ -49,12 +49,14 @@ from tilewise.gpu.hopper.common.scheduler import (
 from tilewise.gpu.hopper.common.softmax import (
     Factors,
     exp2,
+    finite_or_zero,
     online_softmax,
     partial_sums,
     rescaled_sums,
     softcapped,
 )
 from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
+from tilewise.gpu.hopper.forward.watched import nothing_watched, shifted, watch
 from tilewise.gpu.hopper.mask.visits import (
     entry_at,
     hide_by_bits,
@@ -183,10 +185,10 @@ def headroom(is_exact, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    W: gl.constexpr, s, m, l, left, entry, words, has_seen, slope, bias, row, tiles, follows, is_exact, work,
-    sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr,
+    W: gl.constexpr, s, m, l, watched, left, entry, words, has_seen, slope, bias, row, tiles, follows,
+    is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Softmax of a finished tile of scores: (p as operand, m, l, alpha, is_steady, has_seen).
+    """Softmax of a finished tile of scores: (p as operand, m, l, watched, alpha, is_steady, has_seen).
 
     Steady: alpha is 1. Of a mask: the tile's entry and bits, and 1 if each row has seen a key before.
 
@@ -203,10 +205,12 @@ def softmax_step(
         s = mask_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.full_begin:
         s = mask_left(s, j, row, work, sizes, cfg)
+    hides = (j >= tiles.full_end) | (j < tiles.full_begin)
     is_steady = (left < tiles.num_steady) & (follows == 0)
     if cfg.HAS_MASK:
         if is_partial(W, entry):
             s = hide_by_bits(s, words)
+        hides = hides | is_partial(W, entry)
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
@@ -219,6 +223,7 @@ def softmax_step(
             x = with_bias(x, bias, dtype)
         p = exp2(x)
         l = l + partial_sums(p)
+        watched = watch(watched, s, x, p, hides, cfg)
     else:
         unit = factors.scale_log2e
         if cfg.HAS_ALIBI:
@@ -227,10 +232,14 @@ def softmax_step(
         if cfg.HAS_BIAS:
             s = with_bias(s * unit, bias, dtype)
             unit = 1.0
+        m_before = m
         p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
+        if cfg.WATCHES:
+            x = s * unit - finite_or_zero(m)[:, None]
+            watched = watch(shifted(watched, m_before, m, l, alpha, cfg), s, x, p, True, cfg)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
-    return p, m, l, alpha, is_steady, has_seen
+    return p, m, l, watched, alpha, is_steady, has_seen
 
 
 @gluon.jit
@@ -304,8 +313,7 @@ def own_visits(tiles, all_tiles, work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def mma_role(
-    W: gl.constexpr, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras,
-    cfg: gl.constexpr,
+    W: gl.constexpr, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: its 64 rows of every work tile."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
@@ -339,6 +347,7 @@ def mma_role(
             rings.q.release(q_use - WARPGROUPS)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+        watched = nothing_watched(cfg)
         if cfg.IS_CACHED:
             l += poison(work, tiles, sizes, cache, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
@@ -347,9 +356,9 @@ def mma_role(
             follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
         if cfg.FOLLOWS:
             follows = 0 * left + 1
-        p, m, l, _, _, has_seen = softmax_step(
-            W, s, m, l, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work, sizes,
-            factors, dtype, cfg,
+        p, m, l, watched, _, _, has_seen = softmax_step(
+            W, s, m, l, watched, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work,
+            sizes, factors, dtype, cfg,
         )  # fmt: skip
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
@@ -375,9 +384,9 @@ def mma_role(
                 kept = surviving(j, row, work, seed, extras, sizes, cfg)
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)
-            p_next, m, l, alpha, is_steady, has_seen = softmax_step(
-                W, s, m, l, left, current, words, has_seen, slope, bias, row, tiles, follows, is_exact, work,
-                sizes, factors, dtype, cfg,
+            p_next, m, l, watched, alpha, is_steady, has_seen = softmax_step(
+                W, s, m, l, watched, left, current, words, has_seen, slope, bias, row, tiles, follows,
+                is_exact, work, sizes, factors, dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -396,7 +405,7 @@ def mma_role(
             wait_for_writes()  # of the attempt that failed: this one's must come after
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_TILES)
         store_rows(
-            acc, m, l, smem_o, row, work, o_desc, lse_ptr, residual_ptr, sinks, sizes, factors,
+            acc, m, l, watched, smem_o, row, work, o_desc, targets, sinks, sizes, factors,
             headroom(is_exact, cfg), extras, cfg,
         )  # fmt: skip
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
@@ -414,7 +423,7 @@ EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_bat
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, sinks,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
@@ -423,7 +432,8 @@ def attn_fwd_kernel(
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
     bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out, lse and, unless that is None, residual of every query tile; integers: `Sizes`."""
+    """out, lse and, unless None, residual, row_max and entropy of every query tile; integers: `Sizes`."""
+    targets = RowTargets(lse_ptr, residual_ptr, row_max_ptr, entropy_ptr)
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
@@ -447,12 +457,8 @@ def attn_fwd_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (mma_role, (
-                    0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
-                (mma_role, (
-                    1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
+                (mma_role, (0, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
+                (mma_role, (1, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 1],
@@ -461,18 +467,10 @@ def attn_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_role, (
-                    0, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
-                (mma_role, (
-                    1, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
-                (mma_role, (
-                    2, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
-                (mma_role, (
-                    3, o_desc, lse_ptr, residual_ptr, sinks, rings, sizes, factors, cache, mask, extras, cfg,
-                )),
+                (mma_role, (0, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
+                (mma_role, (1, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
+                (mma_role, (2, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
+                (mma_role, (3, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
             [4, 4, 4, 1],

@@ -6,7 +6,9 @@ that are already compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -36,12 +38,16 @@ def forward(
     config: ForwardConfig | None = None,
     order: str = "bshd",
     residual: bool = False,
+    statistics: Collection[str] = (),
 ) -> tuple[Tensor, ...]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
 
-    And, if asked for, what rounding took from lse, in its shape.
+    And, if asked for, what rounding took from lse, row_max and entropy, in its shape.
     """
     cfg = config or forward_config(problem)
+    if statistics:
+        asked = {"HAS_ROW_MAX": "row_max" in statistics, "HAS_ENTROPY": "entropy" in statistics}
+        cfg = dataclasses.replace(cfg, **asked)
     ready = host.keys_ready if problem.is_cached else host.tma_ready
     query, key, value = host.tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
     rows = query.shape[:-2]
@@ -61,10 +67,16 @@ def forward(
         lengths_of_mask = (problem.seqlen_q, problem.seqlen_k)
         mask = tile_map(source_of(problem, inputs), *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
-    rest = (torch.empty_like(lse),) if residual else ()
-    fresh = (out, lse, *(rest or (None,)), *ordered, host.scheduler_counter(query.device), *mask[:2])
+    wanted = (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
+    of_rows = [torch.empty_like(lse) if is_wanted else None for is_wanted in wanted]
+    fresh = (out, lse, *of_rows, *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
-    return out, lse, *rest
+    return out, lse, *(t for t in of_rows if t is not None)
+
+
+def watches(problem: AttentionProblem) -> bool:
+    """Whether the kernel gives row_max and entropy in its pass: of scores that are products alone."""
+    return not problem.has_alibi and problem.bias_shape is None
 
 
 def forward_launch(
@@ -73,7 +85,7 @@ def forward_launch(
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
     query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
-    *extras, out, lse, residual, order, first_tile, counter, mask_tiles, mask_bits = rest
+    *extras, out, lse, residual, row_max, entropy, order, first_tile, counter, mask_tiles, mask_bits = rest
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, table)
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
@@ -83,7 +95,7 @@ def forward_launch(
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, residual, sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
+        *(lse, residual, row_max, entropy, sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
         host.errors_of(problem, query),
         *sizes,
         *host.factors(problem),

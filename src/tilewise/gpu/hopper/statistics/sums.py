@@ -1,0 +1,203 @@
+"""Sums of the weights over queries, when lse is known: a tile of 128 keys stays, its queries stream by.
+
+    P^T = exp(K Q^T - lse - residual),  column sums = P^T over all queries,  block sums = P^T over tiles
+
+    role          warps   does
+    load_role     1       takes tiles of keys, each of one query head; starts TMA copies of K and Q into rings
+    sum_role x 2  4 each  S^T by wgmma, exponentials and sums in registers, of its 64 keys
+
+The products of the next tile of queries run under the exponentials of this one. Each sum is one warpgroup's:
+no atomics, the same bits every time.
+"""
+
+from tilewise.gpu.hopper.backward.arguments import ScoreFactors
+from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, query_tiles
+from tilewise.gpu.hopper.backward.scores import capped
+from tilewise.gpu.hopper.common.arguments import Packing, Sizes
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout
+from tilewise.gpu.hopper.common.products import product_of_chunks
+from tilewise.gpu.hopper.common.scheduler import (
+    count_work_tiles,
+    fetch_add,
+    make_work_ring,
+    next_work,
+    peek,
+    send,
+    send_end,
+)
+from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, partial_sums, reciprocal, two_product
+
+
+@aggregate
+class Rings:
+    """What the load role sends to the sum roles."""
+
+    k: Ring  # tiles of 64 keys, one for each warpgroup
+    q: Ring  # tiles of BLOCK_M queries, for both
+    work: Ring
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr):
+    """Take work tiles and stream theirs."""
+    num_work_tiles = count_work_tiles(sizes, packing)
+    index = gl.program_id(0)
+    use = 0  # of the ring of queries
+    work_use = 0
+    while index < num_work_tiles:
+        work = locate_keys(index, sizes, packing, cfg)
+        send(rings.work, work_use, work)
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        head_k = work.head // sizes.group_size
+        for w in gl.static_range(2):
+            at = coords(work.start_k, work.seqlen_k, work.row + w * 64, head_k, work.batch, cfg.IS_PACKED)
+            rings.k.load(2 * work_use + w, k_desc, at, cfg.D_CHUNKS)
+        for tile in range(tiles.begin, tiles.end):
+            at = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, work.head, work.batch, cfg.IS_PACKED)
+            rings.q.load(use, q_desc, at, cfg.D_CHUNKS)
+            use += 1
+        index = next_work(fetch_add(counter))
+        work_use += 1
+    send_end(rings.work, work_use, index, counter)
+
+
+@gluon.jit
+def scores(k_use, use, rings, cfg: gl.constexpr):
+    """Start S^T = K Q^T [64, BLOCK_M] of a tile of queries, once it has arrived."""
+    rings.q.wait(use)
+    return product_of_chunks(rings.k, k_use, rings.q, use, cfg.BLOCK_M, cfg)
+
+
+@gluon.jit
+def load_lse(tile, first, work, lse_ptr, residual_ptr, cfg: gl.constexpr):
+    """(lse, residual) [BLOCK_M] of a tile of queries, the first of the head at `first`."""
+    row = tile * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    exists = row < work.seqlen_q
+    lse = gl.load(lse_ptr + first + row, mask=exists, other=float("inf"))
+    residual = 0.0 * lse
+    if residual_ptr is not None:
+        residual = gl.load(residual_ptr + first + row, mask=exists, other=0.0)
+    return lse, residual
+
+
+@gluon.jit
+def shift_and_low(lse, residual, factors):
+    """(shift, low): log2 p = (score - shift) * its unit - low; p is 0 in rows that do not exist or see nothing.
+
+    The difference of score and shift is exact where p is not tiny, however large both are.
+    """
+    is_finite = gl.abs(lse) < float("inf")
+    lse = gl.where(is_finite, lse, 0.0)
+    shift = lse * reciprocal(factors.scale)
+    high, low = two_product(shift, factors.scale)
+    low = ((lse - high) - low + residual) * LOG2_E
+    return shift, gl.where(is_finite, low, float("inf"))
+
+
+@gluon.jit
+def weights(s, known, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
+    """P^T [64, BLOCK_M] of finished products."""
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M))
+    shift, low = shift_and_low(known[0], known[1], factors)
+    shift, low = gl.convert_layout(shift, columns), gl.convert_layout(low, columns)
+    s, unit, _ = capped(s, factors, cfg)
+    x = (s - shift[None, :]) * unit - low[None, :]
+    if (tile < own.full_begin) | (tile >= own.full_end):
+        x = mask_transposed(x, tile, key, work, sizes, cfg)
+    return exp2(x)
+
+
+@gluon.jit
+def store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg: gl.constexpr):
+    """Store the sums of 16 keys, one for each warp, and a tile of queries: see `launch.block_sum`."""
+    by_warp = gl.sum(gl.sum(sums.reshape([4, 16, 4]), 2), 1)
+    keys = key // 16 + gl.arange(0, 4, by_warp.type.layout)
+    place = gl.cast(bh, gl.int64) * sizes.rows_k + tile * sizes.rows_v
+    gl.store(block_ptr + place + keys, by_warp, mask=keys * 16 < work.seqlen_k)
+
+
+@gluon.jit
+def sum_role(
+    W: gl.constexpr, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg: gl.constexpr
+):  # fmt: skip
+    """Warpgroup W: the sums of 64 keys of every work tile."""
+    use = 0  # of the ring of queries
+    work_use = 0
+    work, _ = peek(rings.work, work_use)
+    while work.row >= 0:
+        key = work.row + W * 64
+        tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
+        own = query_tiles(key, 64, work, sizes, cfg)
+        bh = work.head
+        if not cfg.IS_PACKED:
+            bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
+        first = gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q
+        k_use = 2 * work_use + W
+        rings.k.wait(k_use)
+        known = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
+        s = warpgroup_mma_wait(0, deps=(scores(k_use, use, rings, cfg),))
+        rings.q.release(use)
+        total = gl.full([64, 4], 0.0, gl.float32, partial_layout())
+        for tile in range(tiles.begin, tiles.end - 1):
+            following = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
+            s_next = scores(k_use, use + 1, rings, cfg)
+            sums = partial_sums(weights(s, known, tile, key, own, work, sizes, factors, cfg))
+            total += sums
+            if block_ptr is not None:
+                store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
+            known = following
+            s = warpgroup_mma_wait(0, deps=(s_next,))
+            rings.q.release(use + 1)
+            use += 1
+        rings.k.release(k_use)
+        use += 1
+        last = tiles.end - 1
+        sums = partial_sums(weights(s, known, last, key, own, work, sizes, factors, cfg))
+        if block_ptr is not None:
+            store_blocks(block_ptr, sums, last, key, bh, work, sizes, cfg)
+        if column_ptr is not None:
+            total = gl.sum(total + sums, 1)
+            row = key + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
+            place = gl.cast(bh, gl.int64) * sizes.seqlen_k + work.start_k
+            gl.store(column_ptr + place + row, total, mask=row < work.seqlen_k)
+        rings.work.release(work_use)
+        work_use += 1
+        work, _ = peek(rings.work, work_use)
+
+
+@gluon.jit(do_not_specialize=Sizes._fields)
+def attn_weight_sums_kernel(
+    q_desc, k_desc, lse_ptr, residual_ptr, column_ptr, block_ptr,
+    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
+    rows_k, rows_v, stride_page_table, num_pages, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Sums of every tile of 128 keys of each query head; what is None is not wanted.
+
+    Integers: `Sizes`, whose num_bh counts query heads, whose seqlen_k is that of column_ptr's rows, and whose
+    rows_k and rows_v are block_ptr's strides of a bh and of a tile of queries.
+    """
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
+        rows_k, rows_v, stride_page_table, num_pages,
+    )  # fmt: skip
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    rings = Rings(
+        make_tile_ring(k_desc, 2 * cfg.K_SLOTS, cfg.D_CHUNKS, 1),
+        make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
+        make_work_ring(2),
+    )
+    gl.warp_specialize(
+        [
+            (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+            (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+            (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
