@@ -24,7 +24,7 @@ from tilewise.dispatch.preference import slower
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
 SERVES: dict[str, frozenset[str]] = {
-    "hopper": frozenset({"lse", "column_sum", "block_sum"}),
+    "hopper": frozenset({"lse", "column_sum", "block_sum", "top_k"}),
     "triton": frozenset(NAMES) - {"rows"},  # a few rows take the tiles a fraction of a pass
     "llvm": frozenset(NAMES) - {"rows"},
     "aten": frozenset({"lse"}),

@@ -109,6 +109,20 @@ def unhoisted(x):
 
 
 @gluon.jit
+def bits_of(x):
+    """The bits of float32 numbers, as integers."""
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def count_bits(words):
+    """How many bits of integers are 1."""
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def halves(words, dtype: gl.constexpr):
     """The lower and the upper 16 bits of words, numbers of a dtype, as float32."""
     if dtype == gl.bfloat16:
@@ -205,6 +219,8 @@ __all__ = [
     "as_boxes",
     "as_boxes_by_rows",
     "as_pages",
+    "bits_of",
+    "count_bits",
     "fence_async_shared",
     "gl",
     "gluon",

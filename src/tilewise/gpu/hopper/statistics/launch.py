@@ -1,4 +1,4 @@
-"""Host side of the sums of weights: what they serve, tiles, and the launch."""
+"""Host side of the second pass: what its kernels serve, their tiles, and their launches."""
 
 from __future__ import annotations
 
@@ -15,29 +15,39 @@ from tilewise.gpu.hopper.backward import launch as backward_launch
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import Sizes
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+from tilewise.gpu.triton.call import launchable
+from tilewise.gpu.triton.statistics.plan import top_k_launch
 
 KEYS_OF_A_SUM = 16  # of the kernel's block sums
 SHARED_BYTES = 224 << 10  # for tiles of queries and keys
+SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random data, with room to spare
 
 
 @dataclass(frozen=True)
-class SumsConfig:
-    """Compile-time choices of the kernel. What `BackwardConfig` has too means the same."""
+class StatisticsConfig:
+    """Compile-time choices of the kernels. What other configurations have too means the same."""
 
     BLOCK_M: ClassVar[int] = 128
     BLOCK_N: ClassVar[int] = 128
     IS_DETERMINISTIC: ClassVar[bool] = False  # tiles of keys wait for no others
     LATEST_FIRST: ClassVar[bool] = False
     DESCENDING: ClassVar[bool] = False
+    NEAREST_FIRST: ClassVar[bool] = False
+    IS_CACHED: ClassVar[bool] = False
+    PACK: ClassVar[int] = 1
 
     D_CHUNKS: int
     D_CHUNK: int
-    STAGES: int  # tiles of queries in flight
-    K_SLOTS: int  # of keys; two: the next work tile's are loaded early
+    STAGES: int  # tiles in flight of those that stream by
+    SLOTS: int  # of tiles that stay; two: the next work tile's are loaded early
     IS_PACKED: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        return self.IS_PACKED
 
     @property
     def maxnreg(self) -> int:
@@ -46,7 +56,7 @@ class SumsConfig:
 
 
 class StatisticsPlan(NamedTuple):
-    """Column and block sums: `Measured`. Deterministic."""
+    """Column sums, block sums and the largest weights: `Measured`. Deterministic."""
 
     problem: AttentionProblem
     aux: Aux
@@ -54,19 +64,19 @@ class StatisticsPlan(NamedTuple):
     def run(self, inputs: Inputs, results: Results | None = None, *_: Tensor | None) -> Measured:
         assert results is not None and results.lse is not None
         problem, aux = self.problem, self.aux
-        query, key = inputs.query, inputs.key
-        columns = blocks = None
-        lead = () if problem.is_packed else (problem.batch,)
-        if aux.column_sum:
-            columns = query.new_empty((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
-        if aux.block_sum:
-            tiles_q, tiles_k = (-(-n // aux.block_sum) for n in (problem.seqlen_q, problem.seqlen_k))
-            parts = (tiles_q, aux.block_sum // SumsConfig.BLOCK_M, tiles_k, aux.block_sum // KEYS_OF_A_SUM)
-            blocks = query.new_zeros((problem.batch, problem.num_heads, *parts), dtype=torch.float32)
-        _sum(problem, inputs, results, columns, blocks)
-        if columns is not None and aux.column_sum == GROUP:
-            columns = columns.unflatten(-2, (problem.num_kv_heads, problem.group_size)).sum(-2)
-        return NOTHING._replace(column_sum=columns, block_sum=None if blocks is None else blocks.sum((3, 5)))
+        known = (results.lse, results.residual)
+        lse, residual = (None if t is None else t.contiguous() for t in known)
+        given = (host.tma_ready(inputs.query), host.tma_ready(inputs.key), lse, residual)
+        offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        given = (*given, *(None if t is None else t.contiguous() for t in offsets))
+        found = NOTHING
+        if aux.column_sum or aux.block_sum:
+            columns, blocks = _sums(problem, aux, given)
+            found = found._replace(column_sum=columns, block_sum=blocks)
+        if aux.top_k:
+            weights, keys = _largest(problem, aux.top_k, inputs, given)
+            found = found._replace(top_weights=weights, top_keys=keys)
+        return found
 
 
 def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
@@ -76,48 +86,61 @@ def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
         return "sums weights without a mask, bias, ALiBi, functions, caches or 8-bit products"
     if aux.last_rows is not None:
         return "sums the weights of all queries, not of last_rows"
-    if aux.block_sum and (aux.block_sum % SumsConfig.BLOCK_M or problem.is_packed):
-        return f"sums blocks of multiples of {SumsConfig.BLOCK_M}, not packed: not block_sum={aux.block_sum}"
+    if aux.block_sum and (aux.block_sum % StatisticsConfig.BLOCK_M or problem.is_packed):
+        return f"sums blocks of multiples of {StatisticsConfig.BLOCK_M}, not packed: not block_sum={aux.block_sum}"
     return None
 
 
-def _sum(
-    problem: AttentionProblem, inputs: Inputs, results: Results, columns: Tensor | None, blocks: Tensor | None
-) -> None:
-    """Fill columns (batch, heads, seqlen_k), packed (heads, total_k), and blocks of 128 queries and 16 keys."""
-    cfg = sums_config(problem)
-    query, key = host.tma_ready(inputs.query), host.tma_ready(inputs.key)
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    cu_q, cu_k = (None if t is None else t.contiguous() for t in offsets)
-    lse, residual = (None if t is None else t.contiguous() for t in (results.lse, results.residual))
+def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    """Column sums (batch, heads, seqlen_k), packed (heads, total_k), and block sums."""
+    cfg = statistics_config(problem)
+    query, key, *_, cu_q, cu_k = given
+    assert query is not None and key is not None
+    columns = blocks = None
+    if aux.column_sum:
+        lead = () if problem.is_packed else (problem.batch,)
+        columns = query.new_empty((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
+    if aux.block_sum:
+        tiles_q, tiles_k = (-(-n // aux.block_sum) for n in (problem.seqlen_q, problem.seqlen_k))
+        parts = (tiles_q, aux.block_sum // cfg.BLOCK_M, tiles_k, aux.block_sum // KEYS_OF_A_SUM)
+        blocks = query.new_zeros((problem.batch, problem.num_heads, *parts), dtype=torch.float32)
     ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
     fresh = (columns, blocks, *ordered, host.scheduler_counter(query.device))
-    run(sums_launch, problem, (query, key, lse, residual, cu_q, cu_k), cfg, fresh=fresh)
+    run(sums_launch, problem, given, cfg, fresh=fresh)
+    if columns is not None and aux.column_sum == GROUP:
+        columns = columns.unflatten(-2, (problem.num_kv_heads, problem.group_size)).sum(-2)
+    return columns, None if blocks is None else blocks.sum((3, 5))
 
 
-def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: SumsConfig) -> Launch:
+def _largest(problem: AttentionProblem, count: int, inputs: Inputs, given: Tensors) -> tuple[Tensor, Tensor]:
+    """(weights, keys) of the `count` largest of each query, in lse's shape and `count`."""
+    cfg = statistics_config(problem)
+    query, _, lse, residual, cu_q, cu_k = given
+    assert query is not None and lse is not None
+    list_size = max(SHORTEST_LIST, 1 << (count - 1).bit_length())
+    lists = query.new_empty((lse.numel(), 4 * list_size), dtype=torch.int64)
+    held = query.new_empty((lse.numel(), 4), dtype=torch.int32)
+    weights = query.new_empty((*lse.shape, count), dtype=torch.float32)
+    keys = query.new_empty((*lse.shape, count), dtype=torch.int64)
+    ordered = host.order_sequences(problem, cu_q, cu_k, cfg.BLOCK_M)
+    fresh = (lists, held, *ordered, host.scheduler_counter(query.device))
+    run(candidates_launch, problem, given, cfg, count, list_size, fresh=fresh)
+    run(select_launch, problem, (lse, residual), count, list_size, fresh=(lists, held, weights, keys))
+    known = (*launchable(inputs), None, lse, residual)
+    run(top_k_launch, problem, known, count, list_size, fresh=(weights, keys, held))
+    return weights, keys
+
+
+def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConfig) -> Launch:
     from tilewise.gpu.hopper.statistics.sums import attn_weight_sums_kernel
 
     query, key, lse, residual, cu_q, cu_k, columns, blocks, order, first_tile, counter = tensors
     assert query is not None and key is not None
-    visibility = problem.visibility()
-    num_bh = problem.num_heads * (1 if problem.is_packed else problem.batch)
     num_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
-    sizes = Sizes(
-        batch=problem.batch,
-        seqlen_q=query.shape[-3],
-        seqlen_k=key.shape[-3],
-        group_size=problem.group_size,
-        num_bh=num_bh,
-        num_tiles=num_tiles,
-        l2_swizzle=backward_launch.l2_swizzle(problem, num_bh),
-        window_left=host.edge(visibility.left),
-        window_right=host.edge(visibility.right),
-        rows_k=0 if blocks is None else blocks.stride(1),
-        rows_v=0 if blocks is None else blocks.stride(3),
-        stride_page_table=0,
-        num_pages=0,
-    )
+    num_bh = _num_bh(problem)
+    sizes = _sizes(problem, query, key, num_tiles, backward_launch.l2_swizzle(problem, num_bh))
+    if blocks is not None:
+        sizes = sizes._replace(rows_k=blocks.stride(1), rows_v=blocks.stride(3))
     factors = backward_launch.score_factors(problem)
     arguments = (
         host.descriptor(query, (cfg.BLOCK_M, 1, cfg.D_CHUNK), problem.is_packed),
@@ -132,18 +155,77 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: SumsConfig) ->
     return Launch(attn_weight_sums_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 
-def sums_config(problem: AttentionProblem) -> SumsConfig:
+def candidates_launch(
+    problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConfig, count: int, list_size: int
+) -> Launch:
+    from tilewise.gpu.hopper.statistics.largest import attn_candidates_kernel
+
+    query, key, _, _, cu_q, cu_k, lists, held, order, first_tile, counter = tensors
+    assert query is not None and key is not None
+    num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    fitting = max(1, host.L2_SWIZZLE_BYTES // max(1, 2 * problem.seqlen_k * problem.head_dim))
+    swizzle = host.l2_swizzle_size(_num_bh(problem) // problem.group_size, fitting)
+    arguments = (
+        host.descriptor(query, (cfg.BLOCK_M // 2, 1, cfg.D_CHUNK), problem.is_packed),
+        host.descriptor(key, (cfg.BLOCK_N, 1, cfg.D_CHUNK), problem.is_packed),
+        *(lists, held, cu_q, cu_k, order, first_tile, counter),
+        *_sizes(problem, query, key, num_tiles, swizzle * problem.group_size),
+        *host.factors(problem),
+        *(count, list_size, cfg),
+    )
+    most = query.shape[0] // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
+    programs = min(host.num_sms(query.device.index), most * _num_bh(problem))
+    return Launch(attn_candidates_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+
+
+def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int) -> Launch:
+    from tilewise.gpu.hopper.statistics.select import select_largest_kernel
+
+    lse, residual, lists, held, weights, keys = tensors
+    assert lse is not None
+    rows = max(1, 512 // list_size)
+    unit = 1.0 if problem.softcap > 0 else problem.scale
+    numbers = (lse.numel(), unit, unit * host.LOG2_E, rows, count, list_size)
+    arguments = (lists, held, lse, residual, weights, keys, *numbers)
+    return Launch(select_largest_kernel, -(-lse.numel() // rows), arguments, num_warps=4)
+
+
+def _num_bh(problem: AttentionProblem) -> int:
+    """(batch, query head) pairs, or query heads if packed."""
+    return problem.num_heads * (1 if problem.is_packed else problem.batch)
+
+
+def _sizes(problem: AttentionProblem, query: Tensor, key: Tensor, num_tiles: int, l2_swizzle: int) -> Sizes:
+    visibility = problem.visibility()
+    return Sizes(
+        batch=problem.batch,
+        seqlen_q=query.shape[-3],
+        seqlen_k=key.shape[-3],
+        group_size=problem.group_size,
+        num_bh=_num_bh(problem),
+        num_tiles=num_tiles,
+        l2_swizzle=l2_swizzle,
+        window_left=host.edge(visibility.left),
+        window_right=host.edge(visibility.right),
+        rows_k=0,
+        rows_v=0,
+        stride_page_table=0,
+        num_pages=0,
+    )
+
+
+def statistics_config(problem: AttentionProblem) -> StatisticsConfig:
     """The tiles of a problem."""
     visibility = problem.visibility()
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     chunks = -(-problem.head_dim // width)
-    tile_bytes = 2 * SumsConfig.BLOCK_M * chunks * width
+    tile_bytes = 2 * StatisticsConfig.BLOCK_M * chunks * width
     slots = 2 if tile_bytes <= 32 << 10 else 1
-    return SumsConfig(
+    return StatisticsConfig(
         D_CHUNKS=chunks,
         D_CHUNK=width,
         STAGES=min(4, SHARED_BYTES // tile_bytes - slots),
-        K_SLOTS=slots,
+        SLOTS=slots,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
         HAS_RIGHT=visibility.right is not None,

@@ -188,7 +188,7 @@ def attn_weight_sums_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     rings = Rings(
-        make_tile_ring(k_desc, 2 * cfg.K_SLOTS, cfg.D_CHUNKS, 1),
+        make_tile_ring(k_desc, 2 * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
         make_work_ring(2),
     )

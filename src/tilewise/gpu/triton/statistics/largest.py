@@ -25,9 +25,9 @@ from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, query_tile
 BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@triton.jit(do_not_specialize=(*Sizes._fields, "list_size"))
 def attn_top_k_kernel(
-    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, weight_ptr, key_ptr,
+    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, weight_ptr, key_ptr, held_ptr, list_size,
     ragged, mask, bias, alibi, sinks, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
@@ -35,7 +35,9 @@ def attn_top_k_kernel(
 ):  # fmt: skip
     """Of BLOCK_M queries of one head; weight_ptr and key_ptr have COUNT entries a query.
 
-    PADDED: a power of two, COUNT at least. Grid: as of the forward.
+    PADDED: a power of two, COUNT at least. Grid: as of the forward. held_ptr: None, or how many candidates the
+    four lists of each query held, which another kernel has taken the largest of; then only tiles with a list
+    that was too short, of list_size, are done.
     """
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
@@ -53,6 +55,12 @@ def attn_top_k_kernel(
     row = i0 + tl.arange(0, BLOCK_M)
     exists = row < seq.seqlen_q
     at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + row
+    if held_ptr is not None:
+        lists = at.to(tl.int64)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        held = tl.load(held_ptr + lists, mask=exists[:, None], other=0)
+        if tl.max(tl.max(held, 1), 0) <= list_size:
+            return
+
     q_tile = load_tile(q, row_base(q, seq.b, seq.h, q_start), i0, seq.seqlen_q, BLOCK_M, QK, True)
     shift, low = row_shift(lse_ptr, residual_ptr, at, exists, factors, cfg)
     total = tl.zeros((BLOCK_M,), tl.float32)

@@ -43,8 +43,8 @@ class StatisticsPlan(NamedTuple):
         if found.block_sum is not None:
             run(_block_launch, problem, (*inputs, *known[:3]), aux.block_sum, fresh=(found.block_sum,))
         if found.top_keys is not None:
-            largest = found.top_weights, found.top_keys
-            run(_top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
+            largest = found.top_weights, found.top_keys, None
+            run(top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
         return found
 
 
@@ -112,10 +112,11 @@ def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Lau
     return call.launch(attn_block_sum_kernel, tile, blocks.numel(), arguments)
 
 
-def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int) -> Launch:
+def top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int = 0) -> Launch:
+    """The largest weights of all queries, or of those whose lists of list_size did not hold their candidates."""
     from tilewise.gpu.triton.statistics.largest import attn_top_k_kernel
 
-    *known, weights, keys = tensors
+    *known, weights, keys, held = tensors
     call = Call(problem, tuple(known))
     # Products on the plain arithmetic units leave few registers to the weights that are kept.
     is_plain = (problem.dtype, problem.precision) == (torch.float32, "ieee")
@@ -124,7 +125,7 @@ def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int) -> La
     arguments = (
         *map(call.rows, call.inputs[:2]),
         *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
-        *(call.results.lse, call.results.residual, weights, keys),
+        *(call.results.lse, call.results.residual, weights, keys, held, list_size),
         call.ragged(),
         *call.extras()[:4],
         call.factors(),

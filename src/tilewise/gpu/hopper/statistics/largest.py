@@ -1,0 +1,208 @@
+"""Candidates for the k largest scores of each query: a tile of 128 queries stays, its keys stream by twice.
+
+    first   the largest score of each class of keys, those alike modulo BLOCK_N; of these the k-th is a bound
+    then    every score that is not below the bound, with its key, into the lists of its query
+
+There are at least k of these, and few more: on random data 8.3 for k = 8. Each query has four lists, one for
+each thread that has its scores, so that a place is what a thread has counted. What does not fit is counted
+alone: see `attn_top_k_kernel`, which does such queries.
+
+    role              warps   does
+    load_role         1       takes tiles of queries; starts TMA copies of Q, and of K twice, into rings
+    largest_role x 2  4 each  S by wgmma, in registers, of its 64 queries
+
+The products of the next tile of keys run under the comparisons of this one.
+"""
+
+from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.compat import aggregate, bits_of, count_bits, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, partial_layout, row_layout
+from tilewise.gpu.hopper.common.products import product_of_chunks
+from tilewise.gpu.hopper.common.ranges import hide, key_tiles
+from tilewise.gpu.hopper.common.scheduler import (
+    count_work_tiles,
+    fetch_add,
+    locate,
+    make_work_ring,
+    next_work,
+    peek,
+    send,
+    send_end,
+)
+from tilewise.gpu.hopper.common.softmax import Factors, softcapped
+
+LOWEST = gl.constexpr(-3.4028234e38)  # finite float32
+
+
+@aggregate
+class Rings:
+    """What the load role sends to the others."""
+
+    q: Ring  # tiles of 64 queries, one for each warpgroup
+    k: Ring  # tiles of BLOCK_N keys, for both
+    work: Ring
+
+
+@gluon.jit
+def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr):
+    """Take work tiles and stream theirs."""
+    cache = Cache(None, None, None)
+    num_work_tiles = count_work_tiles(sizes, packing)
+    index = gl.program_id(0)
+    use = 0  # of the ring of keys
+    work_use = 0
+    while index < num_work_tiles:
+        work = locate(index, sizes, packing, cache, cfg)
+        send(rings.work, work_use, work)
+        tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
+        head_k = work.head // sizes.group_size
+        for w in gl.static_range(2):
+            at = coords(work.start_q, work.seqlen_q, work.row + w * 64, work.head, work.batch, cfg.IS_PACKED)
+            rings.q.load(2 * work_use + w, q_desc, at, cfg.D_CHUNKS)
+        for n in range(2 * (tiles.end - tiles.begin)):
+            tile = gl.where(n < tiles.end - tiles.begin, n + tiles.begin, n + 2 * tiles.begin - tiles.end)
+            at = coords(work.start_k, work.seqlen_k, tile * cfg.BLOCK_N, head_k, work.batch, cfg.IS_PACKED)
+            rings.k.load(use, k_desc, at, cfg.D_CHUNKS)
+            use += 1
+        index = next_work(fetch_add(counter))
+        work_use += 1
+    send_end(rings.work, work_use, index, counter)
+
+
+@gluon.jit
+def products(q_use, use, rings, cfg: gl.constexpr):
+    """Start S = Q K^T [64, BLOCK_N] of a tile of keys, once it has arrived."""
+    rings.k.wait(use)
+    return product_of_chunks(rings.q, q_use, rings.k, use, cfg.BLOCK_N, cfg)
+
+
+@gluon.jit
+def visible(s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
+    """Scores of finished products, -inf where a query does not see a key."""
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if (tile < own.full_begin) | (tile >= own.full_end):
+        s = hide(s, tile, row, work, sizes, cfg)
+    return s
+
+
+@gluon.jit
+def kth_largest(best, count):
+    """[64]: of each row the count-th largest number that differs from those before; finite."""
+    bound = gl.max(best, 1)
+    for _ in range(1, count):
+        best = gl.where(best < bound[:, None], best, float("-inf"))
+        bound = gl.max(best, 1)
+    return gl.maximum(bound, LOWEST)
+
+
+@gluon.jit
+def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
+    """Put scores of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
+
+    An entry: the bits of the score, above them the key.
+    """
+    x = s.reshape([64, cfg.BLOCK_N // 8, 4, 2])
+    layout: gl.constexpr = x.type.layout
+    of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    bounds = gl.convert_layout(bound, along(0, layout, 4), assert_trivial=True)[:, None, None, None]
+    eights = gl.arange(0, cfg.BLOCK_N // 8, along(1, layout, 4))[None, :, None, None]
+    threads = gl.arange(0, 4, along(2, layout, 4))[None, None, :, None]
+    pairs = gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
+    bit = 1 << (2 * eights + pairs)  # known to the compiler, as is what it is compared with below
+    is_in = x >= bounds
+    words = gl.sum(gl.sum(gl.where(is_in, bit, 0), 3), 1)  # [64, 4]
+    words = gl.convert_layout(words, of_thread, assert_trivial=True)
+    before = gl.convert_layout(held, of_thread, assert_trivial=True)[:, None, :, None]
+    place = before + count_bits(words[:, None, :, None] & (bit - 1))
+    key = tile * cfg.BLOCK_N + 8 * eights + 2 * threads + pairs
+    entry = (key.to(gl.int64) << 32) | (bits_of(x).to(gl.int64) & 0xFFFFFFFF)
+    starts = gl.convert_layout(lists, of_thread, assert_trivial=True)[:, None, :, None]
+    gl.store(starts + place, entry, mask=is_in & (place < list_size))
+    return held + gl.convert_layout(count_bits(words), partial_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def largest_role(
+    W: gl.constexpr, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg: gl.constexpr
+):  # fmt: skip
+    """Warpgroup W: the candidates of 64 queries of every work tile."""
+    use = 0  # of the ring of keys
+    work_use = 0
+    work, _ = peek(rings.work, work_use)
+    while work.row >= 0:
+        row = work.row + W * 64
+        tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
+        own = key_tiles(row, 64, work, sizes, cfg)
+        bh = work.head
+        if not cfg.IS_PACKED:
+            bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
+        q_use = 2 * work_use + W
+        rings.q.wait(q_use)
+        s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
+        rings.k.release(use)
+        best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
+        for tile in range(tiles.begin, tiles.end):
+            s_next = products(q_use, use + 1, rings, cfg)  # after the last tile, the first once more
+            best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
+            s = warpgroup_mma_wait(0, deps=(s_next,))
+            rings.k.release(use + 1)
+            use += 1
+        bound = gl.convert_layout(kth_largest(best, count), row_layout(cfg.BLOCK_N), assert_trivial=True)
+
+        rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
+        thread = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
+        places = (gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q + row + rows)[:, None] * 4 + thread
+        exists = (row + rows)[:, None] + 0 * thread < work.seqlen_q
+        lists = list_ptr + places * list_size
+        held = gl.where(exists, 0, list_size)
+        for tile in range(tiles.begin, tiles.end - 1):
+            s_next = products(q_use, use + 1, rings, cfg)
+            x = visible(s, tile, row, own, work, sizes, factors, cfg)
+            held = collect(x, bound, held, tile, lists, list_size, cfg)
+            s = warpgroup_mma_wait(0, deps=(s_next,))
+            rings.k.release(use + 1)
+            use += 1
+        rings.q.release(q_use)
+        use += 1
+        x = visible(s, tiles.end - 1, row, own, work, sizes, factors, cfg)
+        held = collect(x, bound, held, tiles.end - 1, lists, list_size, cfg)
+        gl.store(held_ptr + places, held, mask=exists)
+        rings.work.release(work_use)
+        work_use += 1
+        work, _ = peek(rings.work, work_use)
+
+
+@gluon.jit(do_not_specialize=[*Sizes._fields, "count", "list_size"])
+def attn_candidates_kernel(
+    q_desc, k_desc, list_ptr, held_ptr, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
+    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e, scale,
+    count, list_size, cfg: gl.constexpr,
+):  # fmt: skip
+    """list_ptr: of each query, placed as in lse, four lists of list_size entries; held_ptr: what these hold.
+
+    count: k. Integers: `Sizes`.
+    """
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
+        rows_k, rows_v, stride_page_table, num_pages,
+    )  # fmt: skip
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
+    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
+    rings = Rings(
+        make_tile_ring(q_desc, 2 * cfg.SLOTS, cfg.D_CHUNKS, 1),
+        make_tile_ring(k_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
+        make_work_ring(2),
+    )
+    gl.warp_specialize(
+        [
+            (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+            (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+            (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
