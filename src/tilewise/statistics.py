@@ -106,7 +106,7 @@ def attention_statistics(
 
 
 def _no_values(key: Tensor, backend: str | None) -> Tensor:
-    """The smallest values that a forward takes: one number a key; 8 on a GPU; for `aten`, as many as keys have."""
+    """The smallest values that a forward takes: a number a key, on a GPU 8; for `aten` as many as keys."""
     if backend == "aten":
         return key.detach()
     return key.new_zeros((*key.shape[:-1], 8 if key.is_cuda else 1))

@@ -129,9 +129,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 
 # whose forward is asked for statistics of its weights as well
 WATCHED = {
-    "full", "causal", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries", "window_d64",
-    "left_window", "softcap", "sinks", "few_queries", "packed", "mask_blocks_window", "mask_rows", "mask_steep",
-    "mask_nothing", "d256_128",
+    "full", "causal", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries",
+    "window_d64", "left_window", "softcap", "sinks", "few_queries", "packed", "mask_blocks_window",
+    "mask_rows", "mask_steep", "mask_nothing", "d256_128",
 }  # fmt: skip
 
 

@@ -66,9 +66,9 @@ class StatisticsPlan(NamedTuple):
         problem, aux = self.problem, self.aux
         known = (results.lse, results.residual)
         lse, residual = (None if t is None else t.contiguous() for t in known)
-        given = (host.tma_ready(inputs.query), host.tma_ready(inputs.key), lse, residual)
         offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        given = (*given, *(None if t is None else t.contiguous() for t in offsets))
+        cu_q, cu_k = (None if t is None else t.contiguous() for t in offsets)
+        given = (host.tma_ready(inputs.query), host.tma_ready(inputs.key), lse, residual, cu_q, cu_k)
         found = NOTHING
         if aux.column_sum or aux.block_sum:
             columns, blocks = _sums(problem, aux, given)
@@ -80,14 +80,15 @@ class StatisticsPlan(NamedTuple):
 
 
 def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
-    """None if the kernel gives the sums of a request, else why not."""
+    """None if the kernels give the statistics of a request, else why not."""
     has_more = problem.mask_shape is not None or problem.bias_shape is not None or problem.has_alibi
     if has_more or problem.is_cached or problem.is_8_bit or problem.functions is not None:
-        return "sums weights without a mask, bias, ALiBi, functions, caches or 8-bit products"
+        return "takes no mask, bias, ALiBi, functions, cache or 8-bit products in a second pass"
     if aux.last_rows is not None:
-        return "sums the weights of all queries, not of last_rows"
+        return f"sums over all queries, not over last_rows={aux.last_rows}"
     if aux.block_sum and (aux.block_sum % StatisticsConfig.BLOCK_M or problem.is_packed):
-        return f"sums blocks of multiples of {StatisticsConfig.BLOCK_M}, not packed: not block_sum={aux.block_sum}"
+        size = StatisticsConfig.BLOCK_M
+        return f"sums blocks of multiples of {size}, not packed, not block_sum={aux.block_sum}"
     return None
 
 

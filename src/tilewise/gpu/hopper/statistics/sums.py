@@ -85,9 +85,10 @@ def load_lse(tile, first, work, lse_ptr, residual_ptr, cfg: gl.constexpr):
 
 @gluon.jit
 def shift_and_low(lse, residual, factors):
-    """(shift, low): log2 p = (score - shift) * its unit - low; p is 0 in rows that do not exist or see nothing.
+    """(shift, low): log2 p = (score - shift) * its unit - low.
 
-    The difference of score and shift is exact where p is not tiny, however large both are.
+    p is 0 in rows that do not exist or see nothing. The difference of score and shift is exact where p is not
+    tiny, however large both are.
     """
     is_finite = gl.abs(lse) < float("inf")
     lse = gl.where(is_finite, lse, 0.0)

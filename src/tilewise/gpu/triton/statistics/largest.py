@@ -35,9 +35,9 @@ def attn_top_k_kernel(
 ):  # fmt: skip
     """Of BLOCK_M queries of one head; weight_ptr and key_ptr have COUNT entries a query.
 
-    PADDED: a power of two, COUNT at least. Grid: as of the forward. held_ptr: None, or how many candidates the
-    four lists of each query held, which another kernel has taken the largest of; then only tiles with a list
-    that was too short, of list_size, are done.
+    PADDED: a power of two, COUNT at least. Grid: as of the forward. held_ptr: None, or how many candidates
+    the four lists of each query held, of which the largest have been taken; then only tiles with a list that
+    was too short, of list_size, are done.
     """
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M

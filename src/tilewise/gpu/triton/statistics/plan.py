@@ -113,7 +113,7 @@ def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Lau
 
 
 def top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int = 0) -> Launch:
-    """The largest weights of all queries, or of those whose lists of list_size did not hold their candidates."""
+    """The largest weights of all queries, or of those whose lists of candidates were too short."""
     from tilewise.gpu.triton.statistics.largest import attn_top_k_kernel
 
     *known, weights, keys, held = tensors
