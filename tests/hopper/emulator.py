@@ -592,10 +592,6 @@ def _halves(words: torch.Tensor, dtype: torch.dtype) -> Any:
     return tuple(tile(pairs[..., i::2]) for i in range(2))
 
 
-def _count_bits(words: torch.Tensor) -> torch.Tensor:
-    return tile(sum((words.long() >> bit) & 1 for bit in range(32)))  # type: ignore[arg-type]
-
-
 class constexpr:
     def __new__(cls, value: Any) -> Any:
         return value
@@ -640,7 +636,7 @@ def install() -> None:
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
-        bits_of=lambda x: tile(x.view(torch.int32)), count_bits=_count_bits, halves=_halves,
+        bits_of=lambda x: tile(x.view(torch.int32)), halves=_halves,
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),

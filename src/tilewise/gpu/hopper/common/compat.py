@@ -115,14 +115,6 @@ def bits_of(x):
 
 
 @gluon.jit
-def count_bits(words):
-    """How many bits of integers are 1."""
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def halves(words, dtype: gl.constexpr):
     """The lower and the upper 16 bits of words, numbers of a dtype, as float32."""
     if dtype == gl.bfloat16:
@@ -220,7 +212,6 @@ __all__ = [
     "as_boxes_by_rows",
     "as_pages",
     "bits_of",
-    "count_bits",
     "fence_async_shared",
     "gl",
     "gluon",

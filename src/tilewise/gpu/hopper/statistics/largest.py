@@ -14,9 +14,10 @@ alone: see `attn_top_k_kernel`, which does such queries.
 The products of the next tile of keys run under the comparisons of this one.
 """
 
+from tilewise.gpu.hopper.backward.scores import pinned
 from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
-from tilewise.gpu.hopper.common.compat import aggregate, bits_of, count_bits, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.compat import aggregate, bits_of, gl, gluon, warpgroup_mma_wait
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks
@@ -79,13 +80,23 @@ def products(q_use, use, rings, cfg: gl.constexpr):
 
 
 @gluon.jit
-def visible(s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
-    """Scores of finished products, -inf where a query does not see a key."""
+def is_edge(tile, own):
+    """Whether some query does not see some key of a tile. What is done with one is done in branches of this,
+    where the compiler leaves it. After these it would first wait for the next products.
+    """
+    return (tile < own.full_begin) | (tile >= own.full_end)
+
+
+@gluon.jit
+def largest_of_both(best, s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
+    """The larger of each element of best and of the scores of finished products."""
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    if (tile < own.full_begin) | (tile >= own.full_end):
-        s = hide(s, tile, row, work, sizes, cfg)
-    return s
+    if is_edge(tile, own):
+        best = pinned(gl.maximum(best, hide(s, tile, row, work, sizes, cfg)))
+    else:
+        best = pinned(gl.maximum(best, s))
+    return best
 
 
 @gluon.jit
@@ -99,7 +110,30 @@ def kth_largest(best, count):
 
 
 @gluon.jit
-def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
+def ranks(is_in, before):
+    """(places of a row's elements in a thread's list, what the list then holds): is_in [64, N, 4, 2] 0 or 1.
+
+    before [64, 4]: what the list holds. Sums of two, four, ... neighbours, then from these the places.
+    """
+    LEVELS: gl.constexpr = (2 * is_in.shape[1]).bit_length() - 1
+    sums = (is_in.permute([0, 2, 1, 3]).reshape([64, 4, 2 * is_in.shape[1]]),)
+    for level in gl.static_range(LEVELS):
+        x = sums[level]
+        first, second = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
+        sums = sums + (first + second,)  # noqa: RUF005
+    total = sums[LEVELS].reshape([64, 4])
+    before = gl.convert_layout(before, total.type.layout, assert_trivial=True)
+    place = before.reshape([64, 4, 1])
+    for level in gl.static_range(LEVELS):
+        x = sums[LEVELS - 1 - level]
+        first, _ = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
+        second = place + gl.convert_layout(first, place.type.layout, assert_trivial=True)
+        place = gl.join(place, second).reshape([64, 4, x.shape[2]])
+    return place, before + total
+
+
+@gluon.jit
+def put(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
     """Put scores of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
 
     An entry: the bits of the score, above them the key.
@@ -111,17 +145,29 @@ def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
     eights = gl.arange(0, cfg.BLOCK_N // 8, along(1, layout, 4))[None, :, None, None]
     threads = gl.arange(0, 4, along(2, layout, 4))[None, None, :, None]
     pairs = gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
-    bit = 1 << (2 * eights + pairs)  # known to the compiler, as is what it is compared with below
     is_in = x >= bounds
-    words = gl.sum(gl.sum(gl.where(is_in, bit, 0), 3), 1)  # [64, 4]
-    words = gl.convert_layout(words, of_thread, assert_trivial=True)
-    before = gl.convert_layout(held, of_thread, assert_trivial=True)[:, None, :, None]
-    place = before + count_bits(words[:, None, :, None] & (bit - 1))
+    place, held = ranks(gl.where(is_in, 1, 0), held)
+    place = place.reshape([64, 4, cfg.BLOCK_N // 8, 2]).permute([0, 2, 1, 3])
+    place = gl.convert_layout(place, layout, assert_trivial=True)
     key = tile * cfg.BLOCK_N + 8 * eights + 2 * threads + pairs
     entry = (key.to(gl.int64) << 32) | (bits_of(x).to(gl.int64) & 0xFFFFFFFF)
     starts = gl.convert_layout(lists, of_thread, assert_trivial=True)[:, None, :, None]
     gl.store(starts + place, entry, mask=is_in & (place < list_size))
-    return held + gl.convert_layout(count_bits(words), partial_layout(), assert_trivial=True)
+    return pinned(gl.convert_layout(held, partial_layout(), assert_trivial=True))
+
+
+@gluon.jit
+def collect(
+    s, bound, held, tile, lists, list_size, row, own, work, sizes, factors, cfg: gl.constexpr
+):  # fmt: skip
+    """`put` the scores of finished products."""
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if is_edge(tile, own):
+        held = put(hide(s, tile, row, work, sizes, cfg), bound, held, tile, lists, list_size, cfg)
+    else:
+        held = put(s, bound, held, tile, lists, list_size, cfg)
+    return held
 
 
 @gluon.jit
@@ -146,7 +192,7 @@ def largest_role(
         best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
         for tile in range(tiles.begin, tiles.end):
             s_next = products(q_use, use + 1, rings, cfg)  # after the last tile, the first once more
-            best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
+            best = largest_of_both(best, s, tile, row, own, work, sizes, factors, cfg)
             s = warpgroup_mma_wait(0, deps=(s_next,))
             rings.k.release(use + 1)
             use += 1
@@ -160,15 +206,16 @@ def largest_role(
         held = gl.where(exists, 0, list_size)
         for tile in range(tiles.begin, tiles.end - 1):
             s_next = products(q_use, use + 1, rings, cfg)
-            x = visible(s, tile, row, own, work, sizes, factors, cfg)
-            held = collect(x, bound, held, tile, lists, list_size, cfg)
+            held = collect(
+                s, bound, held, tile, lists, list_size, row, own, work, sizes, factors, cfg
+            )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=(s_next,))
             rings.k.release(use + 1)
             use += 1
         rings.q.release(q_use)
         use += 1
-        x = visible(s, tiles.end - 1, row, own, work, sizes, factors, cfg)
-        held = collect(x, bound, held, tiles.end - 1, lists, list_size, cfg)
+        last = tiles.end - 1
+        held = collect(s, bound, held, last, lists, list_size, row, own, work, sizes, factors, cfg)
         gl.store(held_ptr + places, held, mask=exists)
         rings.work.release(work_use)
         work_use += 1

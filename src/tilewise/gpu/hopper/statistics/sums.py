@@ -12,7 +12,7 @@ no atomics, the same bits every time.
 
 from tilewise.gpu.hopper.backward.arguments import ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, query_tiles
-from tilewise.gpu.hopper.backward.scores import capped
+from tilewise.gpu.hopper.backward.scores import capped, pinned
 from tilewise.gpu.hopper.common.arguments import Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
@@ -28,7 +28,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send,
     send_end,
 )
-from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, partial_sums, reciprocal, two_product
+from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, partial_sums
 
 
 @aggregate
@@ -38,6 +38,7 @@ class Rings:
     k: Ring  # tiles of 64 keys, one for each warpgroup
     q: Ring  # tiles of BLOCK_M queries, for both
     work: Ring
+    lse: gl.shared_memory_descriptor  # [4, BLOCK_M]: for each warpgroup, those of two tiles of queries
 
 
 @gluon.jit
@@ -73,42 +74,34 @@ def scores(k_use, use, rings, cfg: gl.constexpr):
 
 @gluon.jit
 def load_lse(tile, first, work, lse_ptr, residual_ptr, cfg: gl.constexpr):
-    """(lse, residual) [BLOCK_M] of a tile of queries, the first of the head at `first`."""
+    """[BLOCK_M]: lse of a tile of queries in units of log2, the first of the head at `first`.
+
+    It is inf, so that weights are 0, in rows that do not exist or see nothing.
+    """
     row = tile * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     exists = row < work.seqlen_q
     lse = gl.load(lse_ptr + first + row, mask=exists, other=float("inf"))
-    residual = 0.0 * lse
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
     if residual_ptr is not None:
-        residual = gl.load(residual_ptr + first + row, mask=exists, other=0.0)
-    return lse, residual
+        lse += gl.load(residual_ptr + first + row, mask=exists, other=0.0)
+    return lse * LOG2_E
 
 
 @gluon.jit
-def shift_and_low(lse, residual, factors):
-    """(shift, low): log2 p = (score - shift) * its unit - low.
+def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, factors, cfg: gl.constexpr):
+    """[64, 4]: sums of P^T of finished products, each over the queries of one thread.
 
-    p is 0 in rows that do not exist or see nothing. The difference of score and shift is exact where p is not
-    tiny, however large both are.
+    The exponentials are in the branches, where the compiler leaves them. After these it would first wait for
+    the next products.
     """
-    is_finite = gl.abs(lse) < float("inf")
-    lse = gl.where(is_finite, lse, 0.0)
-    shift = lse * reciprocal(factors.scale)
-    high, low = two_product(shift, factors.scale)
-    low = ((lse - high) - low + residual) * LOG2_E
-    return shift, gl.where(is_finite, low, float("inf"))
-
-
-@gluon.jit
-def weights(s, known, tile, key, own, work, sizes, factors, cfg: gl.constexpr):
-    """P^T [64, BLOCK_M] of finished products."""
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M))
-    shift, low = shift_and_low(known[0], known[1], factors)
-    shift, low = gl.convert_layout(shift, columns), gl.convert_layout(low, columns)
+    lse = rings.lse.index(2 * W + use % 2).load(gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M)))
     s, unit, _ = capped(s, factors, cfg)
-    x = (s - shift[None, :]) * unit - low[None, :]
+    x = s * unit - lse[None, :]
     if (tile < own.full_begin) | (tile >= own.full_end):
-        x = mask_transposed(x, tile, key, work, sizes, cfg)
-    return exp2(x)
+        sums = pinned(partial_sums(exp2(mask_transposed(x, tile, key, work, sizes, cfg))))
+    else:
+        sums = pinned(partial_sums(exp2(x)))
+    return sums
 
 
 @gluon.jit
@@ -138,25 +131,26 @@ def sum_role(
         first = gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q
         k_use = 2 * work_use + W
         rings.k.wait(k_use)
-        known = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
+        lse = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
+        rings.lse.index(2 * W + use % 2).store(lse)
         s = warpgroup_mma_wait(0, deps=(scores(k_use, use, rings, cfg),))
         rings.q.release(use)
         total = gl.full([64, 4], 0.0, gl.float32, partial_layout())
         for tile in range(tiles.begin, tiles.end - 1):
-            following = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
+            lse = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
             s_next = scores(k_use, use + 1, rings, cfg)
-            sums = partial_sums(weights(s, known, tile, key, own, work, sizes, factors, cfg))
+            sums = thread_sums(W, s, use, tile, key, own, work, rings, sizes, factors, cfg)
             total += sums
             if block_ptr is not None:
                 store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
-            known = following
+            rings.lse.index(2 * W + (use + 1) % 2).store(lse)
             s = warpgroup_mma_wait(0, deps=(s_next,))
             rings.q.release(use + 1)
             use += 1
         rings.k.release(k_use)
-        use += 1
         last = tiles.end - 1
-        sums = partial_sums(weights(s, known, last, key, own, work, sizes, factors, cfg))
+        sums = thread_sums(W, s, use, last, key, own, work, rings, sizes, factors, cfg)
+        use += 1
         if block_ptr is not None:
             store_blocks(block_ptr, sums, last, key, bh, work, sizes, cfg)
         if column_ptr is not None:
@@ -192,6 +186,7 @@ def attn_weight_sums_kernel(
         make_tile_ring(k_desc, 2 * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
         make_work_ring(2),
+        gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     gl.warp_specialize(
         [
