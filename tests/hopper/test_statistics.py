@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tilewise
 from tilewise import Aux
@@ -19,6 +20,7 @@ from test_statistics import hold
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
+OF_FORWARD = ("row_max", "max_logit")  # with a softcap of the forward's precision
 EVERYTHING = Aux(row_max=True, max_logit=True, entropy=True, column_sum=True, block_sum=128, top_k=8)
 LENGTHS = [1, 63, 64, 128, 129, 300, 511, 1100]
 
@@ -53,9 +55,9 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
         block_sum=source.choice([128, 384]), top_k=source.choice([1, 5, 8, 64]),
     )  # fmt: skip
     out, found = tilewise.attention(q, k, k, return_aux=aux, backend="hopper", **options)
-    hold(found, q, k, aux, **options)
-    assert torch.equal(out, tilewise.attention(q, k, k, backend="hopper", **options))
-    hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, **options)
+    hold(found, q, k, aux, of_forward=OF_FORWARD, **options)
+    assert_close(out, tilewise.attention(q, k, k, backend="hopper", **options), atol=2e-2, rtol=2e-2)
+    hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, of_forward=OF_FORWARD, **options)
 
 
 @pytest.mark.parametrize("kind", ["equal", "period", "mixed"])

@@ -11,6 +11,7 @@ masks applied), one row i and one key j:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
@@ -98,7 +99,7 @@ class Aux:
         """Whether a field is other than its default."""
         return getattr(self, name) not in (False, None, 0)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The statistics asked for."""
         return tuple(f.name for f in fields(self) if f.name != "last_rows" and self.asks(f.name))
@@ -107,7 +108,7 @@ class Aux:
     def needs_row_max(self) -> bool:
         return self.row_max or self.max_logit
 
-    @property
+    @functools.cached_property
     def needs_pass(self) -> bool:
         """Whether scores have to be looked at once more: all but lse."""
         return any(name != "lse" for name in self.names)
@@ -240,8 +241,11 @@ NOTHING = Measured(*(None,) * len(Measured._fields))
 
 def _largest(row_max: Tensor) -> Tensor:
     """Of each head; heads are the last dimension but one."""
-    by_head = row_max.detach().transpose(-1, -2).flatten(0, -2)  # [batch * rows, heads]
-    return by_head.amax(0) if len(by_head) else by_head.new_full(by_head.shape[1:], float("-inf"))
+    row_max, heads = row_max.detach(), row_max.shape[-2]
+    if not row_max.numel():
+        return row_max.new_full((heads,), float("-inf"))
+    of_rows = row_max.amax(-1)
+    return of_rows if of_rows.ndim == 1 else of_rows.amax(0)
 
 
 def new_measured(aux: Aux, problem: AttentionProblem, inputs: Inputs) -> Measured:

@@ -6,6 +6,7 @@ statistics are computed by `tiled` on every device.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -87,10 +88,17 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
     return backend
 
 
+@functools.lru_cache(maxsize=256)
 def request(aux: Aux) -> Request:
     """What the forward is asked for, beside its output."""
     names = {IN_FORWARD[name] for name in aux.names if name in IN_FORWARD}
     return Request(residual=True, statistics=tuple(sorted(names)))
+
+
+@functools.lru_cache(maxsize=256)
+def _after_forward(aux: Aux) -> Aux:
+    """What is left of a request when the forward has given what it can."""
+    return aux.only([name for name in aux.names if name not in IN_FORWARD])
 
 
 def measure(
@@ -101,7 +109,7 @@ def measure(
     if isinstance(forward, Watched):
         forward, row_max, entropy = forward
         given = NOTHING._replace(row_max=row_max, entropy=entropy)
-        aux = aux.only([name for name in aux.names if name not in IN_FORWARD])
+        aux = _after_forward(aux)
     if not aux.needs_pass:
         return given
     call = (options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), "bshd", False, aux)

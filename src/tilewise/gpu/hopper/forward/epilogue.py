@@ -75,15 +75,14 @@ def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg:
     if cfg.HAS_ENTROPY:
         l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
         weighted = gl.convert_layout(gl.sum(weighted, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
-        weighted = weighted * factors.scale
         if cfg.HAS_SINKS:
-            sink = gl.load(sinks + head).to(gl.float32)
-            with_sink = finite_or_zero(gl.maximum(m, sink * LOG2_E))
-            factor, of_sink = exp2(m - with_sink), exp2(sink * LOG2_E - with_sink)
-            weighted = weighted * factor + gl.where(of_sink == 0.0, 0.0, of_sink * sink)
-            m, l = with_sink, l * factor + of_sink
-        whole, rest = log2_parts(l)
-        entropy = ((m + whole) + rest) * LN_2 - weighted * reciprocal(l)
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
+            with_sink = finite_or_zero(gl.maximum(m, sink))
+            factor, of_sink = exp2(m - with_sink), exp2(sink - with_sink)
+            weighted = gl.where(l == 0.0, 0.0, weighted + (m - with_sink) * l) * factor
+            weighted += gl.where(of_sink == 0.0, 0.0, of_sink * (sink - with_sink))
+            l = l * factor + of_sink
+        entropy = (log2(l) - weighted * reciprocal(l)) * LN_2
         gl.store(targets.entropy + stat, gl.where(l == 0.0, 0.0, entropy), mask=inside)
 
 

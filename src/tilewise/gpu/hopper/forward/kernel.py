@@ -49,13 +49,14 @@ from tilewise.gpu.hopper.common.scheduler import (
 from tilewise.gpu.hopper.common.softmax import (
     Factors,
     exp2,
+    finite_or_zero,
     online_softmax,
     partial_sums,
     rescaled_sums,
     softcapped,
 )
 from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
-from tilewise.gpu.hopper.forward.watched import nothing_watched, rescaled_watched, watch
+from tilewise.gpu.hopper.forward.watched import nothing_watched, shifted, watch
 from tilewise.gpu.hopper.mask.visits import (
     entry_at,
     hide_by_bits,
@@ -222,7 +223,7 @@ def softmax_step(
             x = with_bias(x, bias, dtype)
         p = exp2(x)
         l = l + partial_sums(p)
-        watched = watch(watched, s, p, hides, cfg)
+        watched = watch(watched, s, x, p, hides, cfg)
     else:
         unit = factors.scale_log2e
         if cfg.HAS_ALIBI:
@@ -231,8 +232,11 @@ def softmax_step(
         if cfg.HAS_BIAS:
             s = with_bias(s * unit, bias, dtype)
             unit = 1.0
+        m_before = m
         p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
-        watched = watch(rescaled_watched(watched, alpha, cfg), s, p, True, cfg)
+        if cfg.WATCHES:
+            x = s * unit - finite_or_zero(m)[:, None]
+            watched = watch(shifted(watched, m_before, m, l, alpha, cfg), s, x, p, True, cfg)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, watched, alpha, is_steady, has_seen

@@ -44,10 +44,7 @@ def forward(
 
     And, if asked for, what rounding took from lse, row_max and entropy, in its shape.
     """
-    cfg = config or forward_config(problem)
-    if statistics:
-        asked = {"HAS_ROW_MAX": "row_max" in statistics, "HAS_ENTROPY": "entropy" in statistics}
-        cfg = dataclasses.replace(cfg, **asked)
+    cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
     ready = host.keys_ready if problem.is_cached else host.tma_ready
     query, key, value = host.tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
     rows = query.shape[:-2]
@@ -72,6 +69,13 @@ def forward(
     fresh = (out, lse, *of_rows, *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     return out, lse, *(t for t in of_rows if t is not None)
+
+
+@functools.lru_cache(maxsize=4096)
+def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig:
+    """Of a forward that is asked for statistics."""
+    cfg = dataclasses.replace(forward_config(problem), HAS_ROW_MAX="row_max" in statistics)
+    return dataclasses.replace(cfg, HAS_ENTROPY=True, HEADROOM=0.0) if "entropy" in statistics else cfg
 
 
 def watches(problem: AttentionProblem) -> bool:

@@ -120,7 +120,7 @@ def ranks(is_in, before):
     for level in gl.static_range(LEVELS):
         x = sums[level]
         first, second = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
-        sums = sums + (first + second,)  # noqa: RUF005
+        sums = sums + (first + second,)  # type: ignore[assignment]  # noqa: RUF005
     total = sums[LEVELS].reshape([64, 4])
     before = gl.convert_layout(before, total.type.layout, assert_trivial=True)
     place = before.reshape([64, 4, 1])
