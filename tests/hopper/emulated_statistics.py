@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, dict[str, Any], Aux]] = {
     "largest": (300, 290, 4, 2, 128, {}, LARGEST),
     "largest_causal": (400, 400, 3, 3, 64, {"causal": True}, LARGEST),
     "largest_of_one": (200, 700, 2, 1, 64, {}, Aux(top_k=1)),
-    "largest_64": (150, 400, 2, 1, 64, {"causal": True}, Aux(top_k=64)),
+    "largest_32": (150, 400, 2, 1, 64, {"causal": True}, Aux(top_k=32)),
     "largest_of_few": (300, 70, 2, 1, 64, {"causal": True}, LARGEST),
     "largest_window": (600, 580, 2, 1, 128, {"window_left": 40, "window_right": 10}, LARGEST),
     "largest_softcap_sinks": (150, 150, 2, 1, 64, {"softcap": 3.0, "sinks": True}, LARGEST),

@@ -52,11 +52,12 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
     column_sum = source.choice([True, "group"])
     aux = Aux(
         row_max=True, max_logit=True, entropy=True, column_sum=column_sum,
-        block_sum=source.choice([128, 384]), top_k=source.choice([1, 5, 8, 64]),
+        block_sum=source.choice([128, 384]), top_k=source.choice([1, 5, 8, 32]),
     )  # fmt: skip
-    out, found = tilewise.attention(q, k, k, return_aux=aux, backend="hopper", **options)
+    backend = "hopper" if q.shape[1] > 1 else None  # of one query, the decoding kernels have no statistics
+    out, found = tilewise.attention(q, k, k, return_aux=aux, backend=backend, **options)
     hold(found, q, k, aux, of_forward=OF_FORWARD, **options)
-    assert_close(out, tilewise.attention(q, k, k, backend="hopper", **options), atol=2e-2, rtol=2e-2)
+    assert_close(out, tilewise.attention(q, k, k, **options), atol=2e-2, rtol=2e-2)
     hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, of_forward=OF_FORWARD, **options)
 
 
@@ -105,6 +106,7 @@ def test_what_is_refused_says_why():
     for options, aux, word in (
         ({}, Aux(column_sum=True, last_rows=9), "last_rows=9"),
         ({}, Aux(block_sum=100), "block_sum=100"),
+        ({}, Aux(top_k=64), "top_k=64"),
         ({"alibi_slopes": torch.ones(2, device="cuda")}, Aux(column_sum=True), "ALiBi"),
     ):
         problem = describe(Inputs(q, q, q, **options), Options())

@@ -24,6 +24,7 @@ from tilewise.core.checks import check_flag, shown
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 
 MAX_TOP_K = 64
+FOLD = 64  # numbers of a row of which the largest is found first
 GROUP = "group"  # column sums of the query heads that share a KV head, added up
 
 
@@ -244,6 +245,8 @@ def _largest(row_max: Tensor) -> Tensor:
     row_max, heads = row_max.detach(), row_max.shape[-2]
     if not row_max.numel():
         return row_max.new_full((heads,), float("-inf"))
+    if row_max.shape[-1] % FOLD == 0:  # a long row would be one block's work on a GPU
+        row_max = row_max.unflatten(-1, (-1, FOLD)).amax(-1)
     of_rows = row_max.amax(-1)
     return of_rows if of_rows.ndim == 1 else of_rows.amax(0)
 

@@ -19,14 +19,13 @@ def opaque_zero(x):
 
 @gluon.jit
 def pinned(x):
-    """x, of 16 bits an element converted and packed, where this stands.
+    """x of 16 bits an element, converted and packed where this stands.
 
     The compiler would move the conversion: back, where unpacked values take registers, or down between the
     products that have x as register operand. Those then no longer form one group, and every later wait for a
     number of groups waits for more than it should.
     """
-    PACK: gl.constexpr = 2 if x.dtype == gl.bfloat16 or x.dtype == gl.float16 else 1
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit

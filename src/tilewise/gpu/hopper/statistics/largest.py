@@ -1,4 +1,4 @@
-"""Candidates for the k largest scores of each query: a tile of 128 queries stays, its keys stream by twice.
+"""Candidates for the k largest scores of each query: a tile of queries stays, its keys stream by twice.
 
     first   the largest score of each class of keys, those alike modulo BLOCK_N; of these the k-th is a bound
     then    every score that is not below the bound, with its key, into the lists of its query
@@ -7,14 +7,13 @@ There are at least k of these, and few more: on random data 8.3 for k = 8. Each 
 each thread that has its scores, so that a place is what a thread has counted. What does not fit is counted
 alone: see `attn_top_k_kernel`, which does such queries.
 
-    role              warps   does
-    load_role         1       takes tiles of queries; starts TMA copies of Q, and of K twice, into rings
-    largest_role x 2  4 each  S by wgmma, in registers, of its 64 queries
+    role                 warps   does
+    load_role            1       takes tiles of queries; starts TMA copies of Q, and of K twice, into rings
+    largest_role x 2, 4  4 each  S by wgmma, in registers, of its 64 queries
 
-The products of the next tile of keys run under the comparisons of this one.
+A warpgroup does one thing after the other; the others' products run meanwhile.
 """
 
-from tilewise.gpu.hopper.backward.scores import pinned
 from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import aggregate, bits_of, gl, gluon, warpgroup_mma_wait
@@ -42,13 +41,14 @@ class Rings:
     """What the load role sends to the others."""
 
     q: Ring  # tiles of 64 queries, one for each warpgroup
-    k: Ring  # tiles of BLOCK_N keys, for both
+    k: Ring  # tiles of BLOCK_N keys, for all
     work: Ring
 
 
 @gluon.jit
 def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr):
     """Take work tiles and stream theirs."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     cache = Cache(None, None, None)
     num_work_tiles = count_work_tiles(sizes, packing)
     index = gl.program_id(0)
@@ -59,9 +59,9 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         send(rings.work, work_use, work)
         tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
         head_k = work.head // sizes.group_size
-        for w in gl.static_range(2):
+        for w in gl.static_range(WARPGROUPS):
             at = coords(work.start_q, work.seqlen_q, work.row + w * 64, work.head, work.batch, cfg.IS_PACKED)
-            rings.q.load(2 * work_use + w, q_desc, at, cfg.D_CHUNKS)
+            rings.q.load(WARPGROUPS * work_use + w, q_desc, at, cfg.D_CHUNKS)
         for n in range(2 * (tiles.end - tiles.begin)):
             tile = gl.where(n < tiles.end - tiles.begin, n + tiles.begin, n + 2 * tiles.begin - tiles.end)
             at = coords(work.start_k, work.seqlen_k, tile * cfg.BLOCK_N, head_k, work.batch, cfg.IS_PACKED)
@@ -80,23 +80,13 @@ def products(q_use, use, rings, cfg: gl.constexpr):
 
 
 @gluon.jit
-def is_edge(tile, own):
-    """Whether some query does not see some key of a tile. What is done with one is done in branches of this,
-    where the compiler leaves it. After these it would first wait for the next products.
-    """
-    return (tile < own.full_begin) | (tile >= own.full_end)
-
-
-@gluon.jit
-def largest_of_both(best, s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
-    """The larger of each element of best and of the scores of finished products."""
+def visible(s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
+    """Scores of finished products, -inf where a query does not see a key."""
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
-    if is_edge(tile, own):
-        best = pinned(gl.maximum(best, hide(s, tile, row, work, sizes, cfg)))
-    else:
-        best = pinned(gl.maximum(best, s))
-    return best
+    if (tile < own.full_begin) | (tile >= own.full_end):
+        s = hide(s, tile, row, work, sizes, cfg)
+    return s
 
 
 @gluon.jit
@@ -133,7 +123,7 @@ def ranks(is_in, before):
 
 
 @gluon.jit
-def put(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
+def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
     """Put scores of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
 
     An entry: the bits of the score, above them the key.
@@ -153,21 +143,7 @@ def put(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
     entry = (key.to(gl.int64) << 32) | (bits_of(x).to(gl.int64) & 0xFFFFFFFF)
     starts = gl.convert_layout(lists, of_thread, assert_trivial=True)[:, None, :, None]
     gl.store(starts + place, entry, mask=is_in & (place < list_size))
-    return pinned(gl.convert_layout(held, partial_layout(), assert_trivial=True))
-
-
-@gluon.jit
-def collect(
-    s, bound, held, tile, lists, list_size, row, own, work, sizes, factors, cfg: gl.constexpr
-):  # fmt: skip
-    """`put` the scores of finished products."""
-    if cfg.HAS_SOFTCAP:
-        s = softcapped(s, factors)
-    if is_edge(tile, own):
-        held = put(hide(s, tile, row, work, sizes, cfg), bound, held, tile, lists, list_size, cfg)
-    else:
-        held = put(s, bound, held, tile, lists, list_size, cfg)
-    return held
+    return gl.convert_layout(held, partial_layout(), assert_trivial=True)
 
 
 @gluon.jit
@@ -185,16 +161,13 @@ def largest_role(
         bh = work.head
         if not cfg.IS_PACKED:
             bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
-        q_use = 2 * work_use + W
+        q_use = cfg.WARPGROUPS * work_use + W
         rings.q.wait(q_use)
-        s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
-        rings.k.release(use)
         best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
         for tile in range(tiles.begin, tiles.end):
-            s_next = products(q_use, use + 1, rings, cfg)  # after the last tile, the first once more
-            best = largest_of_both(best, s, tile, row, own, work, sizes, factors, cfg)
-            s = warpgroup_mma_wait(0, deps=(s_next,))
-            rings.k.release(use + 1)
+            s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
+            rings.k.release(use)
+            best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
             use += 1
         bound = gl.convert_layout(kth_largest(best, count), row_layout(cfg.BLOCK_N), assert_trivial=True)
 
@@ -204,18 +177,13 @@ def largest_role(
         exists = (row + rows)[:, None] + 0 * thread < work.seqlen_q
         lists = list_ptr + places * list_size
         held = gl.where(exists, 0, list_size)
-        for tile in range(tiles.begin, tiles.end - 1):
-            s_next = products(q_use, use + 1, rings, cfg)
-            held = collect(
-                s, bound, held, tile, lists, list_size, row, own, work, sizes, factors, cfg
-            )  # fmt: skip
-            s = warpgroup_mma_wait(0, deps=(s_next,))
-            rings.k.release(use + 1)
+        for tile in range(tiles.begin, tiles.end):
+            s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
+            rings.k.release(use)
+            s = visible(s, tile, row, own, work, sizes, factors, cfg)
+            held = collect(s, bound, held, tile, lists, list_size, cfg)
             use += 1
         rings.q.release(q_use)
-        use += 1
-        last = tiles.end - 1
-        held = collect(s, bound, held, last, lists, list_size, row, own, work, sizes, factors, cfg)
         gl.store(held_ptr + places, held, mask=exists)
         rings.work.release(work_use)
         work_use += 1
@@ -239,17 +207,31 @@ def attn_candidates_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
+    N: gl.constexpr = cfg.WARPGROUPS
     rings = Rings(
-        make_tile_ring(q_desc, 2 * cfg.SLOTS, cfg.D_CHUNKS, 1),
-        make_tile_ring(k_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
-        make_work_ring(2),
+        make_tile_ring(q_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
+        make_tile_ring(k_desc, cfg.STAGES, cfg.D_CHUNKS, N),
+        make_work_ring(N),
     )
-    gl.warp_specialize(
-        [
-            (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-            (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if N == 2:
+        gl.warp_specialize(
+            [
+                (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (largest_role, (2, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (largest_role, (3, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )

@@ -13,13 +13,16 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, NOTHING, Aux, Measured
 from tilewise.gpu.hopper.backward import launch as backward_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Sizes
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import launchable
 from tilewise.gpu.triton.statistics.plan import top_k_launch
 
+BLOCK_QUERIES = 128  # of a tile in the sums of weights
 KEYS_OF_A_SUM = 16  # of the kernel's block sums
-SHARED_BYTES = 224 << 10  # for tiles of queries and keys
+SHARED_BYTES = 224 << 10  # of an SM, for tiles of queries and keys
+CLASSES = 64  # of keys, by whose largest scores candidates are found
+MOST_LARGEST = 32  # of a query, so that its candidates are few: 44 on random data
 SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random data, with room to spare
 
 
@@ -27,8 +30,6 @@ SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random 
 class StatisticsConfig:
     """Compile-time choices of the kernels. What other configurations have too means the same."""
 
-    BLOCK_M: ClassVar[int] = 128
-    BLOCK_N: ClassVar[int] = 128
     IS_DETERMINISTIC: ClassVar[bool] = False  # tiles of keys wait for no others
     LATEST_FIRST: ClassVar[bool] = False
     DESCENDING: ClassVar[bool] = False
@@ -36,6 +37,9 @@ class StatisticsConfig:
     IS_CACHED: ClassVar[bool] = False
     PACK: ClassVar[int] = 1
 
+    BLOCK_M: int
+    BLOCK_N: int
+    WARPGROUPS: int  # consumers, 64 rows each of the tile that stays
     D_CHUNKS: int
     D_CHUNK: int
     STAGES: int  # tiles in flight of those that stream by
@@ -51,8 +55,8 @@ class StatisticsConfig:
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start: an SM's, over 3 warpgroups (a single warp counts as one)."""
-        return 65536 // (3 * 128) // 8 * 8
+        """Registers of each thread at the start: an SM's, of all warpgroups (a single warp counts as one)."""
+        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
 
 
 class StatisticsPlan(NamedTuple):
@@ -86,15 +90,16 @@ def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
         return "takes no mask, bias, ALiBi, functions, cache or 8-bit products in a second pass"
     if aux.last_rows is not None:
         return f"sums over all queries, not over last_rows={aux.last_rows}"
-    if aux.block_sum and (aux.block_sum % StatisticsConfig.BLOCK_M or problem.is_packed):
-        size = StatisticsConfig.BLOCK_M
-        return f"sums blocks of multiples of {size}, not packed, not block_sum={aux.block_sum}"
+    if aux.top_k > MOST_LARGEST:
+        return f"gives the {MOST_LARGEST} largest weights at most, not top_k={aux.top_k}"
+    if aux.block_sum and (aux.block_sum % BLOCK_QUERIES or problem.is_packed):
+        return f"sums blocks of multiples of {BLOCK_QUERIES}, not packed, not block_sum={aux.block_sum}"
     return None
 
 
 def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor | None, Tensor | None]:
     """Column sums (batch, heads, seqlen_k), packed (heads, total_k), and block sums."""
-    cfg = statistics_config(problem)
+    cfg = statistics_config(problem, are_queries_streamed=True)
     query, key, *_, cu_q, cu_k = given
     assert query is not None and key is not None
     columns = blocks = None
@@ -115,7 +120,7 @@ def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor |
 
 def _largest(problem: AttentionProblem, count: int, inputs: Inputs, given: Tensors) -> tuple[Tensor, Tensor]:
     """(weights, keys) of the `count` largest of each query, in lse's shape and `count`."""
-    cfg = statistics_config(problem)
+    cfg = statistics_config(problem, are_queries_streamed=False)
     query, _, lse, residual, cu_q, cu_k = given
     assert query is not None and lse is not None
     list_size = max(SHORTEST_LIST, 1 << (count - 1).bit_length())
@@ -145,7 +150,7 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
     factors = backward_launch.score_factors(problem)
     arguments = (
         host.descriptor(query, (cfg.BLOCK_M, 1, cfg.D_CHUNK), problem.is_packed),
-        host.descriptor(key, (cfg.BLOCK_N // 2, 1, cfg.D_CHUNK), problem.is_packed),
+        host.descriptor(key, (WARPGROUP_ROWS, 1, cfg.D_CHUNK), problem.is_packed),
         *(lse, residual, columns, blocks, cu_q, cu_k, order, first_tile, counter),
         *sizes,
         *factors._replace(scale=problem.softcap or problem.scale),
@@ -167,7 +172,7 @@ def candidates_launch(
     fitting = max(1, host.L2_SWIZZLE_BYTES // max(1, 2 * problem.seqlen_k * problem.head_dim))
     swizzle = host.l2_swizzle_size(_num_bh(problem) // problem.group_size, fitting)
     arguments = (
-        host.descriptor(query, (cfg.BLOCK_M // 2, 1, cfg.D_CHUNK), problem.is_packed),
+        host.descriptor(query, (WARPGROUP_ROWS, 1, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (cfg.BLOCK_N, 1, cfg.D_CHUNK), problem.is_packed),
         *(lists, held, cu_q, cu_k, order, first_tile, counter),
         *_sizes(problem, query, key, num_tiles, swizzle * problem.group_size),
@@ -215,17 +220,22 @@ def _sizes(problem: AttentionProblem, query: Tensor, key: Tensor, num_tiles: int
     )
 
 
-def statistics_config(problem: AttentionProblem) -> StatisticsConfig:
-    """The tiles of a problem."""
+def statistics_config(problem: AttentionProblem, are_queries_streamed: bool) -> StatisticsConfig:
+    """The tiles of a problem: four warpgroups on an SM hide what is not a product."""
     visibility = problem.visibility()
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     chunks = -(-problem.head_dim // width)
-    tile_bytes = 2 * StatisticsConfig.BLOCK_M * chunks * width
-    slots = 2 if tile_bytes <= 32 << 10 else 1
+    warpgroups = 4 if chunks * width <= 128 else 2
+    rows, stays = BLOCK_QUERIES if are_queries_streamed else CLASSES, WARPGROUP_ROWS * warpgroups
+    row_bytes = 2 * chunks * width
+    slots = 2 if chunks * width <= 64 else 1
     return StatisticsConfig(
+        BLOCK_M=rows if are_queries_streamed else stays,
+        BLOCK_N=stays if are_queries_streamed else rows,
+        WARPGROUPS=warpgroups,
         D_CHUNKS=chunks,
         D_CHUNK=width,
-        STAGES=min(4, SHARED_BYTES // tile_bytes - slots),
+        STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (rows * row_bytes)),
         SLOTS=slots,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,

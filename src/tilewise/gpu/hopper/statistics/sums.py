@@ -1,18 +1,17 @@
-"""Sums of the weights over queries, when lse is known: a tile of 128 keys stays, its queries stream by.
+"""Sums of the weights over queries, when lse is known: a tile of keys stays, its queries stream by.
 
     P^T = exp(K Q^T - lse - residual),  column sums = P^T over all queries,  block sums = P^T over tiles
 
-    role          warps   does
-    load_role     1       takes tiles of keys, each of one query head; starts TMA copies of K and Q into rings
-    sum_role x 2  4 each  S^T by wgmma, exponentials and sums in registers, of its 64 keys
+    role             warps   does
+    load_role        1       takes tiles of keys of a query head; starts TMA copies of K and Q into rings
+    sum_role x 2, 4  4 each  S^T by wgmma, exponentials and sums in registers, of its 64 keys
 
-The products of the next tile of queries run under the exponentials of this one. Each sum is one warpgroup's:
-no atomics, the same bits every time.
+A warpgroup does one thing after the other; the others' products run meanwhile. Each sum is one warpgroup's: no atomics, the same bits every time.
 """
 
 from tilewise.gpu.hopper.backward.arguments import ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, query_tiles
-from tilewise.gpu.hopper.backward.scores import capped, pinned
+from tilewise.gpu.hopper.backward.scores import capped
 from tilewise.gpu.hopper.common.arguments import Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
@@ -36,14 +35,15 @@ class Rings:
     """What the load role sends to the sum roles."""
 
     k: Ring  # tiles of 64 keys, one for each warpgroup
-    q: Ring  # tiles of BLOCK_M queries, for both
+    q: Ring  # tiles of BLOCK_M queries, for all
     work: Ring
-    lse: gl.shared_memory_descriptor  # [4, BLOCK_M]: for each warpgroup, those of two tiles of queries
+    lse: gl.shared_memory_descriptor  # [2 * WARPGROUPS, BLOCK_M]: for each, those of two tiles of queries
 
 
 @gluon.jit
 def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr):
     """Take work tiles and stream theirs."""
+    WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     num_work_tiles = count_work_tiles(sizes, packing)
     index = gl.program_id(0)
     use = 0  # of the ring of queries
@@ -53,9 +53,9 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         send(rings.work, work_use, work)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         head_k = work.head // sizes.group_size
-        for w in gl.static_range(2):
+        for w in gl.static_range(WARPGROUPS):
             at = coords(work.start_k, work.seqlen_k, work.row + w * 64, head_k, work.batch, cfg.IS_PACKED)
-            rings.k.load(2 * work_use + w, k_desc, at, cfg.D_CHUNKS)
+            rings.k.load(WARPGROUPS * work_use + w, k_desc, at, cfg.D_CHUNKS)
         for tile in range(tiles.begin, tiles.end):
             at = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, work.head, work.batch, cfg.IS_PACKED)
             rings.q.load(use, q_desc, at, cfg.D_CHUNKS)
@@ -89,19 +89,13 @@ def load_lse(tile, first, work, lse_ptr, residual_ptr, cfg: gl.constexpr):
 
 @gluon.jit
 def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, factors, cfg: gl.constexpr):
-    """[64, 4]: sums of P^T of finished products, each over the queries of one thread.
-
-    The exponentials are in the branches, where the compiler leaves them. After these it would first wait for
-    the next products.
-    """
+    """[64, 4]: sums of P^T of finished products, each over the queries of one thread."""
     lse = rings.lse.index(2 * W + use % 2).load(gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M)))
     s, unit, _ = capped(s, factors, cfg)
     x = s * unit - lse[None, :]
     if (tile < own.full_begin) | (tile >= own.full_end):
-        sums = pinned(partial_sums(exp2(mask_transposed(x, tile, key, work, sizes, cfg))))
-    else:
-        sums = pinned(partial_sums(exp2(x)))
-    return sums
+        x = mask_transposed(x, tile, key, work, sizes, cfg)
+    return partial_sums(exp2(x))
 
 
 @gluon.jit
@@ -129,32 +123,24 @@ def sum_role(
         if not cfg.IS_PACKED:
             bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
         first = gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q
-        k_use = 2 * work_use + W
+        k_use = cfg.WARPGROUPS * work_use + W
         rings.k.wait(k_use)
-        lse = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
-        rings.lse.index(2 * W + use % 2).store(lse)
-        s = warpgroup_mma_wait(0, deps=(scores(k_use, use, rings, cfg),))
-        rings.q.release(use)
         total = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-        for tile in range(tiles.begin, tiles.end - 1):
+        lse = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
+        for tile in range(tiles.begin, tiles.end):
+            rings.lse.index(2 * W + use % 2).store(lse)
+            s = scores(k_use, use, rings, cfg)
             lse = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
-            s_next = scores(k_use, use + 1, rings, cfg)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            rings.q.release(use)
             sums = thread_sums(W, s, use, tile, key, own, work, rings, sizes, factors, cfg)
             total += sums
             if block_ptr is not None:
                 store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
-            rings.lse.index(2 * W + (use + 1) % 2).store(lse)
-            s = warpgroup_mma_wait(0, deps=(s_next,))
-            rings.q.release(use + 1)
             use += 1
         rings.k.release(k_use)
-        last = tiles.end - 1
-        sums = thread_sums(W, s, use, last, key, own, work, rings, sizes, factors, cfg)
-        use += 1
-        if block_ptr is not None:
-            store_blocks(block_ptr, sums, last, key, bh, work, sizes, cfg)
         if column_ptr is not None:
-            total = gl.sum(total + sums, 1)
+            total = gl.sum(total, 1)
             row = key + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
             place = gl.cast(bh, gl.int64) * sizes.seqlen_k + work.start_k
             gl.store(column_ptr + place + row, total, mask=row < work.seqlen_k)
@@ -171,7 +157,7 @@ def attn_weight_sums_kernel(
     rows_k, rows_v, stride_page_table, num_pages, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Sums of every tile of 128 keys of each query head; what is None is not wanted.
+    """Sums of every tile of keys of each query head; what is None is not wanted.
 
     Integers: `Sizes`, whose num_bh counts query heads, whose seqlen_k is that of column_ptr's rows, and whose
     rows_k and rows_v are block_ptr's strides of a bh and of a tile of queries.
@@ -182,18 +168,32 @@ def attn_weight_sums_kernel(
     )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
+    N: gl.constexpr = cfg.WARPGROUPS
     rings = Rings(
-        make_tile_ring(k_desc, 2 * cfg.SLOTS, cfg.D_CHUNKS, 1),
-        make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, 2),
-        make_work_ring(2),
-        gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        make_tile_ring(k_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
+        make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, N),
+        make_work_ring(N),
+        gl.allocate_shared_memory(gl.float32, [2 * N, cfg.BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    gl.warp_specialize(
-        [
-            (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-            (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if N == 2:
+        gl.warp_specialize(
+            [
+                (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (sum_role, (2, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (sum_role, (3, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )
