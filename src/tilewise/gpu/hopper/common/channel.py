@@ -87,6 +87,16 @@ def make_ring(
 
 
 @gluon.jit
+def skip(ring, use, count):
+    """Release tiles that other warpgroups need and this one does not; the use after them."""
+    for _ in range(count):
+        ring.wait(use)
+        ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
 def make_tile_ring(desc, STAGES: gl.constexpr, CHUNKS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring whose tiles are CHUNKS of a TMA descriptor's blocks."""
     return make_ring(make_tiles(desc, STAGES * CHUNKS), STAGES, CHUNKS, CONSUMERS)

@@ -18,7 +18,7 @@ does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 
 from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, RowTargets, Sizes
 from tilewise.gpu.hopper.common.biases import load_bias, load_slope, penalty, with_bias
-from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
     as_blocks,
@@ -288,14 +288,11 @@ def poison(work, tiles, sizes, cache, cfg: gl.constexpr):
 
 
 @gluon.jit
-def skip(k_ring, v_ring, use, count):
-    """Release tiles that other warpgroups need and this one does not."""
+def skip_both(k_ring, v_ring, use, count):
+    """`skip` in both rings, tile by tile: the load role fills them in turn."""
     for _ in range(count):
-        k_ring.wait(use)
-        k_ring.release(use)
-        v_ring.wait(use)
-        v_ring.release(use)
-        use += 1
+        skip(k_ring, use, 1)
+        use = skip(v_ring, use, 1)
     return use
 
 
@@ -329,7 +326,7 @@ def mma_role(
         all_tiles = key_tiles(work.row, ROWS * WARPGROUPS, work, sizes, cfg)
         tiles = key_tiles(row, ROWS, work, sizes, cfg)
         before, after, visits = own_visits(tiles, all_tiles, work, mask, cfg)
-        use = skip(rings.k, rings.v, use, before)
+        use = skip_both(rings.k, rings.v, use, before)
         slope = load_slope(work.batch, work.head, extras, cfg)
         q_use = work_use * WARPGROUPS + W
         rings.q.wait(q_use)
@@ -398,7 +395,7 @@ def mma_role(
         p = with_dropout(p, kept, cfg)
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
-        use = skip(rings.k, rings.v, use + 1, after)
+        use = skip_both(rings.k, rings.v, use + 1, after)
         flags = failures(l, acc, dtype, cfg)
         rings.failures.index(work_use % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:

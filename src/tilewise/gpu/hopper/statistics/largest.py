@@ -15,7 +15,7 @@ A warpgroup does one thing after the other; the others' products run meanwhile.
 """
 
 from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
-from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import aggregate, bits_of, gl, gluon, warpgroup_mma_wait
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, partial_layout, row_layout
@@ -164,7 +164,8 @@ def largest_role(
         q_use = cfg.WARPGROUPS * work_use + W
         rings.q.wait(q_use)
         best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
-        for tile in range(tiles.begin, tiles.end):
+        use = skip(rings.k, use, own.begin - tiles.begin)
+        for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
             rings.k.release(use)
             best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
@@ -177,13 +178,15 @@ def largest_role(
         exists = (row + rows)[:, None] + 0 * thread < work.seqlen_q
         lists = list_ptr + places * list_size
         held = gl.where(exists, 0, list_size)
-        for tile in range(tiles.begin, tiles.end):
+        use = skip(rings.k, use, tiles.end - own.end + own.begin - tiles.begin)
+        for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
             rings.k.release(use)
             s = visible(s, tile, row, own, work, sizes, factors, cfg)
             held = collect(s, bound, held, tile, lists, list_size, cfg)
             use += 1
         rings.q.release(q_use)
+        use = skip(rings.k, use, tiles.end - own.end)
         gl.store(held_ptr + places, held, mask=exists)
         rings.work.release(work_use)
         work_use += 1

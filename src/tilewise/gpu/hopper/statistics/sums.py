@@ -6,14 +6,15 @@
     load_role        1       takes tiles of keys of a query head; starts TMA copies of K and Q into rings
     sum_role x 2, 4  4 each  S^T by wgmma, exponentials and sums in registers, of its 64 keys
 
-A warpgroup does one thing after the other; the others' products run meanwhile. Each sum is one warpgroup's: no atomics, the same bits every time.
+A warpgroup does one thing after the other; the others' products run meanwhile. Each sum is one warpgroup's:
+no atomics, the same bits every time.
 """
 
 from tilewise.gpu.hopper.backward.arguments import ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, query_tiles
 from tilewise.gpu.hopper.backward.scores import capped
 from tilewise.gpu.hopper.common.arguments import Packing, Sizes
-from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
+from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout
@@ -124,10 +125,11 @@ def sum_role(
             bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
         first = gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q
         k_use = cfg.WARPGROUPS * work_use + W
+        use = skip(rings.q, use, own.begin - tiles.begin)
         rings.k.wait(k_use)
         total = gl.full([64, 4], 0.0, gl.float32, partial_layout())
-        lse = load_lse(tiles.begin, first, work, lse_ptr, residual_ptr, cfg)
-        for tile in range(tiles.begin, tiles.end):
+        lse = load_lse(own.begin, first, work, lse_ptr, residual_ptr, cfg)
+        for tile in range(own.begin, own.end):
             rings.lse.index(2 * W + use % 2).store(lse)
             s = scores(k_use, use, rings, cfg)
             lse = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
@@ -139,6 +141,7 @@ def sum_role(
                 store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
             use += 1
         rings.k.release(k_use)
+        use = skip(rings.q, use, tiles.end - own.end)
         if column_ptr is not None:
             total = gl.sum(total, 1)
             row = key + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
