@@ -18,10 +18,9 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import launchable
 from tilewise.gpu.triton.statistics.plan import top_k_launch
 
-BLOCK_QUERIES = 128  # of a tile in the sums of weights
+STREAMED = 128  # queries or keys of a tile that streams by
 KEYS_OF_A_SUM = 16  # of the kernel's block sums
 SHARED_BYTES = 224 << 10  # of an SM, for tiles of queries and keys
-CLASSES = 64  # of keys, by whose largest scores candidates are found
 MOST_LARGEST = 32  # of a query, so that its candidates are few: 44 on random data
 SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random data, with room to spare
 
@@ -92,8 +91,8 @@ def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
         return f"sums over all queries, not over last_rows={aux.last_rows}"
     if aux.top_k > MOST_LARGEST:
         return f"gives the {MOST_LARGEST} largest weights at most, not top_k={aux.top_k}"
-    if aux.block_sum and (aux.block_sum % BLOCK_QUERIES or problem.is_packed):
-        return f"sums blocks of multiples of {BLOCK_QUERIES}, not packed, not block_sum={aux.block_sum}"
+    if aux.block_sum and (aux.block_sum % STREAMED or problem.is_packed):
+        return f"sums blocks of multiples of {STREAMED}, not packed, not block_sum={aux.block_sum}"
     return None
 
 
@@ -226,16 +225,16 @@ def statistics_config(problem: AttentionProblem, are_queries_streamed: bool) -> 
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     chunks = -(-problem.head_dim // width)
     warpgroups = 4 if chunks * width <= 128 else 2
-    rows, stays = BLOCK_QUERIES if are_queries_streamed else CLASSES, WARPGROUP_ROWS * warpgroups
+    stays = WARPGROUP_ROWS * warpgroups
     row_bytes = 2 * chunks * width
     slots = 2 if chunks * width <= 64 else 1
     return StatisticsConfig(
-        BLOCK_M=rows if are_queries_streamed else stays,
-        BLOCK_N=stays if are_queries_streamed else rows,
+        BLOCK_M=STREAMED if are_queries_streamed else stays,
+        BLOCK_N=stays if are_queries_streamed else STREAMED,
         WARPGROUPS=warpgroups,
         D_CHUNKS=chunks,
         D_CHUNK=width,
-        STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (rows * row_bytes)),
+        STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (STREAMED * row_bytes)),
         SLOTS=slots,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
