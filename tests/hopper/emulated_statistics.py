@@ -117,7 +117,7 @@ def start(launched: Any) -> None:
         if launched.kernel.__name__ != "attn_top_k_kernel":
             emulator.start(launched, 2)
         return
-    lists, held, lse, residual, weights, keys, rows, unit, _, _, count, size = launched.arguments
+    lists, held, lse, residual, weights, keys, rows, unit_log2e, count, size = launched.arguments
     assert len(lists) == len(held) == rows
     overflows.append((held <= size).all(1))
     lse = (lse.double() + residual).view(-1)
@@ -126,7 +126,7 @@ def start(launched: Any) -> None:
         bits = torch.tensor([(x & 0xFFFFFFFF) - ((x & 0x80000000) << 1) for x in mine], dtype=torch.int64)
         scores = bits.int().view(torch.float32).tolist()
         best = sorted((-score, x >> 32) for score, x in zip(scores, mine))[:count]
-        filled = [math.exp(-score * unit - float(lse[row])) for score, _ in best]
+        filled = [math.exp(-score * unit_log2e * math.log(2) - float(lse[row])) for score, _ in best]
         weights.view(rows, count)[row] = torch.tensor(filled + [0.0] * (count - len(best)))
         keys.view(rows, count)[row] = torch.tensor([key for _, key in best] + [-1] * (count - len(best)))
 

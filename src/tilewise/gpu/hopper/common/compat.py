@@ -115,6 +115,12 @@ def bits_of(x):
 
 
 @gluon.jit
+def float_of(bits):
+    """The float32 numbers of such bits."""
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def halves(words, dtype: gl.constexpr):
     """The lower and the upper 16 bits of words, numbers of a dtype, as float32."""
     if dtype == gl.bfloat16:
@@ -213,6 +219,7 @@ __all__ = [
     "as_pages",
     "bits_of",
     "fence_async_shared",
+    "float_of",
     "gl",
     "gluon",
     "halves",

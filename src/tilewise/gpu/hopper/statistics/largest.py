@@ -1,6 +1,6 @@
 """Candidates for the k largest scores of each query: a tile of queries stays, its keys stream by twice.
 
-    first   the largest score of each class of keys, those alike modulo 64; of these the k-th is a bound
+    first   the largest score of each class of keys, those alike modulo BLOCK_N; of these the k-th is a bound
     then    every score that is not below the bound, with its key, into the lists of its query
 
 There are at least k of these, and few more: on random data 8.3 for k = 8. Each query has four lists, one for
@@ -90,15 +90,6 @@ def visible(s, tile, row, own, work, sizes, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def halves_of(s, cfg: gl.constexpr):
-    """The scores of the first and of the last half of a tile of keys."""
-    HALF: gl.constexpr = cfg.BLOCK_N // 2
-    first, last = s.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
-    first = gl.convert_layout(first, accumulator_layout(HALF), assert_trivial=True)
-    return first, gl.convert_layout(last, accumulator_layout(HALF), assert_trivial=True)
-
-
-@gluon.jit
 def kth_largest(best, count):
     """[64]: of each row the count-th largest number that differs from those before; finite."""
     bound = gl.max(best, 1)
@@ -132,24 +123,23 @@ def ranks(is_in, before):
 
 
 @gluon.jit
-def collect(s, bound, held, first_key, lists, list_size):
-    """Put scores of keys from first_key on of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
+def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
+    """Put scores of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
 
     An entry: the bits of the score, above them the key.
     """
-    EIGHTS: gl.constexpr = s.shape[1] // 8
-    x = s.reshape([64, EIGHTS, 4, 2])
+    x = s.reshape([64, cfg.BLOCK_N // 8, 4, 2])
     layout: gl.constexpr = x.type.layout
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     bounds = gl.convert_layout(bound, along(0, layout, 4), assert_trivial=True)[:, None, None, None]
-    eights = gl.arange(0, EIGHTS, along(1, layout, 4))[None, :, None, None]
+    eights = gl.arange(0, cfg.BLOCK_N // 8, along(1, layout, 4))[None, :, None, None]
     threads = gl.arange(0, 4, along(2, layout, 4))[None, None, :, None]
     pairs = gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
     is_in = x >= bounds
     place, held = ranks(gl.where(is_in, 1, 0), held)
-    place = place.reshape([64, 4, EIGHTS, 2]).permute([0, 2, 1, 3])
+    place = place.reshape([64, 4, cfg.BLOCK_N // 8, 2]).permute([0, 2, 1, 3])
     place = gl.convert_layout(place, layout, assert_trivial=True)
-    key = first_key + 8 * eights + 2 * threads + pairs
+    key = tile * cfg.BLOCK_N + 8 * eights + 2 * threads + pairs
     entry = (key.to(gl.int64) << 32) | (bits_of(x).to(gl.int64) & 0xFFFFFFFF)
     starts = gl.convert_layout(lists, of_thread, assert_trivial=True)[:, None, :, None]
     gl.store(starts + place, entry, mask=is_in & (place < list_size))
@@ -161,7 +151,6 @@ def largest_role(
     W: gl.constexpr, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg: gl.constexpr
 ):  # fmt: skip
     """Warpgroup W: the candidates of 64 queries of every work tile."""
-    HALF: gl.constexpr = cfg.BLOCK_N // 2
     use = 0  # of the ring of keys
     work_use = 0
     work, _ = peek(rings.work, work_use)
@@ -174,15 +163,14 @@ def largest_role(
             bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
         q_use = cfg.WARPGROUPS * work_use + W
         rings.q.wait(q_use)
-        best = gl.full([64, HALF], float("-inf"), gl.float32, accumulator_layout(HALF))
+        best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
         use = skip(rings.k, use, own.begin - tiles.begin)
         for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
             rings.k.release(use)
-            first, last = halves_of(visible(s, tile, row, own, work, sizes, factors, cfg), cfg)
-            best = gl.maximum(best, gl.maximum(first, last))
+            best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
             use += 1
-        bound = gl.convert_layout(kth_largest(best, count), row_layout(HALF), assert_trivial=True)
+        bound = gl.convert_layout(kth_largest(best, count), row_layout(cfg.BLOCK_N), assert_trivial=True)
 
         rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
         thread = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
@@ -194,9 +182,8 @@ def largest_role(
         for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
             rings.k.release(use)
-            first, last = halves_of(visible(s, tile, row, own, work, sizes, factors, cfg), cfg)
-            held = collect(first, bound, held, tile * cfg.BLOCK_N, lists, list_size)
-            held = collect(last, bound, held, tile * cfg.BLOCK_N + HALF, lists, list_size)
+            s = visible(s, tile, row, own, work, sizes, factors, cfg)
+            held = collect(s, bound, held, tile, lists, list_size, cfg)
             use += 1
         rings.q.release(q_use)
         use = skip(rings.k, use, tiles.end - own.end)

@@ -18,9 +18,10 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import launchable
 from tilewise.gpu.triton.statistics.plan import top_k_launch
 
-STREAMED = 128  # queries or keys of a tile that streams by
+BLOCK_QUERIES = 128  # of a tile in the sums of weights
 KEYS_OF_A_SUM = 16  # of the kernel's block sums
 SHARED_BYTES = 224 << 10  # of an SM, for tiles of queries and keys
+CLASSES = 64  # of keys, by whose largest scores candidates are found
 MOST_LARGEST = 32  # of a query, so that its candidates are few: 44 on random data
 SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random data, with room to spare
 
@@ -91,8 +92,8 @@ def unserved(problem: AttentionProblem, aux: Aux) -> str | None:
         return f"sums over all queries, not over last_rows={aux.last_rows}"
     if aux.top_k > MOST_LARGEST:
         return f"gives the {MOST_LARGEST} largest weights at most, not top_k={aux.top_k}"
-    if aux.block_sum and (aux.block_sum % STREAMED or problem.is_packed):
-        return f"sums blocks of multiples of {STREAMED}, not packed, not block_sum={aux.block_sum}"
+    if aux.block_sum and (aux.block_sum % BLOCK_QUERIES or problem.is_packed):
+        return f"sums blocks of multiples of {BLOCK_QUERIES}, not packed, not block_sum={aux.block_sum}"
     return None
 
 
@@ -188,11 +189,9 @@ def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
 
     lse, residual, lists, held, weights, keys = tensors
     assert lse is not None
-    rows = max(1, 512 // list_size)
     unit = 1.0 if problem.softcap > 0 else problem.scale
-    numbers = (lse.numel(), unit, unit * host.LOG2_E, rows, count, list_size)
-    arguments = (lists, held, lse, residual, weights, keys, *numbers)
-    return Launch(select_largest_kernel, -(-lse.numel() // rows), arguments, num_warps=4)
+    arguments = (lists, held, lse, residual, weights, keys, lse.numel(), unit * host.LOG2_E, count, list_size)
+    return Launch(select_largest_kernel, -(-lse.numel() // 32), arguments, num_warps=4)
 
 
 def _num_bh(problem: AttentionProblem) -> int:
@@ -225,16 +224,16 @@ def statistics_config(problem: AttentionProblem, are_queries_streamed: bool) -> 
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     chunks = -(-problem.head_dim // width)
     warpgroups = 4 if chunks * width <= 128 else 2
-    stays = WARPGROUP_ROWS * warpgroups
+    rows, stays = BLOCK_QUERIES if are_queries_streamed else CLASSES, WARPGROUP_ROWS * warpgroups
     row_bytes = 2 * chunks * width
     slots = 2 if chunks * width <= 64 else 1
     return StatisticsConfig(
-        BLOCK_M=STREAMED if are_queries_streamed else stays,
-        BLOCK_N=stays if are_queries_streamed else STREAMED,
+        BLOCK_M=rows if are_queries_streamed else stays,
+        BLOCK_N=stays if are_queries_streamed else rows,
         WARPGROUPS=warpgroups,
         D_CHUNKS=chunks,
         D_CHUNK=width,
-        STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (STREAMED * row_bytes)),
+        STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (rows * row_bytes)),
         SLOTS=slots,
         IS_PACKED=problem.is_packed,
         HAS_LEFT=visibility.left is not None,
