@@ -16,6 +16,7 @@ import torch
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.hopper.mask.functions import with_mask_of_function
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -85,6 +86,10 @@ CASES = {
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("bias", "mask")
     ),
     "bias_d256": Case(256, 256, options={"causal": True}, extras=("bias", "alibi")),
+    "watched_d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
+    "watched_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
+    "watched_d128_mask_softcap": Case(128, 128, options={"softcap": 20.0}, extras=("mask", "sinks")),
+    "watched_d256": Case(256, 256, torch.float16, {"causal": True}),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "packed_int64": Case(64, 64, extras=("packed", "int64")),
     "cache_d64": Case(64, 64, options={"causal": True}, extras=("lengths",)),
@@ -125,6 +130,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs, options = with_documents(inputs, options)
     problem = describe(inputs, options)
     problem = with_mask_of_function(problem) if problem.functions else problem
+    if "watched" in name:
+        statistics = ("row_max", "entropy")
+        return compiled_rows(
+            name, lambda: launch.forward(problem, inputs, residual=True, statistics=statistics), 90
+        )
     return compiled_rows(name, lambda: plan.forward(problem, inputs, residual=not problem.is_cached), 90)
 
 

@@ -247,8 +247,7 @@ def _largest(row_max: Tensor) -> Tensor:
         return row_max.new_full((heads,), float("-inf"))
     if row_max.shape[-1] % FOLD == 0:  # a long row would be one block's work on a GPU
         row_max = row_max.unflatten(-1, (-1, FOLD)).amax(-1)
-    of_rows = row_max.amax(-1)
-    return of_rows if of_rows.ndim == 1 else of_rows.amax(0)
+    return row_max.amax([dim for dim in range(row_max.ndim) if dim != row_max.ndim - 2])
 
 
 def new_measured(aux: Aux, problem: AttentionProblem, inputs: Inputs) -> Measured:

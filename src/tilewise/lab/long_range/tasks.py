@@ -108,7 +108,7 @@ def _expression(numbers: random.Random, tokens: list[int], depth: int, most: int
     return OPERATIONS[operation](values)
 
 
-PACKAGES = ("asyncio", "email", "encodings", "importlib", "multiprocessing", "tkinter", "unittest", "xml")
+PACKAGES = ("asyncio", "email", "encodings", "http", "importlib", "multiprocessing", "unittest", "xml")
 HELD_OUT_FILES = 5  # every fifth
 
 
