@@ -15,6 +15,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Options, describe
 from tilewise.core.statistics import Aux
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
+from tilewise.gpu.triton.plan import redo_top_k
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
@@ -37,7 +38,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
     lse = torch.empty(shape, device="meta")
     aux = Aux(column_sum=True, block_sum=0 if problem.is_packed else 256, top_k=8)
-    plan = StatisticsPlan(problem, aux)
+    plan = StatisticsPlan(problem, aux, redo_top_k)
     return compiled_rows(name, lambda: plan.run(inputs, Results(None, lse, lse)), 90)
 
 

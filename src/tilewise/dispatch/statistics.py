@@ -134,10 +134,16 @@ def _make(signature: Signature) -> plans.Entry:
         if statistic != "lse":
             shares.setdefault(choose(problem, aux.only([statistic]), signature.backend), []).append(statistic)
     passes = tuple(
-        load(name).plan(problem, signature._replace(aux=aux.only(names))) for name, names in shares.items()
+        _pass(name, problem, signature._replace(aux=aux.only(names))) for name, names in shares.items()
     )
     plan: Any = passes[0] if len(passes) == 1 else Passes(problem, passes)
     return plans.Entry(plan, signature, ", ".join(shares), plans.Saves(False))
+
+
+def _pass(name: str, problem: AttentionProblem, signature: Signature) -> Any:
+    plan: Any = load(name).plan(problem, signature)
+    # Queries with very many largest weights are left to a kernel of another backend.
+    return plan._replace(redo=load("triton").redo_top_k) if name == "hopper" else plan
 
 
 def table() -> str:

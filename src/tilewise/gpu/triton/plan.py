@@ -14,7 +14,7 @@ from tilewise.gpu.launch.launch_plan import Step
 from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward, function_plan
 from tilewise.gpu.triton import launch, launch_decode
 from tilewise.gpu.triton.call import with_dense_rows
-from tilewise.gpu.triton.statistics.plan import StatisticsPlan
+from tilewise.gpu.triton.statistics.plan import StatisticsPlan, redo_top_k as redo_top_k
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:

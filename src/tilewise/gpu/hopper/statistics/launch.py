@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -15,8 +16,6 @@ from tilewise.gpu.hopper.backward import launch as backward_launch
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Sizes
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
-from tilewise.gpu.triton.call import launchable
-from tilewise.gpu.triton.statistics.plan import top_k_launch
 
 BLOCK_QUERIES = 128  # of a tile in the sums of weights
 KEYS_OF_A_SUM = 16  # of the kernel's block sums
@@ -60,10 +59,15 @@ class StatisticsConfig:
 
 
 class StatisticsPlan(NamedTuple):
-    """Column sums, block sums and the largest weights: `Measured`. Deterministic."""
+    """Column sums, block sums and the largest weights: `Measured`. Deterministic.
+
+    redo: does queries that have more candidates than lists hold; `gpu.triton.plan.redo_top_k`, given by who
+    knows both backends.
+    """
 
     problem: AttentionProblem
     aux: Aux
+    redo: Callable[..., None] | None = None
 
     def run(self, inputs: Inputs, results: Results | None = None, *_: Tensor | None) -> Measured:
         assert results is not None and results.lse is not None
@@ -78,7 +82,9 @@ class StatisticsPlan(NamedTuple):
             columns, blocks = _sums(problem, aux, given)
             found = found._replace(column_sum=columns, block_sum=blocks)
         if aux.top_k:
-            weights, keys = _largest(problem, aux.top_k, inputs, given)
+            weights, keys, *lists = _largest(problem, aux.top_k, given)
+            if self.redo is not None:
+                self.redo(problem, inputs, (lse, residual), weights, keys, *lists)
             found = found._replace(top_weights=weights, top_keys=keys)
         return found
 
@@ -118,8 +124,8 @@ def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor |
     return columns, None if blocks is None else blocks.sum((3, 5))
 
 
-def _largest(problem: AttentionProblem, count: int, inputs: Inputs, given: Tensors) -> tuple[Tensor, Tensor]:
-    """(weights, keys) of the `count` largest of each query, in lse's shape and `count`."""
+def _largest(problem: AttentionProblem, count: int, given: Tensors) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(weights, keys) of the `count` largest of each query, in lse's shape and `count`; (held, list_size)."""
     cfg = statistics_config(problem, are_queries_streamed=False)
     query, _, lse, residual, cu_q, cu_k = given
     assert query is not None and lse is not None
@@ -132,9 +138,7 @@ def _largest(problem: AttentionProblem, count: int, inputs: Inputs, given: Tenso
     fresh = (lists, held, *ordered, host.scheduler_counter(query.device))
     run(candidates_launch, problem, given, cfg, count, list_size, fresh=fresh)
     run(select_launch, problem, (lse, residual), count, list_size, fresh=(lists, held, weights, keys))
-    known = (*launchable(inputs), None, lse, residual)
-    run(top_k_launch, problem, known, count, list_size, fresh=(weights, keys, held))
-    return weights, keys
+    return weights, keys, held, list_size
 
 
 def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConfig) -> Launch:

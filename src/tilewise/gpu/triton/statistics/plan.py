@@ -44,8 +44,27 @@ class StatisticsPlan(NamedTuple):
             run(_block_launch, problem, (*inputs, *known[:3]), aux.block_sum, fresh=(found.block_sum,))
         if found.top_keys is not None:
             largest = found.top_weights, found.top_keys, None
-            run(top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
+            run(_top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
         return found
+
+
+def redo_top_k(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    known: tuple[Tensor | None, Tensor | None],
+    weights: Tensor,
+    keys: Tensor,
+    held: Tensor,
+    list_size: int,
+) -> None:
+    """The largest weights of queries whose lists of candidates were too short, in place.
+
+    Args:
+        known: lse and residual.
+        held: how many candidates each query's four lists of list_size held, or would have held.
+    """
+    tensors = (*launchable(inputs), None, *known)
+    run(_top_k_launch, problem, tensors, keys.shape[-1], list_size, fresh=(weights, keys, held))
 
 
 def _row_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
@@ -112,7 +131,7 @@ def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Lau
     return call.launch(attn_block_sum_kernel, tile, blocks.numel(), arguments)
 
 
-def top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int = 0) -> Launch:
+def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int = 0) -> Launch:
     """The largest weights of all queries, or of those whose lists of candidates were too short."""
     from tilewise.gpu.triton.statistics.largest import attn_top_k_kernel
 
