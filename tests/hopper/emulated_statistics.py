@@ -1,14 +1,12 @@
 """Check the kernels of the second pass on the CPU, run by `emulator`, as `emulated_forward`.
 
-The k largest weights are taken from the candidates by a few lines of PyTorch. Queries whose lists were too
-short, which another kernel does, are taken as right: those of the cases called many.
+Queries whose lists were too short, which another backend's kernel does, are left out: see "largest_many".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import emulator
@@ -110,22 +108,11 @@ overflows: list[torch.Tensor] = []  # of each call, which queries' lists held al
 
 
 def start(launched: Any) -> None:
-    """`emulator.start`, and stand-ins for the kernels of plain Triton."""
-    if launched.kernel.__name__ != "select_largest_kernel":
-        emulator.start(launched, 2)
-        return
-    lists, held, lse, residual, weights, keys, rows, unit_log2e, count, size = launched.arguments
-    assert len(lists) == len(held) == rows
-    overflows.append((held <= size).all(1))
-    lse = (lse.double() + residual).view(-1)
-    for row, entries in enumerate(lists.view(rows, 4, size)):
-        mine = [int(x) for n in range(4) for x in entries[n, : int(held[row, n])]]
-        bits = torch.tensor([(x & 0xFFFFFFFF) - ((x & 0x80000000) << 1) for x in mine], dtype=torch.int64)
-        scores = bits.int().view(torch.float32).tolist()
-        best = sorted((-score, x >> 32) for score, x in zip(scores, mine))[:count]
-        filled = [math.exp(-score * unit_log2e * math.log(2) - float(lse[row])) for score, _ in best]
-        weights.view(rows, count)[row] = torch.tensor(filled + [0.0] * (count - len(best)))
-        keys.view(rows, count)[row] = torch.tensor([key for _, key in best] + [-1] * (count - len(best)))
+    is_selection = launched.kernel.__name__ == "select_largest_kernel"
+    if is_selection:
+        held, size = launched.arguments[1], launched.arguments[-1]
+        overflows.append((held <= size).all(1))
+    emulator.start(launched, launched.programs if is_selection else 2)
 
 
 def main() -> None:

@@ -27,7 +27,11 @@ from typing import Any
 import torch
 
 TIMEOUT = 60.0
-ALONE = {"attn_decode_merge_kernel", "attn_bwd_prepare_kernel"}  # programs that wait for no other
+ALONE = {
+    "attn_decode_merge_kernel",
+    "attn_bwd_prepare_kernel",
+    "select_largest_kernel",
+}  # programs that wait for no other
 _local = threading.local()
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
@@ -617,7 +621,7 @@ def install() -> None:
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=_reduction(torch.sum), max=_reduction(torch.amax), log=torch.log, log2=torch.log2, abs=torch.abs,
+        sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin), log=torch.log, log2=torch.log2, abs=torch.abs,
         cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x, permute=torch.permute,

@@ -43,10 +43,10 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
         return f"does not give {', '.join(missing)}"
     if name in WITHOUT_FUNCTIONS and problem.functions is not None:
         return "has no statistics with mask or score functions"
-    return refusal(name, problem, FORWARD) or _unserved_sums(name, problem, aux)
+    return refusal(name, problem, FORWARD) or _unserved_pass(name, problem, aux)
 
 
-def _unserved_sums(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
+def _unserved_pass(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
     """Why a backend's second pass does not take a problem that its forward takes."""
     if name != "hopper" or not aux.needs_pass:
         return None
@@ -143,7 +143,8 @@ def _make(signature: Signature) -> plans.Entry:
 def _pass(name: str, problem: AttentionProblem, signature: Signature) -> Any:
     plan: Any = load(name).plan(problem, signature)
     # Queries with very many largest weights are left to a kernel of another backend.
-    return plan._replace(redo=load("triton").redo_top_k) if name == "hopper" else plan
+    has_lists = name == "hopper" and signature.aux.top_k
+    return plan._replace(redo=load("triton").redo_top_k) if has_lists else plan
 
 
 def table() -> str:

@@ -202,6 +202,18 @@ def locate(index, sizes, packing, cache, cfg: gl.constexpr):
 
 
 @gluon.jit
+def number_of(work, sizes, cfg: gl.constexpr):
+    """The number of a work tile's (batch, head), packed of its head, where sizes count query heads.
+
+    As 64 bits: what is found by it may be far away.
+    """
+    number = work.head
+    if not cfg.IS_PACKED:
+        number = work.batch * (sizes.num_bh // sizes.batch) + work.head
+    return gl.cast(number, gl.int64)
+
+
+@gluon.jit
 def fetch_add(counter, is_wanted=True, IS_ACQUIRE: gl.constexpr = False):
     """Add 1 to a counter, and ask what it was. The answer is not waited for: see `fetched`, `next_work`."""
     SEM: gl.constexpr = "acquire" if IS_ACQUIRE else "relaxed"

@@ -27,6 +27,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     locate,
     make_work_ring,
     next_work,
+    number_of,
     peek,
     send,
     send_end,
@@ -158,9 +159,7 @@ def largest_role(
         row = work.row + W * 64
         tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
         own = key_tiles(row, 64, work, sizes, cfg)
-        bh = work.head
-        if not cfg.IS_PACKED:
-            bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
+        bh = number_of(work, sizes, cfg)
         q_use = cfg.WARPGROUPS * work_use + W
         rings.q.wait(q_use)
         best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
@@ -174,10 +173,10 @@ def largest_role(
 
         rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
         thread = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
-        places = (gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q + row + rows)[:, None] * 4 + thread
+        places = (bh * sizes.seqlen_q + work.start_q + row + rows)[:, None] * 4 + thread
         exists = (row + rows)[:, None] + 0 * thread < work.seqlen_q
         lists = list_ptr + places * list_size
-        held = gl.where(exists, 0, list_size)
+        held = gl.where(exists, 0, list_size)  # of queries that do not exist: full
         use = skip(rings.k, use, tiles.end - own.end + own.begin - tiles.begin)
         for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
@@ -211,6 +210,7 @@ def attn_candidates_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
+    REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     rings = Rings(
         make_tile_ring(q_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(k_desc, cfg.STAGES, cfg.D_CHUNKS, N),
@@ -224,7 +224,7 @@ def attn_candidates_kernel(
                 (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
             ],
             [4, 1],
-            [240, 24],
+            [REGISTERS, cfg.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -236,5 +236,5 @@ def attn_candidates_kernel(
                 (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
             ],
             [4, 4, 4, 1],
-            [112, 112, 112, 24],
+            [REGISTERS, REGISTERS, REGISTERS, cfg.PRODUCER_REGISTERS],
         )

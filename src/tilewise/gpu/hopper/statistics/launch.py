@@ -35,6 +35,7 @@ class StatisticsConfig:
     NEAREST_FIRST: ClassVar[bool] = False
     IS_CACHED: ClassVar[bool] = False
     PACK: ClassVar[int] = 1
+    PRODUCER_REGISTERS: ClassVar[int] = 24
 
     BLOCK_M: int
     BLOCK_N: int
@@ -51,6 +52,11 @@ class StatisticsConfig:
     @property
     def IS_ORDERED(self) -> bool:
         return self.IS_PACKED
+
+    @property
+    def CONSUMER_REGISTERS(self) -> int:
+        """Of each thread; with PRODUCER_REGISTERS no more in all than `maxnreg` gives at the start."""
+        return 112 if self.WARPGROUPS == 4 else 240
 
     @property
     def maxnreg(self) -> int:
@@ -111,14 +117,15 @@ def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor |
     columns = blocks = None
     if aux.column_sum:
         lead = () if problem.is_packed else (problem.batch,)
-        columns = query.new_empty((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
+        new = query.new_zeros if problem.is_packed else query.new_empty  # keys of no sequence get nothing
+        columns = new((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
     if aux.block_sum:
         tiles_q, tiles_k = (-(-n // aux.block_sum) for n in (problem.seqlen_q, problem.seqlen_k))
         parts = (tiles_q, aux.block_sum // cfg.BLOCK_M, tiles_k, aux.block_sum // KEYS_OF_A_SUM)
         blocks = query.new_zeros((problem.batch, problem.num_heads, *parts), dtype=torch.float32)
     ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
     fresh = (columns, blocks, *ordered, host.scheduler_counter(query.device))
-    run(sums_launch, problem, given, cfg, fresh=fresh)
+    run(sums_launch, problem, given, cfg, aux.block_sum, fresh=fresh)
     if columns is not None and aux.column_sum == GROUP:
         columns = columns.unflatten(-2, (problem.num_kv_heads, problem.group_size)).sum(-2)
     return columns, None if blocks is None else blocks.sum((3, 5))
@@ -131,7 +138,8 @@ def _largest(problem: AttentionProblem, count: int, given: Tensors) -> tuple[Ten
     assert query is not None and lse is not None
     list_size = max(SHORTEST_LIST, 1 << (count - 1).bit_length())
     lists = query.new_empty((lse.numel(), 4 * list_size), dtype=torch.int64)
-    held = query.new_empty((lse.numel(), 4), dtype=torch.int32)
+    new = query.new_zeros if problem.is_packed else query.new_empty  # queries of no sequence hold nothing
+    held = new((lse.numel(), 4), dtype=torch.int32)
     weights = query.new_empty((*lse.shape, count), dtype=torch.float32)
     keys = query.new_empty((*lse.shape, count), dtype=torch.int64)
     ordered = host.order_sequences(problem, cu_q, cu_k, cfg.BLOCK_M)
@@ -141,7 +149,8 @@ def _largest(problem: AttentionProblem, count: int, given: Tensors) -> tuple[Ten
     return weights, keys, held, list_size
 
 
-def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConfig) -> Launch:
+def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConfig, block_sum: int) -> Launch:
+    """`block_sum`, from which the strides of blocks follow, tells launches apart."""
     from tilewise.gpu.hopper.statistics.sums import attn_weight_sums_kernel
 
     query, key, lse, residual, cu_q, cu_k, columns, blocks, order, first_tile, counter = tensors

@@ -17,7 +17,7 @@ def select_largest_kernel(
     what comes out is void.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, LIST_SIZE], [8, 4], [4, 1], [1, 0])
-    row = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+    row = gl.cast(gl.program_id(0), gl.int64) * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
     slot = gl.arange(0, 4 * LIST_SIZE, gl.SliceLayout(0, layout))[None, :]
     exists = row < num_rows
     held = gl.load(held_ptr + row[:, None] * 4 + slot // LIST_SIZE, mask=exists[:, None], other=0)

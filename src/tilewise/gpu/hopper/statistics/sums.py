@@ -24,6 +24,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     fetch_add,
     make_work_ring,
     next_work,
+    number_of,
     peek,
     send,
     send_end,
@@ -38,7 +39,8 @@ class Rings:
     k: Ring  # tiles of 64 keys, one for each warpgroup
     q: Ring  # tiles of BLOCK_M queries, for all
     work: Ring
-    lse: gl.shared_memory_descriptor  # [2 * WARPGROUPS, BLOCK_M]: for each, those of two tiles of queries
+    # [2 * WARPGROUPS, BLOCK_M]: for each, of two tiles of queries, so that none is stored while it is read
+    lse: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -101,10 +103,10 @@ def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, fac
 
 @gluon.jit
 def store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg: gl.constexpr):
-    """Store the sums of 16 keys, one for each warp, and a tile of queries: see `launch.block_sum`."""
+    """Store the sums of 16 keys, one for each warp, and a tile of queries; `launch._sums` adds up."""
     by_warp = gl.sum(gl.sum(sums.reshape([4, 16, 4]), 2), 1)
     keys = key // 16 + gl.arange(0, 4, by_warp.type.layout)
-    place = gl.cast(bh, gl.int64) * sizes.rows_k + tile * sizes.rows_v
+    place = bh * sizes.rows_k + tile * sizes.rows_v
     gl.store(block_ptr + place + keys, by_warp, mask=keys * 16 < work.seqlen_k)
 
 
@@ -120,10 +122,8 @@ def sum_role(
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         own = query_tiles(key, 64, work, sizes, cfg)
-        bh = work.head
-        if not cfg.IS_PACKED:
-            bh = work.batch * (sizes.num_bh // sizes.batch) + work.head
-        first = gl.cast(bh, gl.int64) * sizes.seqlen_q + work.start_q
+        bh = number_of(work, sizes, cfg)
+        first = bh * sizes.seqlen_q + work.start_q
         k_use = cfg.WARPGROUPS * work_use + W
         use = skip(rings.q, use, own.begin - tiles.begin)
         rings.k.wait(k_use)
@@ -145,7 +145,7 @@ def sum_role(
         if column_ptr is not None:
             total = gl.sum(total, 1)
             row = key + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
-            place = gl.cast(bh, gl.int64) * sizes.seqlen_k + work.start_k
+            place = bh * sizes.seqlen_k + work.start_k
             gl.store(column_ptr + place + row, total, mask=row < work.seqlen_k)
         rings.work.release(work_use)
         work_use += 1
@@ -172,6 +172,7 @@ def attn_weight_sums_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
+    REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     rings = Rings(
         make_tile_ring(k_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, N),
@@ -186,7 +187,7 @@ def attn_weight_sums_kernel(
                 (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
             ],
             [4, 1],
-            [240, 24],
+            [REGISTERS, cfg.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -198,5 +199,5 @@ def attn_weight_sums_kernel(
                 (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
             ],
             [4, 4, 4, 1],
-            [112, 112, 112, 24],
+            [REGISTERS, REGISTERS, REGISTERS, cfg.PRODUCER_REGISTERS],
         )
