@@ -89,7 +89,7 @@ def test_the_forward_watches_mask_functions_and_caches_and_weights_before_dropou
     call = {"return_aux": aux, "backend": "hopper"}
     _, found = tilewise.attention(q, k, k, mask_mod=lambda b, h, i, j: j <= i, **call)
     hold(found, q, k, aux, causal=True)
-    _, found = tilewise.attention(q, k, k, causal=True, dropout_p=0.5, dropout_seed=1, **call)
+    _, found = tilewise.attention(q, k, k, causal=True, dropout_p=0.5, **call)
     hold(found, q, k, aux, causal=True)
     cache = tilewise.KVCache(1, 400, 4, 128, dtype=torch.bfloat16, device="cuda")
     _, found = tilewise.attention_with_cache(q, cache, k, k, causal=True, **call)
@@ -106,18 +106,6 @@ def test_layouts_and_block_sizes_in_turn():
                 q, k, k, causal=True, layout="bhsd", return_aux=aux, backend="hopper"
             )
             hold(found, q.transpose(1, 2), k.transpose(1, 2), aux, causal=True)
-
-
-def test_rows_of_no_sequence_get_nothing():
-    q = torch.randn(400, 2, 64, device="cuda").to(torch.bfloat16)
-    cu = torch.tensor([0, 100, 290], dtype=torch.int32, device="cuda")
-    aux = Aux(column_sum=True, top_k=4)
-    for _ in range(2):  # the second on memory that the first has used
-        found = tilewise.attention_statistics(
-            q, q, aux, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=190, max_seqlen_k=190, backend="hopper"
-        )
-        assert not found.column_sum[:, 290:].any() and not found.top_k.weights[:, 290:].any()
-        assert (found.top_k.keys[:, 290:] == -1).all()
 
 
 def test_packed_sequences():

@@ -117,8 +117,7 @@ def _sums(problem: AttentionProblem, aux: Aux, given: Tensors) -> tuple[Tensor |
     columns = blocks = None
     if aux.column_sum:
         lead = () if problem.is_packed else (problem.batch,)
-        new = query.new_zeros if problem.is_packed else query.new_empty  # keys of no sequence get nothing
-        columns = new((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
+        columns = query.new_empty((*lead, problem.num_heads, key.shape[-3]), dtype=torch.float32)
     if aux.block_sum:
         tiles_q, tiles_k = (-(-n // aux.block_sum) for n in (problem.seqlen_q, problem.seqlen_k))
         parts = (tiles_q, aux.block_sum // cfg.BLOCK_M, tiles_k, aux.block_sum // KEYS_OF_A_SUM)
@@ -138,8 +137,7 @@ def _largest(problem: AttentionProblem, count: int, given: Tensors) -> tuple[Ten
     assert query is not None and lse is not None
     list_size = max(SHORTEST_LIST, 1 << (count - 1).bit_length())
     lists = query.new_empty((lse.numel(), 4 * list_size), dtype=torch.int64)
-    new = query.new_zeros if problem.is_packed else query.new_empty  # queries of no sequence hold nothing
-    held = new((lse.numel(), 4), dtype=torch.int32)
+    held = query.new_empty((lse.numel(), 4), dtype=torch.int32)
     weights = query.new_empty((*lse.shape, count), dtype=torch.float32)
     keys = query.new_empty((*lse.shape, count), dtype=torch.int64)
     ordered = host.order_sequences(problem, cu_q, cu_k, cfg.BLOCK_M)
