@@ -59,7 +59,8 @@ def test_the_second_pass_of_statistics_fits_and_hardly_spills(compiled_by: Compi
     second_pass = ["attn_weight_sums_kernel", "attn_candidates_kernel", "select_largest_kernel"]
     for case in {row["case"] for row in rows}:
         kernels = [row["kernel"] for row in rows if row["case"] == case]
-        assert kernels[-4:] == [*second_pass, "attn_top_k_kernel"], case
+        attention = [kernel for kernel in kernels if kernel != "order_sequences_kernel"]
+        assert attention[-4:] == [*second_pass, "attn_top_k_kernel"], case
     for row in rows:
         assert row["spill_bytes"] <= 96, row  # where a softcap's arithmetic comes in; else 40
         assert row["shared_bytes"] <= SHARED_BYTES, row
