@@ -15,6 +15,8 @@ from tilewise.testing import check_attention
 
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+BIAS = torch.randn(2, 4, 50, 50)
+DOCUMENTS = torch.arange(50) // 12
 AHEAD = {  # spellings of j <= i + c
     "j <= i + c": lambda i, j, c: j <= i + c,
     "i >= j - c": lambda i, j, c: i >= j - c,
@@ -84,6 +86,10 @@ def window(b, h, i, j):
     return (i >= j) & (i - j < 7)
 
 
+def documents(b, h, i, j):
+    return DOCUMENTS[i] == DOCUMENTS[j]
+
+
 SAID = {  # functions, and the options that say the same where there are as many queries as keys
     "causal": ({"mask_mod": causal}, {"causal": True}),
     "causal beside causal": ({"mask_mod": causal, "causal": True}, {"causal": True}),
@@ -124,6 +130,19 @@ SAID = {  # functions, and the options that say the same where there are as many
     "ALiBi of batch and head": (
         {"score_mod": lambda s, b, h, i, j: s - (i - j).abs() * SLOPES.expand(2, 4)[b, h]},
         {"alibi_slopes": SLOPES.expand(2, 4)},
+    ),
+    "bias": ({"score_mod": lambda s, b, h, i, j: s + BIAS[b, h, i, j]}, {"bias": BIAS[..., :37, :37]}),
+    "bias of keys": (
+        {"score_mod": lambda s, b, h, i, j: BIAS[b, 1, 3, j] + s},
+        {"bias": BIAS[:, 1, 3, :37][:, None, None]},
+    ),
+    "bias beside a mask function": (
+        {"mask_mod": documents, "score_mod": lambda s, b, h, i, j: s + BIAS[b, h, i, j]},
+        {"mask_mod": documents, "bias": BIAS[..., :37, :37]},
+    ),
+    "bias in another order": (
+        {"score_mod": lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs() + BIAS[0][h, j, i]},
+        {"bias": BIAS[:1, :, :37, :37].mT, "alibi_slopes": SLOPES},
     ),
     "all together": (
         {"mask_mod": window, "score_mod": lambda s, b, h, i, j: (s / 3).tanh() * 3 + -(i - j) * SLOPES[h]},
@@ -187,6 +206,13 @@ STAYS = {
     "another head": {"score_mod": lambda s, b, h, i, j: s - SLOPES[h - 1] * abs(i - j)},
     "more slopes": {"score_mod": lambda s, b, h, i, j: s - torch.cat([SLOPES, SLOPES])[h] * abs(i - j)},
     "whole slopes": {"score_mod": lambda s, b, h, i, j: s - torch.arange(4)[h] * abs(i - j)},
+    "a diagonal": {"score_mod": lambda s, b, h, i, j: s + BIAS[0, 0, i, i]},
+    "a bias, shifted": {"score_mod": lambda s, b, h, i, j: s + BIAS[0, 0, i, j + 1]},
+    "two biases": {"score_mod": lambda s, b, h, i, j: s + BIAS[b, h, i, j] + BIAS[0, 0, j, i]},
+    "a bias, subtracted": {"score_mod": lambda s, b, h, i, j: s - BIAS[b, h, i, j]},
+    "a bias beside a bias": {
+        "score_mod": lambda s, b, h, i, j: s + BIAS[b, h, i, j], "bias": torch.randn(1, 4, 37, 37),
+    },
     "of the batch": {"score_mod": lambda s, b, h, i, j: s - (b + 1) * abs(i - j)},
     "of the query": {"score_mod": lambda s, b, h, i, j: s - i * abs(i - j)},
     "subtracted": {"score_mod": lambda s, b, h, i, j: SLOPES[h] * abs(i - j) - s},

@@ -30,6 +30,7 @@ from tilewise.core.quantized import is_quantized
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
 from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.functions.distances import of_distances
 
 READ_WHOLE = ("query", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k")
 
@@ -93,6 +94,8 @@ class Explanation:
         if self.from_functions:
             rest = "" if p.functions is None else "; the rest stays a function"
             rows += [f"options    {', '.join(self.from_functions)}, as the functions say{rest}"]
+        if self.backend in ("hopper", "triton") and of_distances(p) is not None:
+            rows += ["functions  the score function is a number of each distance, read as a bias"]
         rows += [
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
             f"{self.intensity:.4g} FLOP/byte"
@@ -160,11 +163,11 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
         device=device_for(inputs.query.device, problem.dtype, problem.precision),
         problem=problem,
         sequences=tuple(sequences),
-        from_functions=_from_functions(before, call, inputs.alibi_slopes is not given["alibi_slopes"]),
+        from_functions=_from_functions(before, call, inputs, given),
     )
 
 
-def _from_functions(before: Options, call: Options, has_new_slopes: bool) -> tuple[str, ...]:
+def _from_functions(before: Options, call: Options, inputs: Inputs, given: dict[str, Any]) -> tuple[str, ...]:
     """What `with_functions` has made options of."""
     found = []
     if call.causal != before.causal:
@@ -174,7 +177,8 @@ def _from_functions(before: Options, call: Options, has_new_slopes: bool) -> tup
         found.append(f"window={window}")
     if call.softcap != before.softcap:
         found.append(f"softcap={call.softcap}")
-    return (*found, *(("alibi_slopes",) if has_new_slopes else ()))
+    tensors = ("bias", "alibi_slopes")
+    return (*found, *(name for name in tensors if getattr(inputs, name) is not given[name]))
 
 
 def _call(args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:

@@ -16,12 +16,14 @@ import torch
 from tilewise.core.plan import Results
 from tilewise.core.problem import Options, describe
 from tilewise.dispatch import plans
+from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.mask.functions import with_mask_of_function
+from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.mask.functions import without_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from compile_forward import with_documents
+from compile_forward import with_distances, with_documents
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
@@ -83,6 +85,9 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
         False,
         {"causal": True, "softcap": 20.0, "dropout_p": 0.1},
     ),
+    "distances_d64_causal": (64, 64, torch.bfloat16, False, {"causal": True}),
+    "distances_gradient_d128": (128, 128, torch.float16, False, {"causal": True, "deterministic": True}),
+    "distances_mask_dropout_d128": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "dropout_p": 0.1}),
     "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
@@ -109,13 +114,17 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     asked = Options(**options)
     if "function" in name:
         inputs, asked = with_documents(inputs, asked)
+    if "distances" in name:
+        inputs, asked = with_distances(inputs, asked)
     problem = describe(inputs, asked)
-    problem = with_mask_of_function(problem) if problem.functions else problem
+    inputs_given = inputs
+    inputs = as_bias(problem, inputs, host.transposed_pairs_of_distances)[1]
+    problem = without_functions(problem)
     given = (problem, inputs, out, lse, out, lse)
 
     def run() -> None:
-        if "dbias" in name:
-            plans.differentiate(inputs, Results(out, lse, lse), out, lse, asked, "hopper", True)
+        if "dbias" in name or "gradient" in name:
+            plans.differentiate(inputs_given, Results(out, lse, lse), out, lse, asked, "hopper", True)
         else:
             plan.backward(*given, residual=lse)
 

@@ -15,9 +15,11 @@ import torch
 
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
+from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
-from tilewise.gpu.hopper.mask.functions import with_mask_of_function
+from tilewise.gpu.hopper.mask.functions import without_functions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
@@ -86,6 +88,12 @@ CASES = {
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("bias", "mask")
     ),
     "bias_d256": Case(256, 256, options={"causal": True}, extras=("bias", "alibi")),
+    "distances_d64_causal": Case(64, 64, options={"causal": True}),
+    "distances_d128": Case(128, 128, torch.float16),
+    "distances_d128_dropout_softcap": Case(
+        128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("mask",)
+    ),
+    "distances_d256": Case(256, 256, options={"causal": True}),
     "watched_d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
     "watched_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
     "watched_d128_mask_softcap": Case(128, 128, options={"softcap": 20.0}, extras=("mask", "sinks")),
@@ -121,6 +129,14 @@ def with_documents(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     return with_functions(inputs, options, lambda b, h, i, j: documents[i] == documents[j], None)
 
 
+def with_distances(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
+    """A score function that reads a number for each head and distance."""
+    table = torch.empty(inputs.query.shape[2], 65, device=inputs.query.device, requires_grad=True)
+    return with_functions(
+        inputs, options, None, lambda s, b, h, i, j: s + table[h, (j - i).clamp(-32, 32) + 32]
+    )
+
+
 def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = case_inputs(CASES[name])
     options = Options(**CASES[name].options)
@@ -128,8 +144,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs = inputs._replace(bias=inputs.bias[..., :1])
     if "function" in name:
         inputs, options = with_documents(inputs, options)
+    if "distances" in name:
+        inputs, options = with_distances(inputs, options)
     problem = describe(inputs, options)
-    problem = with_mask_of_function(problem) if problem.functions else problem
+    inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
+    problem = without_functions(problem)
     if "watched" in name:
         statistics = ("row_max", "entropy")
         return compiled_rows(

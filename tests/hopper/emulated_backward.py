@@ -17,12 +17,15 @@ emulator.install()
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
+from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
 from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.host import LOG2_E
+from tilewise.gpu.hopper.mask.functions import without_functions
 from tilewise.gpu.launch import launch_plan
 
 PROGRAMS = 3  # as many as there are SMs
@@ -142,6 +145,9 @@ CASES = {
     "bias_of_heads": (130, 140, 2, 2, 64, 64, {"bias": "one"}),
     "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
     "bias_splits": (700, 500, 2, 2, 64, 64, {"bias": "transposed"}),
+    "distances": (300, 290, 4, 2, 128, 128, {"distances": True}),
+    "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
+    "distances_mask": (100, 330, 2, 2, 128, 128, {"distances": True, "mask": "blocks", "softcap": 3.0}),
     "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
@@ -186,8 +192,13 @@ def check(name: str) -> float:
         seed = torch.tensor(2**62 + 4321)
         is_part = "dropout_step" in options
         packing["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
-    inputs = Inputs(q, k, v, **packing)
-    problem = describe(inputs, Options(**options))
+    inputs, score_mod = Inputs(q, k, v, **packing), None
+    if options.pop("distances", False):
+        score_mod, packing["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
+    inputs, asked = with_functions(inputs, Options(**options), None, score_mod)
+    problem = describe(inputs, asked)
+    inputs = as_bias(problem, inputs, host.transposed_pairs_of_distances)[1]
+    problem = without_functions(problem)
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap, "dropout_p": problem.dropout_p} | packing

@@ -17,11 +17,14 @@ emulator.TIMEOUT = 20.0
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
+from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.statistics import Aux
+from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper.mask.functions import without_functions
 from tilewise.gpu.launch import launch_plan
 from tilewise.tiled import backend as tiled, statistics as tiled_statistics
 
@@ -113,6 +116,18 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "bias_of_heads": (130, 140, 2, 2, 64, 64, {"bias": "one", "sinks": True}),
     "bias_hides": (200, 330, 2, 2, 64, 64, {"bias": "hides", "dropout_p": 0.2}),
     "bias_d256": (300, 200, 2, 2, 256, 256, {"bias": "transposed", "alibi": 1}),
+    "distances": (300, 290, 4, 2, 128, 128, {"distances": True}),
+    "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
+    "distances_few_queries": (5, 400, 8, 2, 128, 128, {"distances": True, "dropout_p": 0.2, "softcap": 3.0}),
+    "distances_steep_window": (
+        300,
+        70,
+        2,
+        2,
+        64,
+        64,
+        {"distances": True, "mask": "blocks", "scale": 20.0, "window_left": 60},
+    ),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
     "mask_dropout_window": (
         300,
@@ -203,8 +218,13 @@ def check(name: str) -> float:
         seed = torch.tensor(2**62 + 4321)
         is_part = "dropout_step" in options
         extras["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
-    inputs = Inputs(q, k, v, **extras)
-    problem = describe(inputs, Options(**options))
+    inputs, score_mod = Inputs(q, k, v, **extras), None
+    if options.pop("distances", False):
+        score_mod, extras["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
+    inputs, asked = with_functions(inputs, Options(**options), None, score_mod)
+    problem = describe(inputs, asked)
+    inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
+    problem = without_functions(problem)
     out, lse, residual = plan.forward(problem, inputs, residual=True)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:

@@ -67,6 +67,14 @@ def draw_mask(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tens
     return mask.transpose(2, 3).contiguous().transpose(2, 3)  # queries side by side in memory
 
 
+def draw_distances(seqlen_q: int, seqlen_k: int, heads: int) -> tuple[Any, torch.Tensor]:
+    """A score function that adds a number for each head and distance, and the bias (1, heads, …) of these."""
+    table, most = torch.randn(heads, 401), 200
+    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    bias = table[:, distance.clamp(-most, most) + most][None]
+    return lambda s, b, h, i, j: s + table[h, (j - i).clamp(-most, most) + most], bias
+
+
 def draw_bias(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:
     """A bias of one of the shapes and strides that people have."""
     match kind:
@@ -296,6 +304,9 @@ class Pointer:
     """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
     def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
+        if not base.is_contiguous():  # a view, before which a kernel may read
+            offset = offset + base.storage_offset()
+            base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
         self.base, self.offset = base.view(-1), offset
 
     dtype = property(lambda self: types.SimpleNamespace(element_ty=self.base.dtype))
@@ -592,8 +603,12 @@ def _as_block(smem: Shared, desc: Descriptor) -> Shared:
 
 def _halves(words: torch.Tensor, dtype: torch.dtype) -> Any:
     """Of int32 numbers: each as two of 16 bits."""
-    pairs = words.to(torch.int32).contiguous().view(dtype).float()
-    return tuple(tile(pairs[..., i::2]) for i in range(2))
+    return _pairs(words.to(torch.int32).contiguous().view(dtype).float())
+
+
+def _pairs(numbers: torch.Tensor) -> Any:
+    """Two tiles of a tile of twice as many numbers: those in even places, and those behind them."""
+    return tuple(tile(numbers[..., i::2]) for i in range(2))
 
 
 class constexpr:
@@ -642,7 +657,7 @@ def install() -> None:
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),
         bits_of=lambda x: tile(x.view(torch.int32)), float_of=lambda x: tile(x.view(torch.float32)),
-        halves=_halves,
+        halves=_halves, float_pair=lambda words: _pairs(words.contiguous().view(torch.float32)),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise import reference
 from tilewise.testing import check_attention
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -57,6 +60,35 @@ def test_bias(dim: int, lengths: tuple[int, int]):
         check_attention(q, k, v, backend="hopper", holds_mean=False, bias=bias, softcap=5.0, dropout_p=0.2)
     mask = torch.rand(2, 1, *lengths, device="cuda") < 0.7
     check_attention(q, k, v, backend="hopper", holds_mean=False, bias=full[:1], mask=mask, causal=True)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_score_function_of_the_distance(dim: int, lengths: tuple[int, int]):
+    """Forward, and all gradients: that of what the function reads too, the same bits every time."""
+    leaves = [draw(n, heads, dim) for n, heads in zip((*lengths, lengths[1]), (4, 2, 2))]
+    table, shift = torch.randn(4, 101, device="cuda"), lengths[1] - lengths[0]
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[h, (j - i - shift).clamp(-50, 50) + 50] * (b + 1)
+
+    mask = torch.rand(2, 1, *lengths, device="cuda") < 0.7
+    others = ({}, {"softcap": 5.0, "dropout_p": 0.2}, {"mask_mod": lambda b, h, i, j: (i + j) % 5 != 0})
+    for options, more in itertools.product(OPTIONS[:2], (*others, {"mask": mask})):
+        check_attention(*leaves, backend="hopper", holds_mean=False, score_mod=score_mod, **options, **more)
+    leaves = [t.requires_grad_() for t in (*leaves, table)]
+    grads = []
+    for options in (OPTIONS[2], OPTIONS[2]):
+        out = tilewise.attention(*leaves[:3], score_mod=score_mod, backend="hopper", **options)
+        dout = torch.ones_like(out)
+        grads.append(torch.autograd.grad(out, leaves, dout))
+        assert all(map(torch.equal, grads[0], grads[-1]))
+    with torch.no_grad():
+        options = options | {"score_mod": score_mod, "captured": (table,)}
+        exact = reference.attention_backward(dout, *leaves[:3], **options)
+    assert_close = functools.partial(torch.testing.assert_close, rtol=2e-2)
+    for ours, theirs in zip(grads[0], (*exact[:3], *exact.captured), strict=True):
+        assert_close(ours.double(), theirs.double(), atol=2e-2 * theirs.abs().max().item())
 
 
 def test_the_gradient_of_a_bias_has_the_same_bits_every_time():

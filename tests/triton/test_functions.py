@@ -229,6 +229,33 @@ def test_gradients_of_captured_tensors(block_m, block_n, monkeypatch):
     check_learned(leaves, captured, score_mod, **options)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("block_m, block_n", [(16, 16), (16, 32)])
+@pytest.mark.parametrize("lengths", [(40, 53), (53, 40), (1, 30), (30, 1), (0, 0), None], ids=str)
+def test_a_number_of_each_distance(lengths, block_m, block_n, monkeypatch):
+    """Kernels read such numbers as a bias; the same bits every time. `None`: packed."""
+    tile = KernelTile(block_m, block_n, 4, 1)
+    monkeypatch.setattr(launch, "table_tile", lambda name, *_: None if name in ("dk", "dv") else tile)
+    slopes, table = captured = randn(2, 2).requires_grad_(), randn(2, 21).requires_grad_()
+
+    def score_mod(s, b, h, i, j):
+        return s + table[h, (j - i).clamp(-9, 9) + 9] - slopes[b, h] * (1 + (i - j).abs()).log()
+
+    options = {"score_mod": score_mod, "deterministic": True}
+    if lengths is None:
+        starts = torch.tensor([0, 30, 56], device=DEVICE)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
+        check_learned([randn(56, 2, 16) for _ in range(3)], captured, **options)
+        return
+    leaves = [randn(2, n, h, 16) for n, h in ((lengths[0], 2), (lengths[1], 1), (lengths[1], 1))]
+    if lengths == (0, 0):
+        assert tilewise.attention(*leaves, backend="triton", **options).shape == leaves[0].shape
+        return
+    check_learned(leaves, captured, **options)
+    options |= {"mask_mod": lambda b, h, i, j: (i + j) % 4 != 1, "softcap": 5.0, "window": (20, 9)}
+    check_learned(leaves, captured, sinks=randn(2), dropout_p=0.2, **options)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="their table is on the CPU")
 @FEW
 @given(MASKS, SCORES)

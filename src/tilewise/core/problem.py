@@ -127,6 +127,7 @@ class AttentionProblem:
     mask_shape: tuple[int, ...] | None = None
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
+    bias_of_distances: bool = False  # it is a number of key - query: see `gpu.functions.distances`
     has_alibi: bool = False
     has_sinks: bool = False
     is_packed: bool = False

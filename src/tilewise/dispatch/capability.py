@@ -9,6 +9,7 @@ import torch
 
 from tilewise.core.functions.expression import decode, rare_operation, reads_by_score
 from tilewise.core.problem import AttentionProblem
+from tilewise.gpu.functions.distances import of_distances
 
 DEVICES = {  # of each backend; "tiled" serves everything
     "hopper": "Hopper GPUs",
@@ -39,15 +40,29 @@ def _has_mask(p: AttentionProblem) -> bool:
 
 def _has_map(p: AttentionProblem) -> bool:
     """What Hopper's kernels know as a tile map."""
-    return _has_mask(p) or p.functions is not None
+    return _has_mask(p) or (p.functions is not None and bool(decode(p.functions).hiding))
 
 
 def _has_score_function(p: AttentionProblem) -> bool:
     return p.functions is not None and decode(p.functions).score is not None
 
 
+def _has_function_of_distance(p: AttentionProblem) -> bool:
+    """A score function that kernels know as a bias."""
+    return of_distances(p) is not None
+
+
+def _has_other_score_function(p: AttentionProblem) -> bool:
+    return _has_score_function(p) and not _has_function_of_distance(p)
+
+
 def _has_bias(p: AttentionProblem) -> bool:
     return p.bias_shape is not None
+
+
+def _has_any_bias(p: AttentionProblem) -> bool:
+    """A bias, or a function that kernels know as one."""
+    return _has_bias(p) or _has_function_of_distance(p)
 
 
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
@@ -61,6 +76,11 @@ def _is_shared_with_padding(p: AttentionProblem) -> bool:
 
 def _has_captured_gradient(p: AttentionProblem) -> bool:
     return p.functions is not None and decode(p.functions).wants_grad
+
+
+def _has_scattered_gradient(p: AttentionProblem) -> bool:
+    """Not where it is summed by distance first, which needs no atomics."""
+    return _has_captured_gradient(p) and not _has_function_of_distance(p)
 
 
 def _has_large_captured_gradient(p: AttentionProblem) -> bool:
@@ -130,24 +150,31 @@ ROWS = (
     Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {
         "aten": "has neither caches nor packed sequences", "hopper": "takes a bias in dense calls only",
     }, is_rare=True),
-    Row("bias with 8-bit products", lambda p: _has_bias(p) and p.is_8_bit, dict.fromkeys(
+    Row("bias with 8-bit products", lambda p: _has_any_bias(p) and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "does not take a bias with 8-bit products"}, is_rare=True),
-    Row("gradient with a bias, head_dim over 128", lambda p: _has_bias(p) and p.head_dim > 128, {
+    Row("gradient with a bias, head_dim over 128", lambda p: _has_any_bias(p) and p.head_dim > 128, {
         "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
-    Row("score functions", _has_score_function, {
-        "hopper": "does not take score functions", "aten": "takes no mask or score functions",
+    Row("score functions of distance: score + f(b, h, j - i)", _has_function_of_distance, {
+        "aten": "takes no mask or score functions",
+    }),
+    Row("other score functions", _has_other_score_function, {
+        "aten": "takes no mask or score functions",
+        "hopper": "takes score functions only if they add a number of each distance, score + f(b, h, j - i), "
+        "in calls without a bias or a cache",
     }),
     Row("functions that may read out of range", lambda p: p.functions and decode(p.functions).is_guarded, {
         "hopper": "takes functions only whose indices into captured tensors are in range for certain",
     }, is_rare=True),
     Row("gradient of tensors that score functions read", _has_captured_gradient, {
-        f"{name} backward": "has no gradient of tensors that a score function reads"
-        for name in ("hopper", "aten")
+        "aten backward": "has no gradient of tensors that a score function reads"
     }, is_rare=True),
-    Row("the same gradient, deterministic", lambda p: _has_captured_gradient(p) and p.deterministic, {
+    Row("the same gradient, not by distance", _has_scattered_gradient, {
+        "hopper backward": "has no gradient of tensors that a score function reads, but by distance",
+    }, is_rare=True),
+    Row("the same gradient, deterministic", lambda p: _has_scattered_gradient(p) and p.deterministic, {
         "triton backward": "adds gradients of tensors that a score function reads in any order",
     }, is_rare=True),
     Row("gradient of large tensors that score functions read", _has_large_captured_gradient, {

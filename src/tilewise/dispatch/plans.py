@@ -35,6 +35,7 @@ from tilewise.core.signature import (
 from tilewise.core.torch_private import alike
 from tilewise.core.values import check_values
 from tilewise.dispatch.choice import BIAS_GRADIENTS, choose, load
+from tilewise.gpu.functions.distances import with_bias_of_distances
 from tilewise.gpu.launch import launch_plan
 
 MAX_PLANS = 2048
@@ -231,7 +232,7 @@ def _make_backward(signature: Signature) -> Entry:
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
     plan = module.plan(problem, signature)
-    if problem.bias_needs_grad and name in BIAS_GRADIENTS:
+    if with_bias_of_distances(problem).bias_needs_grad and name in BIAS_GRADIENTS:
         other = load(BIAS_GRADIENTS[name])
         plan = WithBiasGradient(plan, other.plan(problem, signature._replace(direction="bias")))
     return Entry(fitted(plan, signature), signature, name, module.saves(problem))
@@ -261,7 +262,8 @@ class WithBiasGradient:
     ) -> Gradients:
         given = (inputs, results, dout, dlse)
         gradients: Any = self.plan.run(*given)
-        return gradients._replace(bias=self.of_bias.run(*given))
+        left: Any = self.of_bias.run(*given)
+        return gradients._replace(**left._asdict())
 
 
 def run(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
-from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Interval, Intervals, Ranges
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
@@ -142,10 +142,10 @@ class FunctionTile:
         by_head = ds.view(self.shape)
         for n, slope in found.loads.items() if total is not None else ():
             if self.functions.tensors[found.graph.nodes[n].value].wants_grad:
-                _add_at(total, evaluate.position(n), _times(by_head, evaluate(slope)))  # type: ignore[arg-type]
+                add_at(total, evaluate.position(n), times(by_head, evaluate(slope)))  # type: ignore[arg-type]
         if found.slope is None:
             return torch.zeros_like(ds)
-        return _times(by_head, evaluate(found.slope)).view(ds.shape)
+        return times(by_head, evaluate(found.slope)).view(ds.shape)
 
     def tangent(self, p: Tensor, s_dot: Tensor, dot_floats: Tensor | None) -> Tensor:
         """The tangent of the scores after the functions, from that before them; 0 where the weight is 0."""
@@ -168,11 +168,11 @@ class FunctionTile:
         before = torch.zeros_like(gs)
         for found, evaluate, g in parts:
             for n, slope in found.loads.items() if total is not None else ():
-                _add_at(total, evaluate.position(n), _times(g, evaluate(slope)))  # type: ignore[arg-type]
+                add_at(total, evaluate.position(n), times(g, evaluate(slope)))  # type: ignore[arg-type]
             if found.slope is not None:
-                before = before + _times(g, evaluate(found.slope))
+                before = before + times(g, evaluate(found.slope))
         by_score = torch.zeros_like(gs) if first.slope is None else evaluate_first(first.slope)
-        return before.view(shape), _times(gs_dot, by_score).view(shape)
+        return before.view(shape), times(gs_dot, by_score).view(shape)
 
     def _evaluator(self, graph: object, dot_floats: Tensor | None = None) -> Evaluator:
         return Evaluator(graph, self.functions, self.segment.buffers, self.values, dot_floats)  # type: ignore[arg-type]
@@ -184,16 +184,3 @@ def new_captured_gradient(problem: AttentionProblem, inputs: Inputs) -> Tensor |
     if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
         return None
     return torch.zeros_like(floats, dtype=torch.float64)
-
-
-def _times(g: Tensor, slope: Tensor) -> Tensor:
-    """g * slope; 0 where g is, as at hidden keys, whatever the slope there."""
-    return torch.where(g == 0, 0.0, g * slope)
-
-
-def _add_at(total: Tensor, position: Tensor, terms: Tensor) -> None:
-    """total[position] += terms, which position broadcasts to; the same bits in every run."""
-    position = position.view((1,) * (terms.ndim - position.ndim) + position.shape)
-    shared = [d for d in range(terms.ndim) if position.shape[d] == 1 != terms.shape[d]]
-    terms = terms.sum(shared, keepdim=True, dtype=total.dtype) if shared else terms.to(total.dtype)
-    total.index_put_((position.expand(terms.shape),), terms, accumulate=True)

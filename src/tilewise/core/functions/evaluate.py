@@ -136,6 +136,19 @@ class Evaluator:
         return self.positions[n]
 
 
+def times(g: Tensor, slope: Tensor) -> Tensor:
+    """g * slope; 0 where g is, as at hidden keys, whatever the slope there."""
+    return torch.where(g == 0, 0.0, g * slope)
+
+
+def add_at(total: Tensor, position: Tensor, terms: Tensor) -> None:
+    """total[position] += terms, which position broadcasts to; the same bits in every run."""
+    position = position.view((1,) * (terms.ndim - position.ndim) + position.shape)
+    shared = [d for d in range(terms.ndim) if position.shape[d] == 1 != terms.shape[d]]
+    terms = terms.sum(shared, keepdim=True, dtype=total.dtype) if shared else terms.to(total.dtype)
+    total.index_put_((position.expand(terms.shape),), terms, accumulate=True)
+
+
 def minimum_of(a: Any, b: Any) -> Tensor:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.minimum(a, b)

@@ -61,6 +61,15 @@ class Graph:
         other.nodes, other._numbers = list(self.nodes), dict(self._numbers)
         return other
 
+    def with_tensors(self, tensors: dict[int, int]) -> Graph:
+        """A copy whose loads read from other tensors; nodes keep their numbers."""
+        other = Graph()
+        other.nodes = [
+            node._replace(value=tensors[n]) if n in tensors else node for n, node in enumerate(self.nodes)
+        ]
+        other._numbers = {(node, repr(node.value)): n for n, node in enumerate(other.nodes)}
+        return other
+
     def add(self, op: str, *args: int, value: Any = None, kind: str | None = None) -> int:
         """The number of a node: of an equal one, of a simpler one that computes the same, or a new one."""
         simpler = self._simplified(op, args)
@@ -236,6 +245,15 @@ class Functions:
     @functools.cached_property
     def plain_text(self) -> str:
         return self.without_gradients().text
+
+    @functools.cached_property
+    def trimmed(self) -> tuple[Functions, tuple[int, ...]]:
+        """With those captured tensors only that a load reads, and their numbers in these functions."""
+        loads = [n for n in self.graph.reachable(self.roots) if self.graph.nodes[n].op == "load"]
+        numbers = sorted({self.graph.nodes[n].value for n in loads})
+        graph = self.graph.with_tensors({n: numbers.index(self.graph.nodes[n].value) for n in loads})
+        tensors = tuple(self.tensors[n] for n in numbers)
+        return Functions(graph, self.score, self.mask, tensors, self.is_guarded), tuple(numbers)
 
     def with_gradients(self) -> Functions:
         """With the gradient of every captured tensor of floats."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.core.checks import window_bound
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
-from tilewise.core.functions.expression import Functions
+from tilewise.core.functions.expression import INDICES, Functions
 from tilewise.core.functions.patterns import Alibi, Score, said
 from tilewise.core.functions.trace import Trace, remember
 from tilewise.core.problem import Inputs, Options
@@ -23,7 +23,7 @@ def as_options(found: Trace, inputs: Inputs, options: Options) -> tuple[Trace, I
     """The call with options in the place of what its functions say of them, and what functions are left.
 
     Where sequences have lengths of their own (caches, queries and keys packed differently), windows and
-    distances stay with the functions. Beside the same options of the user's, softcap and ALiBi do too.
+    distances stay with the functions. Beside the same options of the user's, softcap, bias and ALiBi do too.
     """
     known = said(found.functions)
     if known is None:
@@ -38,9 +38,11 @@ def as_options(found: Trace, inputs: Inputs, options: Options) -> tuple[Trace, I
     if scored is not None:
         inputs, options = scored
         kept = known.rest
+    kept, numbers = kept.trimmed
     if kept.roots:
         remember(kept, found.lines)
-    return found._replace(functions=kept), inputs, options
+    tensors = tuple(found.tensors[n] for n in numbers)
+    return found._replace(functions=kept, tensors=tensors), inputs, options
 
 
 def key_shift(inputs: Inputs) -> int | None:
@@ -74,13 +76,18 @@ def _smaller(given: int | None, found: float) -> int | None:
 def _with_score(
     score: Score, found: Trace, inputs: Inputs, options: Options, shift: int | None
 ) -> tuple[Inputs, Options] | None:
-    """None if other options come between, or ALiBi has other distances or slopes than functions have."""
+    """None if other options come between, or a bias or ALiBi has other sizes or distances than functions."""
     if score.softcap is not None:
         if type(options.softcap) not in (int, float) or options.softcap != 0:
             return None
         if inputs.bias is not None or inputs.alibi_slopes is not None:
             return None
         options = options._replace(softcap=score.softcap)
+    if score.bias is not None:
+        bias = _bias(score.bias, found, inputs)
+        if bias is None:
+            return None
+        inputs = inputs._replace(bias=bias)
     if score.alibi is not None:
         is_causal = options.causal is True or options.window_right == 0
         if inputs.alibi_slopes is not None or shift != 0 or (score.alibi.is_causal and not is_causal):
@@ -90,6 +97,35 @@ def _with_score(
             return None
         inputs = inputs._replace(alibi_slopes=slopes)
     return inputs, options
+
+
+def _bias(load: int, found: Trace, inputs: Inputs) -> Tensor | None:
+    """A captured tensor as a bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1) of a dense call."""
+    query, graph = inputs.query, found.functions.graph
+    others = (inputs.bias, inputs.cu_seqlens_q, inputs.seqlens_k, inputs.leftpad_k, inputs.page_table)
+    bias = found.tensors[graph.nodes[load].value]
+    is_other = bias.device != query.device or bias.dtype.itemsize == 1
+    if is_other or any(t is not None for t in others):
+        return None
+    (batch, seqlen_q, heads, _), seqlen_k = query.shape, inputs.key.shape[1]
+    lengths = {"b": batch, "h": heads, "i": seqlen_q, "j": seqlen_k}
+    order: list[str] = []
+    for argument in graph.nodes[load].args:
+        name, number = graph.nodes[argument].op, graph.value(argument)
+        dim = len(order)
+        if number is not None:
+            if not -bias.shape[dim] <= number < bias.shape[dim]:
+                return None
+            bias = bias.select(dim, number)
+        elif bias.shape[dim] < lengths[name]:
+            return None
+        else:
+            bias = bias.narrow(dim, 0, lengths[name])
+            order.append(name)
+    bias = bias.permute([order.index(name) for name in INDICES if name in order])
+    for dim, name in enumerate(INDICES):
+        bias = bias if name in order else bias.unsqueeze(dim)
+    return bias
 
 
 def _slopes(alibi: Alibi, found: Trace, inputs: Inputs) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""What options say of mask and score functions: causal, window, ALiBi and softcap, found in an expression.
+"""What options say of mask and score functions: causal, window, softcap, bias, ALiBi, found in an expression.
 
 mask     rest & (j <= i + right) & (j >= i - left), in any spelling
-score    softcap * tanh(score / softcap) - slope * |i - j|, as a whole, or where(visible, that, -inf)
+score    softcap * tanh(score / softcap) + bias[b, h, i, j] - slope * |i - j|, as a whole, or
+         where(visible, that, -inf)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Alibi(NamedTuple):
 
 class Score(NamedTuple):
     softcap: float | None
+    bias: int | None  # its node: a load at some of b, h, i and j, and at numbers
     alibi: Alibi | None
 
 
@@ -55,10 +57,10 @@ class Said(NamedTuple):
 @functools.lru_cache(maxsize=MAX_TRACES)
 def said(functions: Functions) -> Said | None:
     """None if no option says anything of them."""
-    return _Reader(functions).said()
+    return Reader(functions).said()
 
 
-class _Reader:
+class Reader:
     """Of each node, what it reads, and whether it is linear in i and j."""
 
     def __init__(self, functions: Functions) -> None:
@@ -89,9 +91,7 @@ class _Reader:
         return Said(left, right, found, masked, self._left(None, rest))
 
     def _left(self, score: int | None, mask: int | None) -> Functions:
-        left = Functions(self.graph, score, mask, self.functions.tensors)
-        has_loads = any(self.nodes[n].op == "load" for n in self.graph.reachable(left.roots))
-        return left if has_loads else Functions(self.graph, score, mask, ())
+        return Functions(self.graph, score, mask, self.functions.tensors)
 
     def _linear(self, n: int) -> tuple[float, float, float] | None:
         op, args, kind, value = self.nodes[n]
@@ -176,9 +176,40 @@ class _Reader:
     def _score(self, n: int | None) -> Score | None:
         if n is None:
             return None
-        alibi, inner = self._alibi(n)
+        inner, terms = self.sum_with_score(n)
+        alibi: Alibi | None = None
+        bias: int | None = None
+        for term, sign in terms:
+            penalty = self._penalty(term, sign)
+            if penalty is not None and alibi is None:
+                alibi = penalty
+            elif bias is None and sign > 0 and self._is_bias(term):
+                bias = term
+            else:
+                return None
         softcap = self._softcap(inner)
-        return Score(softcap, alibi) if softcap or self.nodes[inner].op == "score" else None
+        return Score(softcap, bias, alibi) if softcap or self.nodes[inner].op == "score" else None
+
+    def sum_with_score(self, n: int) -> tuple[int, list[tuple[int, int]]]:
+        """(what reads the score, [(a term that does not, its sign)]) of a sum."""
+        terms: list[tuple[int, int]] = []
+        while self.nodes[n].op in ("add", "sub"):
+            op, (first, second), *_ = self.nodes[n]
+            is_first, is_second = ("score" in self.reads[side] for side in (first, second))
+            if is_first == is_second or (is_second and op == "sub"):
+                break
+            n, term = (first, second) if is_first else (second, first)
+            terms.append((term, 1 if op == "add" else -1))
+        return n, terms
+
+    def _is_bias(self, n: int) -> bool:
+        op, args, kind, value = self.nodes[n]
+        if op != "load" or kind != FLOAT:
+            return False
+        at = [self.nodes[a].op for a in args if self.graph.value(a) is None]
+        if self.functions.tensors[value].wants_grad and "j" not in at:
+            return False  # not all kernels have the gradient of such a bias
+        return 0 < len(at) == len(set(at)) and set(at) <= set(INDICES)
 
     def _softcap(self, n: int) -> float | None:
         if self.nodes[n].op != "mul":
@@ -195,16 +226,6 @@ class _Reader:
             if self.nodes[args[0]].op == "score" and self.graph.value(args[1]) == divisor:
                 return float(value)
         return None
-
-    def _alibi(self, n: int) -> tuple[Alibi | None, int]:
-        """ALiBi's penalty, and the score that it is added to; None and the score where there is none."""
-        op, args, *_ = self.nodes[n]
-        if op in ("add", "sub"):
-            for inner, bias in (args, args[::-1])[: 1 + (op == "add")]:
-                if "score" in self.reads[inner] and "score" not in self.reads[bias]:
-                    found = self._penalty(bias, 1 if op == "add" else -1)
-                    return found, n if found is None else inner
-        return None, n
 
     def _penalty(self, n: int, sign: int) -> Alibi | None:
         """sign * n as one."""

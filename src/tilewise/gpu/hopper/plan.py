@@ -12,13 +12,14 @@ from torch import Tensor
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves, Watched
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order
+from tilewise.gpu.functions.distances import Arrange, as_bias
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import DecodeConfig, MaskMap
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
-from tilewise.gpu.hopper.mask.functions import unserved_functions, with_mask_of_function
+from tilewise.gpu.hopper.mask.functions import unserved_functions, without_functions
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Step, find
@@ -39,12 +40,13 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Dense calls without optional tensors, and few queries to a cache, are launched again as they were."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
-    if problem.functions is not None:
-        problem = with_mask_of_function(problem)
+    given, problem = problem, without_functions(problem)
     if signature.request.statistics and watches(problem):
         return FunctionPlan(problem, functools.partial(_watched, signature.request))
-    if problem.functions is not None:
-        return function_plan(problem, signature.request, _forward, _backward)
+    if given.functions is not None:
+        forward = functools.partial(_of_functions, given, _forward, host.pairs_of_distances)
+        backward = functools.partial(_of_functions, given, _backward, host.transposed_pairs_of_distances)
+        return function_plan(problem, signature.request, forward, backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
         return GpuPlan(problem, signature, _backward, again, _given_to_backward)
@@ -94,6 +96,7 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
 
 def watches(problem: AttentionProblem) -> bool:
     """Whether the forward gives row_max and entropy in its own pass."""
+    problem = without_functions(problem)
     return forward_kernels(problem) is FORWARD[-1] and forward_launch.watches(problem)
 
 
@@ -148,6 +151,14 @@ def _is_wide(problem: AttentionProblem) -> bool:
 def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> Results:
     out, *rest = forward(problem, inputs, order, residual)
     return Results(in_order(out, order), *rest)
+
+
+def _of_functions(
+    given: AttentionProblem, call: Callable[..., Any], arrange: Arrange, problem: AttentionProblem,
+    inputs: Inputs, *rest: Any,
+) -> Any:  # fmt: skip
+    """A call whose score function has become a bias; `given` has it still."""
+    return call(problem, as_bias(given, inputs, arrange)[1], *rest)
 
 
 def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Watched:

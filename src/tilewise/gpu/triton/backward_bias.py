@@ -1,6 +1,6 @@
 """The gradient of a broadcast bias: ds of `backward`, summed over whatever one entry of the bias serves.
 
-dbias += p * (dp - delta)      attn_bwd_dbias_kernel: a tile of the bias
+dbias += p * (dp - delta)      attn_bwd_dbias_kernel: a tile of the bias, or a diagonal of such tiles
 
 A bias that nothing shares has its ds written by the kernel of dq.
 """
@@ -21,6 +21,7 @@ from tilewise.gpu.triton.primitives import (
     load_stat,
     logits,
     padded_stat_start,
+    score_ptrs,
     store_scores,
     visible_pairs,
     wait_for_kernel_before,
@@ -41,12 +42,16 @@ def attn_bwd_dbias_kernel(
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
     tiles_m, tiles_n, per_split,
-    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, cfg: tl.constexpr,
+    ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, OF_DISTANCES: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of one split of dbias (splits * bias_batch, ...), summed over a share of what the tile serves.
 
     Grid: (splits * bias_batch * bias_heads * tiles_m * tiles_n,). No N x N memory: where bias is broadcast,
     its gradient is summed in registers.
+
+    OF_DISTANCES: the tiles that lie as far off the main diagonal are one; dbias (splits * bias_batch,
+    bias_heads, tiles_m, BLOCK_M + BLOCK_N) has its distances, the first that of its lower left corner.
     """
     extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     q = Source(q, desc_q, desc_q_rest)
@@ -68,50 +73,68 @@ def attn_bwd_dbias_kernel(
     split = head // (bias_heads * bias_batch)
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
 
-    # One tile of scores in every iteration: its bias is read once, what it cannot see is cleared at the end.
-    # Iterations need no branch, so that their loads overlap.
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
+    # What a tile sees is the same in every iteration: they need no branch, so that their loads overlap.
     IS_UNIFORM: tl.constexpr = not (
         ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED or cfg.MASK is not None
     )
+    i0, col0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if OF_DISTANCES:  # the first diagonal has the last tile of queries and the first one of keys
+        i0 = (tl.cdiv(bias_rows, BLOCK_M) - 1 - tile_m) * BLOCK_M
     i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     c = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = split * per_split
     last = tl.minimum(first + per_split, iterations)
     if IS_UNIFORM:
-        q_start, k_start, _j0, seq, is_seen = dbias_tile_rows(
-            tile_m * BLOCK_M, tile_n * BLOCK_N, bias_b, bias_h, ragged, sizes, cfg
-        )
-        if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
-            bias_tile = load_scores(extras.bias, i, c, seq, False)
+        count = 1  # tiles of a sequence and head
+        if OF_DISTANCES:
+            above = tl.cdiv(tl.maximum(-i0, 0), BLOCK_N)  # tiles of keys that have no query here
+            i0, col0 = i0 + above * BLOCK_N, above * BLOCK_N
+            count = tl.minimum(tl.cdiv(seqlen_q - i0, BLOCK_N), loop_cols - above)
+        q_start, k_start, _j0, seq, is_seen = dbias_tile_rows(i0, col0, bias_b, bias_h, ragged, sizes, cfg)
+        last = tl.minimum(last, tl.where(is_seen, count * loop_batch * loop_heads, 0))
+        rows, columns = i0 + tl.arange(0, BLOCK_M)[:, None], col0 + tl.arange(0, BLOCK_N)[None, :]
+        if i0 + BLOCK_M <= bias_rows and col0 + BLOCK_N <= bias_cols:
+            bias_tile = load_scores(extras.bias, rows, columns, seq, False)
         else:
-            bias_tile = load_scores(extras.bias, i, c, seq, True)
-        for n in range(first, tl.where(is_seen, last, first)):
-            b = bias_b + n // loop_heads
-            h = bias_h + n % loop_heads
+            bias_tile = load_scores(extras.bias, rows, columns, seq, True)
+        for n in range(first, last):
+            ahead, rest = n % count * BLOCK_N, n // count
             acc += dbias_step(
-                q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, tile_m * BLOCK_M, tile_n * BLOCK_N,
-                q_start, k_start, Sequence(b, h, seqlen_q, seqlen_k, seq.offset, seq.first_col),
-                ragged, extras, sizes, factors, cfg, False,
+                q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0 + ahead, col0 + ahead,
+                q_start, k_start,
+                Sequence(
+                    bias_b + rest // loop_heads, bias_h + rest % loop_heads,
+                    seqlen_q, seqlen_k, seq.offset, seq.first_col,
+                ),
+                ragged, extras, sizes, factors, cfg, OF_DISTANCES,
             )  # fmt: skip
-        acc = tl.where(visible_pairs(i, c, seq, sizes), acc, 0.0)
+        if not OF_DISTANCES:
+            acc = tl.where(visible_pairs(i, c, seq, sizes), acc, 0.0)
     else:
         for n in range(first, last):
             col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one iteration
-            row = tile_m + n // loop_cols % loop_rows
+            row = n // loop_cols % loop_rows * BLOCK_M + i0
             rest = n // (loop_cols * loop_rows)
-            i0 = row * BLOCK_M
+            if OF_DISTANCES:
+                row += col * BLOCK_N
             q_start, k_start, j0, seq, is_seen = dbias_tile_rows(
-                i0, col * BLOCK_N, bias_b + rest // loop_heads, bias_h + rest % loop_heads, ragged, sizes, cfg
+                row,
+                col * BLOCK_N,
+                bias_b + rest // loop_heads,
+                bias_h + rest % loop_heads,
+                ragged,
+                sizes,
+                cfg,
             )
-            if is_seen:
-                offs_i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+            if is_seen & (row >= 0):
+                offs_i = (row + tl.arange(0, BLOCK_M))[:, None]
                 offs_j = (j0 + tl.arange(0, BLOCK_N))[None, :]
                 bias_tile = load_scores(extras.bias, offs_i, offs_j, seq, True)
                 acc += dbias_step(
-                    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0, j0,
+                    q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, row, j0,
                     q_start, k_start, seq, ragged, extras, sizes, factors, cfg, True,
                 )  # fmt: skip
 
@@ -123,10 +146,25 @@ def attn_bwd_dbias_kernel(
         c = tl.zeros((1, 1), tl.int32)
     wait_for_kernel_before(cfg)
     own = Sequence(split * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
-    if (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+    if OF_DISTANCES:
+        store_distances(dbias, acc, tile_m, own, BLOCK_M, BLOCK_N)
+    elif (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
         store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores
     else:
         store_scores(dbias, acc, i, c, own, True)
+
+
+@triton.jit
+def store_distances(dbias, acc, diagonal, own, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write the sums of a tile over entries with the same column - row, from 1 - BLOCK_M on."""
+    for n in tl.static_range(1 + BLOCK_N // BLOCK_M):
+        distance = n * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = distance[None, :] + 1 - BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        is_inside = (column >= 0) & (column < BLOCK_N)
+        found = tl.gather(acc, tl.where(is_inside, column, 0), 1)
+        total = tl.sum(tl.where(is_inside, found, 0.0), 0, keep_dims=True)
+        ptrs = score_ptrs(dbias, tl.full((1, 1), diagonal, tl.int32), distance[None, :], own)
+        tl.store(ptrs, total.to(dbias.ptr.dtype.element_ty))
 
 
 @triton.jit

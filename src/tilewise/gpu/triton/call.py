@@ -83,6 +83,19 @@ def launchable(inputs: Inputs) -> Inputs:
     return Inputs(with_dense_rows(query), with_dense_rows(key), with_dense_rows(value), *inputs[3:])
 
 
+def distances_as_bias(problem: AttentionProblem, numbers: Tensor) -> Tensor:
+    """Numbers of distances as a bias (batch or 1, heads or 1, 1, columns): the first query's row.
+
+    In memory the next query's begins one number before it. Any length gives addresses of whole 16 bytes.
+    """
+    *lead, length = numbers.shape
+    first = -(-(problem.seqlen_q - 1) // 4) * 4
+    size = -(-(first + problem.seqlen_k) // 16) * 16  # no length has kernels of its own
+    padded = numbers.new_zeros(*lead, 1, size)
+    padded[..., 0, first - problem.seqlen_q + 1 :][..., :length] = numbers
+    return padded[..., first:]
+
+
 def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
     """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
     assert inputs.page_table is not None
@@ -156,6 +169,8 @@ class Call:
         """`rows`, `columns`: of tiles that a kernel with functions goes through."""
         i = self.inputs
         mask, bias = (None if t is None else ScoreTensor(t, *_canonical_strides(t)) for t in (i.mask, i.bias))
+        if bias is not None and self.problem.bias_of_distances:
+            bias = bias._replace(stride_row=-1)
         slopes = None
         if i.alibi_slopes is not None:
             slopes = Slopes(i.alibi_slopes, i.alibi_slopes.stride(0) if i.alibi_slopes.ndim == 2 else 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch import Tensor
 from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import new_out
+from tilewise.gpu.functions import distances
 from tilewise.gpu.functions.captured import functions_of
+from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.functions.source import KernelFunctions, wanted_tensors
 from tilewise.gpu.launch.launch_plan import (
     Launch,
@@ -32,6 +34,7 @@ from tilewise.gpu.triton.call import (
     Call,
     Results,
     dequantized,
+    distances_as_bias,
     launchable,
     table_tile,
     with_dense_rows,
@@ -44,6 +47,14 @@ PARTIAL_BIAS_BYTES = 64 << 20
 ENOUGH_PROGRAMS = 1024
 
 SHORT_QUERY = 16
+
+
+class BiasGradient(NamedTuple):
+    """What is left to this backend by one that has no gradient of a bias."""
+
+    bias: Tensor | None
+    captured_floats: Tensor | None  # whose numbers are a bias of distances
+
 
 Tiles = dict[str, KernelTile]
 
@@ -63,6 +74,7 @@ def forward(
         return launch_decode.forward(problem, inputs, residual=residual)
     if problem.is_quantized:
         problem, inputs = dequantized(problem, inputs)
+    problem, inputs = as_bias(problem, inputs, distances_as_bias)
     functions, given, inputs = functions_of(problem, inputs), inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
@@ -119,6 +131,8 @@ def backward(
     residual: Tensor | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
+    call = (problem, inputs)
+    problem, inputs = as_bias(problem, inputs, distances_as_bias)
     tiles, functions, given_inputs = tiles or {}, functions_of(problem, inputs), inputs
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
@@ -136,6 +150,9 @@ def backward(
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
+    if problem.bias_of_distances:
+        dcaptured = None if dbias is None else distances.gradient(*call, dbias)
+        dbias = None
     return Gradients(dq, dk, dv, dbias, dsinks, dcaptured)
 
 
@@ -147,13 +164,21 @@ def bias_gradient(
     dout: Tensor,
     dlse: Tensor | None,
     residual: Tensor | None = None,
-) -> Tensor:
-    """That of the bias alone, beside a backward without it; the same bits every time."""
+) -> BiasGradient:
+    """That of the bias, or of what makes a bias of distances, beside a backward without it.
+
+    The same bits every time.
+    """
+    call = (problem, inputs)
+    problem, inputs = as_bias(problem, inputs, distances_as_bias)
     functions, inputs = functions_of(problem, inputs), launchable(inputs)
     given = _readable(out, lse, residual, dout, dlse)
     results = Results(*given, *new_statistics(problem, lse))
     run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])
-    return _shared_dbias(problem, inputs, results, None, functions, is_early=False)
+    dbias = _shared_dbias(problem, inputs, results, None, functions, is_early=False)
+    if problem.bias_of_distances:
+        return BiasGradient(None, distances.gradient(*call, dbias))
+    return BiasGradient(dbias, None)
 
 
 def _readable(
@@ -306,7 +331,8 @@ def _dq_launch(
 def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
     """Zeros for the kernel of dq to write to, where each entry of the bias serves one pair; else None."""
     full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    if not problem.bias_needs_grad or problem.is_packed or problem.bias_shape != full:
+    is_shared = problem.is_packed or problem.bias_of_distances or problem.bias_shape != full
+    if is_shared or not problem.bias_needs_grad:
         return None
     bias, sees = inputs.bias, problem.visibility()
     assert bias is not None
@@ -332,19 +358,39 @@ def _shared_dbias(
 ) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order.
 
+    Of a bias of distances that of its numbers, in the shape of `core.functions.distances.numbers`.
     is_early: between the kernel of row statistics and this one stands another, which has waited.
     """
     bias = inputs.bias
     assert bias is not None
     tile = tile or table_tile("dbias", problem, bias.device)
     assert tile is not None
-    splits, sizes = _bias_sizes(problem, tuple(bias.shape), tile)
+    assert problem.bias_shape is not None
+    splits, sizes = _bias_sizes(problem, problem.bias_shape, tile)
     dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
-    partial = torch.empty((splits * bias.shape[0], *bias.shape[1:]), dtype=dtype, device=bias.device)
+    batch, *shape = problem.bias_shape
+    if problem.bias_of_distances:
+        shape = [shape[0], sizes.tiles_m, tile.block_m + tile.block_n]
+    partial = torch.empty((splits * batch, *shape), dtype=dtype, device=bias.device)
     given = (*inputs, *results[:GIVEN])
     choices = (tile, sizes, functions, is_early)
     run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), *choices)])
-    return partial if splits == 1 else partial.view(splits, *bias.shape).sum(0).to(bias.dtype)
+    total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(bias.dtype)
+    return _of_distances(problem, total, tile.block_m) if problem.bias_of_distances else total
+
+
+def _of_distances(problem: AttentionProblem, diagonals: Tensor, block: int) -> Tensor:
+    """Sums by distance, of those of diagonals of tiles (…, diagonals, distances of a tile): they overlap.
+
+    The next diagonal begins `block` distances after the one before.
+    """
+    *lead, count, width = diagonals.shape
+    blocks = diagonals.view(*lead, count, width // block, block)
+    total = diagonals.new_zeros(*lead, count + width // block - 1, block)
+    for n in range(width // block):
+        total[..., n : n + count, :] += blocks[..., n, :]
+    first = -(-problem.seqlen_q // block) * block - problem.seqlen_q  # of the rows that fill up a tile
+    return total.flatten(-2)[..., first : first + problem.seqlen_q + problem.seqlen_k - 1]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -356,10 +402,16 @@ def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelT
     loop_heads = problem.num_heads if heads == 1 else 1
     loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
     loop_cols = -(-problem.seqlen_k // tile.block_n) if cols == 1 else 1
+    programs, numbers = ENOUGH_PROGRAMS, rows * cols
+    if problem.bias_of_distances:  # a program has a diagonal of tiles, some of which are short
+        assert tile.block_n % tile.block_m == 0
+        loop_rows, loop_cols = 1, tiles_n
+        tiles_m, tiles_n = tiles_m + (tiles_n - 1) * (tile.block_n // tile.block_m), 1
+        programs, numbers = 8 * ENOUGH_PROGRAMS, tiles_m * (tile.block_m + tile.block_n)
     iterations = loop_batch * loop_heads * loop_rows * loop_cols
     one_split = batch * heads * tiles_m * tiles_n
-    affordable = PARTIAL_BIAS_BYTES // max(1, 4 * batch * heads * rows * cols)
-    splits = max(1, min(iterations, affordable, ENOUGH_PROGRAMS // max(1, one_split)))
+    affordable = PARTIAL_BIAS_BYTES // max(1, 4 * batch * heads * numbers)
+    splits = max(1, min(iterations, affordable, programs // max(1, one_split)))
     per_split = max(1, -(-iterations // splits))
     splits = max(1, -(-iterations // per_split))
     loops = (loop_batch, loop_heads, loop_rows, loop_cols)
@@ -390,7 +442,7 @@ def _dbias_launch(
         call.factors(),
         *call.sizes(0, 0, 0),
         *sizes,
-        sizes.bias_rows == 1,
-        sizes.bias_cols == 1,
+        *(n == 1 and not problem.bias_of_distances for n in (sizes.bias_rows, sizes.bias_cols)),
+        problem.bias_of_distances,
     )
     return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=is_early)

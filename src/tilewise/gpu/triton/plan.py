@@ -14,6 +14,7 @@ from tilewise.gpu.launch.launch_plan import Step
 from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward, function_plan
 from tilewise.gpu.triton import launch, launch_decode
 from tilewise.gpu.triton.call import with_dense_rows
+from tilewise.gpu.triton.launch import BiasGradient
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan, redo_top_k as redo_top_k
 
 
@@ -67,7 +68,7 @@ def _backward(
 
 def _bias_gradient(
     problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Tensor:
+) -> BiasGradient:
     assert results.out is not None and results.lse is not None
     given = (results.out, results.lse, dout, dlse)
     return launch.bias_gradient(problem, inputs, *given, residual=results.residual)

@@ -31,6 +31,7 @@ class BackwardConfig:
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all queries have the same: rows of a tile are keys
+    BIAS_OF_DISTANCES: bool = False  # it depends on query - key
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240

@@ -117,6 +117,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_ALIBI=problem.has_alibi,
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
+        BIAS_OF_DISTANCES=problem.bias_of_distances,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 

@@ -66,7 +66,7 @@ def weights(
         query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q
         x = x - penalty(x, key - query, slope)
     if cfg.HAS_BIAS:
-        x = with_bias(x, bias, dtype)
+        x = with_bias(x, bias, dtype, cfg)
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None

@@ -40,6 +40,7 @@ class ForwardConfig:
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all keys have the same
+    BIAS_OF_DISTANCES: bool = False  # it depends on key - query
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
 
@@ -216,7 +217,7 @@ class Extras(NamedTuple):
     inverse_keep: Any = 1.0  # what a weight that survives counts
     slopes: Any = None  # (heads,) or (batch, heads)
     slopes_stride: Any = 0  # from one batch entry to the next
-    bias: Any = None  # pairs of 16-bit numbers as int32: see `common.biases.load_bias`
+    bias: Any = None  # int32: two 16-bit numbers; of distances int64: two float32. See `common.biases`
     bias_batch: Any = 0  # pairs from one to the next; 0 where all share one
     bias_head: Any = 0
     bias_row: Any = 0

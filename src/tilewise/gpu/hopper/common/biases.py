@@ -1,6 +1,6 @@
 """What is added to scores, in the registers of a warpgroup and in units of log2."""
 
-from tilewise.gpu.hopper.common.compat import gl, gluon, halves
+from tilewise.gpu.hopper.common.compat import float_pair, gl, gluon, halves
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along
 from tilewise.gpu.hopper.common.softmax import LOG2_E
 
@@ -36,16 +36,19 @@ def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, 
 
     row, rows: the first, and how many there are. The bias of rows beyond them means nothing, that of columns
     beyond is 0. A thread has two rows' pairs, as `with_bias` wants them. BIAS_OF_ROWS: each row has one pair.
+    BIAS_OF_DISTANCES: where the pairs of the tile's first entry lie; they are read when they are added.
     """
     pairs = 0
-    if cfg.HAS_BIAS:
+    first = gl.cast(batch, gl.int64) * extras.bias_batch + gl.cast(head, gl.int64) * extras.bias_head
+    if cfg.BIAS_OF_DISTANCES:
+        pairs = extras.bias + (first + (column - row))
+    elif cfg.HAS_BIAS:
         tile = gl.full([64, N], 0.0, gl.float32, accumulator_layout(N)).reshape([64, N // 8, 4, 2])
         layout: gl.constexpr = gl.SliceLayout(3, tile.type.layout)
         i = gl.minimum(row + gl.arange(0, 64, along(0, layout, 3)), rows - 1)
         eights = 4 * gl.arange(0, N // 8, along(1, layout, 3))
         threads = gl.arange(0, 4, along(2, layout, 3))
         j = column // 2 + eights[None, :, None] + threads[None, None, :]
-        first = gl.cast(batch, gl.int64) * extras.bias_batch + gl.cast(head, gl.int64) * extras.bias_head
         row_places = (i.to(gl.int64) * extras.bias_row)[:, None, None]
         places = row_places + j
         if cfg.BIAS_OF_ROWS:
@@ -59,11 +62,20 @@ def load_bias(row, column, batch, head, rows, columns, extras, N: gl.constexpr, 
 
 
 @gluon.jit
-def with_bias(x, pairs, dtype: gl.constexpr):
-    """x [64, N] in units of log2 plus the biases of a tile."""
+def with_bias(x, pairs, dtype: gl.constexpr, cfg: gl.constexpr):
+    """x [64, N] in units of log2 plus the biases of a tile. Those of distances are in such units.
+
+    They are in float32, twice as large, and near, as few numbers serve a tile: read no earlier than needed.
+    """
     y = x.reshape([64, x.shape[1] // 8, 4, 2])
-    low, high = halves(pairs, dtype)
-    biases = gl.join(low, high)
-    biases = gl.convert_layout(biases, y.type.layout, assert_trivial=True)
-    y = y + biases * LOG2_E
+    if cfg.BIAS_OF_DISTANCES:
+        layout: gl.constexpr = gl.SliceLayout(3, y.type.layout)
+        row = gl.arange(0, 64, along(0, layout, 3))[:, None, None]
+        eights = 8 * gl.arange(0, x.shape[1] // 8, along(1, layout, 3))[None, :, None]
+        firsts = 2 * gl.arange(0, 4, along(2, layout, 3))[None, None, :]
+        low, high = float_pair(gl.load(pairs + (eights + firsts - row)))
+        y = y + gl.convert_layout(gl.join(low, high), y.type.layout, assert_trivial=True)
+    else:
+        low, high = halves(pairs, dtype)
+        y = y + gl.convert_layout(gl.join(low, high), y.type.layout, assert_trivial=True) * LOG2_E
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)

@@ -133,6 +133,12 @@ def halves(words, dtype: gl.constexpr):
 
 
 @gluon.jit
+def float_pair(words):
+    """The lower and the upper 32 bits of words as float32."""
+    return float_of(words.to(gl.int32)), float_of((words >> 32).to(gl.int32))
+
+
+@gluon.jit
 def wait_for_own_stores():
     """Wait until the TMA copies that this thread has started have been read from shared memory.
 
@@ -220,6 +226,7 @@ __all__ = [
     "bits_of",
     "fence_async_shared",
     "float_of",
+    "float_pair",
     "gl",
     "gluon",
     "halves",

@@ -25,6 +25,7 @@ L2_SWIZZLE_BYTES = 16 << 20
 
 UNBOUNDED = 1 << 29  # a window edge beyond every length
 GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
+MOST_ROWS = 256  # of a tile
 BIAS_TILE = 64  # rows and columns that one program copies
 
 _COUNTERS: dict[tuple[int, int, int], Tensor] = {}
@@ -80,7 +81,7 @@ def extras_of(
     seed, slopes, bias = inputs.dropout_seed, inputs.alibi_slopes, inputs.bias
     if seed is not None:
         seed = seed.to(inputs.query.device)
-    if bias is not None:
+    if bias is not None and not problem.bias_of_distances:
         bias = _pairs(problem, bias, is_transposed)
     return seed, None if slopes is None else slopes.contiguous(), bias
 
@@ -102,6 +103,29 @@ def _pairs(problem: AttentionProblem, bias: Tensor, is_transposed: bool) -> Tens
         run(_copy_launch, edges, (bias,), fresh=(padded,))
         bias = padded
     return bias.view(torch.int32)
+
+
+def pairs_of_distances(problem: AttentionProblem, numbers: Tensor) -> Tensor:
+    """Numbers of distances (batch or 1, heads or 1, distances) as kernels with queries as rows read them.
+
+    In units of log2, each beside the next one as an int64, from the distance 0 on. What a tile may read
+    beyond them is 0.
+    """
+    return _neighbours(numbers, problem.seqlen_q - 1)
+
+
+def transposed_pairs_of_distances(problem: AttentionProblem, numbers: Tensor) -> Tensor:
+    """The same for kernels with keys as rows."""
+    return _neighbours(numbers.flip(-1), problem.seqlen_k - 1)
+
+
+def _neighbours(numbers: Tensor, zero: int) -> Tensor:
+    *lead, length = numbers.shape
+    first = -(-(MOST_ROWS + zero) // 2) * 2  # so that addresses are multiples of 16 bytes
+    padded = numbers.new_zeros(*lead, first - zero + length + MOST_ROWS)
+    padded[..., first - zero :][..., :length] = numbers * LOG2_E
+    pairs = torch.stack((padded[..., :-1], padded[..., 1:]), -1)
+    return pairs.view(torch.int64).squeeze(-1)[..., first:]
 
 
 def _visible_queries(problem: AttentionProblem) -> tuple[int, int]:
@@ -137,7 +161,10 @@ def extras(
     if slopes is not None:
         stride = slopes.stride(0) if slopes.ndim == 2 else 0
         found = found._replace(slopes=slopes, slopes_stride=stride)
-    if bias is not None:
+    if bias is not None and problem.bias_of_distances:
+        batch, head = (0 if size == 1 else stride for size, stride in zip(bias.shape[:2], bias.stride()))
+        found = found._replace(bias=bias, bias_batch=batch, bias_head=head)
+    elif bias is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         batch, head, row, _ = strides
         found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)

@@ -215,12 +215,10 @@ def softmax_step(
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
-    if is_steady:
+    if is_steady:  # never with a bias: see `FOLLOWS`
         x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
         if cfg.HAS_ALIBI:
             x = x - penalty(s, start, slope)
-        if cfg.HAS_BIAS:
-            x = with_bias(x, bias, dtype)
         p = exp2(x)
         l = l + partial_sums(p)
         watched = watch(watched, s, x, p, hides, cfg)
@@ -230,7 +228,7 @@ def softmax_step(
             s = s * unit - penalty(s, start, slope)
             unit = 1.0
         if cfg.HAS_BIAS:
-            s = with_bias(s * unit, bias, dtype)
+            s = with_bias(s * unit, bias, dtype, cfg)
             unit = 1.0
         m_before = m
         p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))

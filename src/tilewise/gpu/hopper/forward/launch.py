@@ -186,6 +186,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_ALIBI=problem.has_alibi,
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
+        BIAS_OF_DISTANCES=problem.bias_of_distances,
     )
 
 

@@ -18,6 +18,7 @@ from tilewise.core.functions.expression import decode
 from tilewise.core.functions.kernel_map import hiding_numbers
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.captured import functions_of, layout_on
+from tilewise.gpu.functions.distances import with_bias_of_distances
 from tilewise.gpu.functions.source import KernelFunctions
 from tilewise.gpu.launch.launch_plan import Tensors
 
@@ -25,11 +26,14 @@ MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
 
 
 def unserved_functions(problem: AttentionProblem) -> str | None:
-    """None if a problem has no functions, or those that a tile map serves, else why not."""
+    """None if a problem has no functions, or those that a tile map and a bias serve, else why not."""
     if problem.functions is None:
         return None
     if problem.is_packed or problem.is_cached or problem.is_paged:
-        return "takes mask functions in dense calls only"
+        return "takes functions in dense calls only"
+    problem = with_bias_of_distances(problem)
+    if problem.functions is None:
+        return None
     if problem.mask_shape is not None:
         return "takes a mask or a mask function, not both"
     bits = math.prod(_shape(problem))
@@ -63,9 +67,11 @@ def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunctio
     return MaskFunction(kernel, _shape(problem), lengths, captured, device, *hiding)
 
 
-def with_mask_of_function(problem: AttentionProblem) -> AttentionProblem:
-    """The problem as kernels see it: with a mask of the shape that its function needs."""
-    return replace(problem, mask_shape=_shape(problem))
+def without_functions(problem: AttentionProblem) -> AttentionProblem:
+    """The problem as kernels see it: with a mask of the shape that its mask function needs, and a bias of
+    what its score function adds."""
+    problem = with_bias_of_distances(problem)
+    return problem if problem.functions is None else replace(problem, mask_shape=_shape(problem))
 
 
 def _shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
