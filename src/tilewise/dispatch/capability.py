@@ -157,14 +157,13 @@ ROWS = (
         "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
-    Row("score functions of distance: score + f(b, h, j - i)", _has_function_of_distance, {
+    Row("score functions (`hopper`: of distance)", _has_score_function, {
         "aten": "takes no mask or score functions",
     }),
-    Row("other score functions", _has_other_score_function, {
-        "aten": "takes no mask or score functions",
+    Row("score functions but those of distance", _has_other_score_function, {
         "hopper": "takes score functions only if they add a number of each distance, score + f(b, h, j - i), "
         "in calls without a bias or a cache",
-    }),
+    }, is_rare=True),
     Row("functions that may read out of range", lambda p: p.functions and decode(p.functions).is_guarded, {
         "hopper": "takes functions only whose indices into captured tensors are in range for certain",
     }, is_rare=True),

@@ -241,7 +241,7 @@ def test_what_is_not_printed_is_refused():
     with pytest.raises(NotImplementedError, match=r"no erf.*'tiled' would serve"):
         tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, *_: torch.erf(s))
     for said, wrong in (
-        (r"of \d+ numbers", lambda s, b, h, i, j: s + large[i, j]),
+        (r"of \d+ numbers", lambda s, b, h, i, j: s * large[i, j]),
         ("at an index that depends on the score", lambda s, b, h, i, j: s + table[s.long().clamp(0, 5)]),
     ):
         with pytest.raises(NotImplementedError, match=rf"no gradient .*{said}.*'tiled' would serve"):

@@ -28,7 +28,7 @@ CONVERTING = 8  # of a tile's queries in a backward, in keys
 @pytest.fixture
 def without_code(monkeypatch, tmp_path):
     """What plans read of a kernel is known before it is compiled."""
-    machine = replace(kernels.current_target(), cpu="of many cores")
+    machine = replace(kernels.current_target(), cpu="of many cores", l2_bytes=1 << 20)
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernels, "target", lambda wanted="": machine)
     monkeypatch.setattr(kernels, "generate", lambda *_: b"")
