@@ -87,7 +87,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     ),
     "distances_d64_causal": (64, 64, torch.bfloat16, False, {"causal": True}),
     "distances_gradient_d128": (128, 128, torch.float16, False, {"causal": True, "deterministic": True}),
-    "distances_mask_dropout_d128": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "dropout_p": 0.1}),
+    "distances_dropout_softcap_d128": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "dropout_p": 0.1}),
     "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
