@@ -167,11 +167,8 @@ def test_a_run_records_where_and_how(tiny, tmp_path):
     assert found["date"].endswith("+00:00") and found["command"].startswith("tilewise")
     assert len(found["source_sha256"]) == 64
     assert found["unavailable"] == {"sdpa-cudnn": "PyTorch has no such CPU kernel"}
-    assert {name: len(c["samples"]) for name, c in found["ceilings"].items()} == {
-        "matmul": 5,
-        "matmul-bfloat16": 5,
-        "read": 5,
-    }
+    assert all(len(ceiling["samples"]) == 5 for ceiling in found["ceilings"].values())
+    assert {"matmul", "read"} <= set(found["ceilings"]) <= {"matmul", "matmul-bfloat16", "read"}
     for record in found["cases"]:
         for entry in record["peers"].values():
             assert entry["status"] == "ok" and len(entry["samples"]) == 5

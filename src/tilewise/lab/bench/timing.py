@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -80,14 +81,18 @@ class CpuStopwatch(Stopwatch):
 
     def ceilings(self) -> list[Ceiling]:
         a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
-        a_half, b_half = a.bfloat16(), b.bfloat16()  # some processors have instructions for it
+        a_half, b_half = a.bfloat16(), b.bfloat16()
         block = torch.randn(64 << 20)
         flops = 2 * 1536**3
-        return [
+        found = [
             Ceiling("matmul", "float32 matmul 1536³", "flops", flops, lambda: a @ b),
             Ceiling("matmul-bfloat16", "bfloat16 matmul 1536³", "flops", flops, lambda: a_half @ b_half),
             Ceiling("read", "sum of 256 MiB of float32", "bytes", block.nbytes, lambda: block.sum()),
         ]
+        small, small_half = a[:256, :256], a_half[:256, :256]
+        times = [min(self.sample(functools.partial(torch.mm, x, x), 3)) for x in (small, small_half)]
+        # Without instructions for it PyTorch takes 100 times as long, which is no ceiling.
+        return [c for c in found if c.name != "matmul-bfloat16" or times[1] < 10 * times[0]]
 
 
 class ThreadStopwatch(CpuStopwatch):
