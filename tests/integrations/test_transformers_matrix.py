@@ -54,7 +54,7 @@ ENCODERS = (
 )  # fmt: skip
 ENCODER_DECODERS = (
     "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart",
-    "t5", "umt5",
+    "t5",
 )  # fmt: skip
 IMAGE = {"image_size": 12, "patch_size": 4}
 VISION = (
@@ -67,11 +67,12 @@ SOUND = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (4, 4), "num_
 AUDIO = (
     "wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio", "sew",
 )  # fmt: skip
-# No SDPA in transformers, for their masks or sinks; or SDPA that drops the softcap. Eager is what they mean.
+# No SDPA in transformers, for their masks or sinks; or SDPA that drops a softcap, or UMT5's bias. Eager is
+# what they mean.
 EAGER = {
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "causal"),
     **dict.fromkeys(("bigbird_pegasus", "gemma2"), "causal"), "layoutlm": "masked",
-    **dict.fromkeys(("longt5", "nllb-moe", "pegasus_x", "switch_transformers"), "seq2seq"),
+    **dict.fromkeys(("longt5", "nllb-moe", "pegasus_x", "switch_transformers", "umt5"), "seq2seq"),
 }  # fmt: skip
 OWN_CODE = {  # their layers multiply queries and keys themselves
     "big_bird": "masked", "convbert": "masked", "deberta-v2": "masked", "ibert": "masked", "mpnet": "masked",
