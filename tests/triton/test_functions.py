@@ -297,7 +297,7 @@ def test_gradients_of_tensors_that_are_read_out_of_range():
 
 def test_deterministic_gradients_of_captured_tensors_are_refused():
     x, table = randn(1, 8, 1, 16), randn(8).requires_grad_()
-    options = {"score_mod": lambda s, b, h, i, j: s + table[j]}
+    options = {"score_mod": lambda s, b, h, i, j: s * table[j]}
     with pytest.raises(NotImplementedError, match=r"in any order.*'tiled' would serve"):
         tilewise.attention(x, x, x, backend="triton", deterministic=True, **options)
     with pytest.raises(NotImplementedError, match="index that depends on the score"):
